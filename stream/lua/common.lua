@@ -9,8 +9,9 @@
 --   {NAME}:S            stream with consumer group `penstock`; an entry has `prompt` (id) and `payload` (record)
 --   {NAME}:S:leases     zset, entry id -> ms at which the lease of its owner expires
 --   {NAME}:S:retries    zset, entry id -> ms before which no worker may claim it again (owned by consumer `released`)
---   {NAME}:S:attempts   hash, `ID:infra` and `ID:data` -> failures so far; for prompts also `ID:stale` -> run time in ms of
---                       each attempt that was cancelled as stale, for example `1200` or `1200,3400`
+--   {NAME}:S:attempts   hash, `ID:infra` and `ID:data` -> failures so far; `ID:expired` -> how many of the first are leases
+--                       that expired; for prompts also `ID:stale` -> run time in ms of each attempt that was cancelled as
+--                       stale, for example `1200` or `1200,3400`
 --   {NAME}:S:partials:ID hash, completion index -> record: finished completions of an entry's unfinished group
 --   {NAME}:S:rate       hash, second modulo 60 -> second * 1e6 + entries completed in that second
 -- S may also be eval:prompts or eval:groups, the stages of an evaluation. Their entries have the evaluated policy version
@@ -111,7 +112,7 @@ local function delete_entry(stage, id)
   redis.call('XDEL', key(stage), id)
   redis.call('ZREM', key(stage .. ':leases'), id)
   redis.call('ZREM', key(stage .. ':retries'), id)
-  redis.call('HDEL', key(stage .. ':attempts'), id .. ':infra', id .. ':data', id .. ':stale')
+  redis.call('HDEL', key(stage .. ':attempts'), id .. ':infra', id .. ':data', id .. ':expired', id .. ':stale')
   delete_partials(stage, id)
 end
 

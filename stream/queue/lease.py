@@ -21,6 +21,8 @@ class Lease(Struct, kw_only=True, eq=False):
     payload: bytes
     infra_failures: int = 0
     data_failures: int = 0
+    expired_leases: int = 0
+    """How many of the infra failures are leases that expired: workers that died or stopped responding."""
     cancelled_attempts_s: tuple[float, ...] = ()
     """The run time of each attempt that was cancelled as stale, oldest first."""
     evaluated_version: int | None = None

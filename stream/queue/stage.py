@@ -30,6 +30,9 @@ ReleaseReason = Literal["infra", "data", "none", "stale"]
 `infra` and `data` count towards a limit."""
 
 
+_DEATHS_OF_SUSPECTS = 2
+
+
 class RetryPolicy(Struct, frozen=True, kw_only=True):
     """How long a lease lasts, and how often an entry may fail."""
 
@@ -37,6 +40,14 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     infra_attempts: int = 5
     data_attempts: int = 2
     backoff_s: float = 0.5
+
+    def is_suspect(self, expired_leases: int) -> bool:
+        """Return whether an entry whose leases expired this often may be what ends its workers.
+
+        So it is worked on alone: no other entry is then charged for a death. With few attempts that starts after the
+        first death.
+        """
+        return expired_leases > 0 and expired_leases >= min(_DEATHS_OF_SUSPECTS, self.infra_attempts - 1)
 
     def delay_s(self, failures: int) -> float:
         """Return the seconds before the next attempt, after this many earlier failures."""
@@ -105,7 +116,7 @@ class Stage:
         wake_id, due_ms, finish_reason, unfinished, done, version, entries, stop, paused = answer
         self.connection.observe_stop(stop)
         leases = []
-        for entry_id, infra, data, stale, flat in entries:
+        for entry_id, infra, data, expired, stale, flat in entries:
             fields = dict(zip(flat[::2], flat[1::2], strict=True))
             lease = Lease(
                 id=entry_id.decode(),
@@ -113,6 +124,7 @@ class Stage:
                 payload=fields.get(b"payload", b""),
                 infra_failures=infra,
                 data_failures=data,
+                expired_leases=expired,
                 cancelled_attempts_s=tuple(int(ms) / 1000 for ms in stale.split(b",") if ms),
                 evaluated_version=_parse_version(fields.get(b"version")),
                 claimed_version=max(0, version),

@@ -1,10 +1,14 @@
 """Leases of real processes: a live worker keeps its work however long it takes; a suspended one completes nothing."""
 
+import sys
+
 import aiohttp
 import anyio
 import pytest
 
 from stream.connection.run_connection import connect
+from stream.queue.feed import Feed
+from stream.records import Prompt
 from tests.e2e.by_hand import cast, feed, groups_in, until, waiting
 from workers.testing.scripted_engine import ScriptedEngine
 
@@ -108,6 +112,73 @@ async def test_a_suspended_rollout_worker_discards_its_result_and_continues(
         assert done["a"].attempt == 1
         assert all(by["suspended"] in done[each].worker for each in "bc")
         assert all(done[each].attempt == 0 for each in "bc")
+
+
+BIG = """
+class Big:
+    def reset(self, **row):
+        self.blob = [bytes(1000) for _ in range(50_000)]
+        self.texts = {str(i): "x" * 1000 for i in range(50_000)}
+        self.table = {i: [float(i)] * 10 for i in range(50_000)}
+
+    def get_reward(self, messages):
+        return float(len(messages))
+"""
+
+
+TOKENS = 100_000
+ENGINE = f"""
+import anyio
+from workers.testing.scripted_engine import ScriptedEngine
+
+async def serve():
+    script = list(range(10, 20)) * {TOKENS // 10}
+    async with ScriptedEngine(lambda *_: script, version="0", max_length={2 * TOKENS}) as engine:
+        print(engine.url, flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(serve)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+async def test_long_completions_and_large_states_on_a_busy_machine_cost_no_lease(
+    project, connection, redis_url, roles, run_name
+):
+    """Four groups of 8 completions of 100,000 tokens; each environment holds 100 MB, which its snapshot leaves out."""
+    ids, size = "abcd", 8
+    (project.folder / "big.py").write_text(BIG)
+    project.table["environments"] = {"big": f"{project.folder / 'big.py'}:Big"}
+    project.table["run"]["name"] = run_name
+    project.table["queue"]["lease_s"] = 3.0
+    project.table["engine"]["max_model_len"] = 2 * TOKENS
+    project.table["rollout"] = {
+        "group_size": size, "max_tokens": TOKENS, "max_tokens_per_turn": TOKENS, "groups_in_flight": 2
+    }  # fmt: skip
+    file = str(await anyio.to_thread.run_sync(project.write))
+    engine = await roles.start([sys.executable, "-c", ENGINE])
+    await engine.says("http://")
+    command = project.command("rollout", file, "--redis", redis_url, "--engine", engine.said().strip())
+    workers = [await roles.start(command) for _ in range(2)]
+    await until(connection, lambda: _idle(connection, 2))
+    for _ in range(2):
+        await roles.start([sys.executable, "-c", "while True: pass"])
+    prompts = [
+        Prompt(id=each, messages=[{"role": "user", "content": "Say."}], environment="big", group_size=size)
+        for each in ids
+    ]
+    await Feed(connection, max_queued_prompts=1000).put(prompts, "", "4")
+    await until(connection, lambda: _has(connection, "groups", len(ids)), within_s=300)
+    groups = await groups_in(connection, "groups")
+    assert [group.attempt for group in groups] == [0] * len(ids)
+    for group in groups:
+        for completion in group.completions:
+            assert completion.failure is None
+            assert len(completion.rows[0].tokens) == TOKENS
+            assert len(completion.snapshot) < 10_000
+    for worker in workers:
+        assert "lease.lost" not in worker.said()
 
 
 SLOW = """

@@ -1,9 +1,11 @@
 """The engine client against a scripted engine with each of its faults."""
 
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+import msgspec
 import pytest
 
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
@@ -42,6 +44,24 @@ async def test_a_sample_has_logprobs_finish_reason_and_versions():
     assert sampled.spans == [Span(3, 0, 3)]
     params = engine.requests[0].sampling_params
     assert (params.temperature, params.max_tokens, params.stop_token_ids, params.seed) == (1.0, 8, [2], 4)
+
+
+async def test_a_long_answer_is_decoded_in_a_thread_so_that_leases_are_renewed_meanwhile(monkeypatch):
+    threads = []
+    whole = GenerateApi.decode
+
+    def noted(*args, **kwargs):
+        threads.append(threading.get_ident())
+        return whole(*args, **kwargs)
+
+    monkeypatch.setattr(GenerateApi, "decode", noted)
+    engine = ScriptedEngine(lambda *_: [7] * 20_000, version="3", max_length=40_000)
+    async with engine, client_of(engine.url) as client:
+        short = await client.sample([5], SAMPLING)
+        long = await client.sample([5], msgspec.structs.replace(SAMPLING, max_tokens=20_000))
+    assert (len(short.token_ids), len(long.token_ids)) == (8, 20_000)
+    assert set(threads[:-1]) == {threading.get_ident()}
+    assert threads[-1] != threading.get_ident()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The loop of rollout workers and scorers on a real server: each way in which work can end."""
 
+from functools import partial
+
 import anyio
 import pytest
 
@@ -10,19 +12,20 @@ from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group, Prompt
+from workers.runtime.isolation import Isolation
 from workers.runtime.work_loop import work_loop
 
 TERMS = RetryPolicy(lease_s=5.0, infra_attempts=3, data_attempts=2, backoff_s=0.02)
 
 
-async def feed(connection, n):
-    prompts = [Prompt(id=f"d:0:{i}", messages=[{"role": "user", "content": str(i)}]) for i in range(n)]
-    await Feed(connection, 1000).put(prompts, "", str(n))
+async def feed(connection, n, start=0):
+    prompts = [Prompt(id=f"d:0:{i}", messages=[{"role": "user", "content": str(i)}]) for i in range(start, n)]
+    await Feed(connection, 1000).put(prompts, str(start or ""), str(n))
 
 
-async def pump_until(connection, work, done, at_once=4):
+async def pump_until(connection, work, done, at_once=4, policy=TERMS):
     """Run the work loop until `done()` accepts the run's status."""
-    stage = Stage(connection, "prompts", "w1", TERMS)
+    stage = Stage(connection, "prompts", "w1", policy)
     stopping = anyio.Event()
     with anyio.fail_after(10):
         async with anyio.create_task_group() as tasks:
@@ -104,6 +107,77 @@ async def test_junk_is_dead_lettered_immediately(connection):
     await pump_until(connection, work, lambda view: view.dead == 1)
     (letter,) = await list_dead_letters(connection)
     assert (letter.reason, letter.ends_prompt) == ("unreadable", False)
+
+
+async def test_after_two_deaths_an_entry_is_played_alone_so_no_other_one_dies_with_it(connection):
+    """Four prompts of one worker died with it twice, and one of them kills its worker again."""
+    await feed(connection, 4)
+    policy = RetryPolicy(lease_s=0.2, infra_attempts=5, backoff_s=0.02)
+
+    async def die_with(count):
+        stage = Stage(connection, "prompts", "dead", policy)
+        claim = await stage.claim(count)
+        while len(stage.leases) < count:
+            await stage.wait(claim)
+            claim = await stage.claim(count)
+        await anyio.sleep(policy.lease_s)
+
+    await die_with(4)
+    await die_with(4)
+    await feed(connection, 12, start=4)
+    running, beside, held, deaths = set(), {}, {}, 0
+
+    async def work(stage, lease):
+        nonlocal deaths
+        running.add(lease.prompt_id)
+        for each in running:
+            beside.setdefault(each, set()).update(running - {each})
+        held[lease.prompt_id] = len(stage.leases)
+        await anyio.sleep(0.02)
+        running.remove(lease.prompt_id)
+        if lease.prompt_id == "d:0:2" and deaths < 5:
+            deaths = lease.infra_failures
+            del stage.leases[lease.id]  # as if the worker had died: the lease is not renewed and expires
+        else:
+            await settle(stage, lease)
+
+    await pump_until(connection, work, lambda view: view.stages["groups"].depth == 11 and view.dead == 1, policy=policy)
+    (letter,) = await list_dead_letters(connection)
+    assert (letter.prompt_id, letter.reason) == ("d:0:2", "infra")
+    suspects = {f"d:0:{i}" for i in range(4)}
+    assert {name for name, others in beside.items() if not others} >= suspects
+    assert {held[name] for name in suspects} == {1}  # an entry that waits for its turn would be charged for a death
+    assert any(others for name, others in beside.items() if name not in suspects)  # the others run at the same time
+
+
+async def test_a_suspect_that_waits_for_others_is_released_by_a_stop_request(connection):
+    await feed(connection, 1)
+    policy = RetryPolicy(lease_s=0.1, infra_attempts=2)  # with so few attempts one death is enough
+    await Stage(connection, "prompts", "dead", policy).claim(1)
+    await anyio.sleep(policy.lease_s)
+    await feed(connection, 2, start=1)
+    started = []
+
+    async def work(stage, lease):
+        started.append(lease.prompt_id)
+        await anyio.sleep_forever()
+
+    stage, stopping = Stage(connection, "prompts", "w1", policy), anyio.Event()
+    with anyio.fail_after(5):
+        async with anyio.create_task_group() as tasks:
+            isolation = Isolation()
+            with isolation.shared():
+                loop = partial(work_loop, stage, partial(work, stage), concurrency=4, stopping=stopping)
+                tasks.start_soon(partial(loop, isolation=isolation))
+                while not stage.leases:
+                    await anyio.sleep(0.01)
+                stopping.set()
+                await anyio.sleep(0.05)
+                tasks.cancel_scope.cancel()
+    assert started == []
+    assert stage.leases == {}
+    prompts = (await read_status(connection)).stages["prompts"]
+    assert (prompts.depth, prompts.claimed) == (2, 0)
 
 
 async def test_a_stop_request_releases_unfinished_work(connection):

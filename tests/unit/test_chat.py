@@ -220,6 +220,15 @@ async def test_long_prompts_are_rendered_in_a_thread_once_per_group(folder):
     assert threading.get_ident() not in template.threads
 
 
+async def test_long_turns_are_decoded_in_a_thread(folder, monkeypatch):
+    import anyio
+
+    chat, threads = await anyio.to_thread.run_sync(ChatTokenizer.load, folder, {}, None), []
+    monkeypatch.setattr(chat, "decode", lambda ids: threads.append(threading.get_ident()) or str(len(ids)))
+    assert [await chat.decode_turn([1] * n) for n in (9_999, 10_000)] == ["9999", "10000"]
+    assert threads[0] == threading.get_ident() != threads[1]
+
+
 def test_threads_may_share_a_chat(folder):
     chat = ChatTokenizer.load(folder, {}, [ADD])
 

@@ -88,7 +88,7 @@ class ConversationEpisode(BaseEpisode):
             if not isinstance(sampled, SampledTurn):
                 return sampled
             open_reasoning = self._chat.open_reasoning(context)
-            text = self._chat.decode(sampled.token_ids)
+            text = await self._chat.decode_turn(sampled.token_ids)
             turn = AssistantTurn(sampled.token_ids, text, open_reasoning=open_reasoning)
             parsed = await self._parse(turn)
             self.completion.messages.append(_message(parsed))

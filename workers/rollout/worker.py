@@ -20,6 +20,7 @@ from workers.rollout.group import GroupRunner, open_group_runner, with_attempt
 from workers.rollout.stale_canceller import StaleCanceller
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.context import WorkerContext
+from workers.runtime.isolation import Isolation
 from workers.runtime.reward_functions import load_factories
 from workers.runtime.work_loop import work_loop
 from workers.settings import Settings
@@ -100,17 +101,10 @@ async def _work(
         if settings.pacing.stale_policy == "cancel":
             background.start_soon(stale_canceller.watch)
         async with anyio.create_task_group() as loops:
-            loops.start_soon(partial(work_loop, stage, training.work, concurrency=concurrency, stopping=stopping))
+            loop = partial(work_loop, stopping=stopping, isolation=Isolation())
+            loops.start_soon(partial(loop, stage, training.work, concurrency=concurrency))
             if evaluation is not None:
-                loops.start_soon(
-                    partial(
-                        work_loop,
-                        evaluation.stage,
-                        evaluation.work,
-                        concurrency=evaluation.concurrency,
-                        stopping=stopping,
-                    )
-                )
+                loops.start_soon(partial(loop, evaluation.stage, evaluation.work, concurrency=evaluation.concurrency))
         background.cancel_scope.cancel()
 
 

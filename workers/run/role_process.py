@@ -27,6 +27,10 @@ from workers.settings.toml_file import load_settings
 
 log = structlog.get_logger()
 
+_SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter while another one waits for it. Environments and reward functions compute
+in many threads at a time; with Python's 5 ms the event loop waits for its turn too long to renew leases."""
+
 
 def run_role(
     role: str,
@@ -56,6 +60,8 @@ def run_role(
         return report_error(error, ExitCode.USAGE)
     if engines:
         settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, urls=engines))
+    if role in ("rollout", "score"):
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
     return run_to_exit_code(partial(_run_connected, role, settings, url, role_main, accept))
 
 

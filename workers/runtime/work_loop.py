@@ -12,11 +12,13 @@ anything else raises                given back as a failure of the infrastructur
 the lease is lost                   the work is cancelled and its result discarded
 newer policies make it stale        the work is cancelled and the entry given back; counts towards no limit
 the worker is asked to stop         no new claims; work that is not finished within the shutdown timeout is given back
+its workers died twice              it is worked on alone, so that nothing else dies with it again
 ==================================  =================================================================================
 """
 
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import anyio
 import structlog
@@ -36,6 +38,7 @@ from stream.queue.lease import Lease
 from stream.queue.stage import Claim, ReleaseReason, Stage
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.idle_log import IdleLogger
+from workers.runtime.isolation import Isolation
 
 log = structlog.get_logger()
 
@@ -43,7 +46,14 @@ Work = Callable[[Lease, int], Awaitable[None]]
 """Works on a lease, given the published policy version, and completes it."""
 
 
-async def work_loop(stage: Stage, work: Work, *, concurrency: int | ConcurrencyLimit, stopping: anyio.Event) -> None:
+async def work_loop(
+    stage: Stage,
+    work: Work,
+    *,
+    concurrency: int | ConcurrencyLimit,
+    stopping: anyio.Event,
+    isolation: Isolation | None = None,
+) -> None:
     """Work on entries of a stage until the run has ended or `stopping` is set.
 
     Args:
@@ -51,24 +61,29 @@ async def work_loop(stage: Stage, work: Work, *, concurrency: int | ConcurrencyL
         work: called in a separate task for each lease.
         concurrency: how many entries at the same time.
         stopping: ends claiming; what is held may still be finished.
+        isolation: of this process, if it has several loops.
     """
+    isolation = isolation or Isolation()
     limit = concurrency if isinstance(concurrency, ConcurrencyLimit) else ConcurrencyLimit(concurrency)
     async with anyio.create_task_group() as background:
         background.start_soon(stage.renew_leases)
         async with anyio.create_task_group() as jobs:  # noqa: SIM117  (jobs outlive the claiming)
             async with cancel_on(stopping):
-                await _claim_entries(stage, work, limit, jobs)
+                await _claim_entries(stage, work, limit, isolation, jobs)
         background.cancel_scope.cancel()
 
 
-async def _claim_entries(stage: Stage, work: Work, limit: ConcurrencyLimit, jobs: TaskGroup) -> None:
+async def _claim_entries(
+    stage: Stage, work: Work, limit: ConcurrencyLimit, isolation: Isolation, jobs: TaskGroup
+) -> None:
     """Claim entries and start their jobs until the run has ended."""
     idle = IdleLogger(stage.name)
     while True:
+        await isolation.wait_open()
         claim = await _claim(stage, await limit.wait_available())
-        for lease in claim.leases:
+        for lease in await _select(stage, claim.leases, isolation):
             limit.acquire()
-            jobs.start_soon(_run_job, stage, lease, claim.version, work, limit)
+            jobs.start_soon(_run_job, stage, lease, partial(work, lease, claim.version), limit, isolation)
         if claim.finish_reason:
             log.info("run.finished", stage=stage.name, why=claim.finish_reason)
             return
@@ -89,10 +104,36 @@ async def _claim(stage: Stage, count: int) -> Claim:
     return claim  # noqa: RET504  (a cancel scope may swallow what is in it, for all that mypy knows)
 
 
-async def _run_job(stage: Stage, lease: Lease, version: int, work: Work, limit: ConcurrencyLimit) -> None:
+async def _select(stage: Stage, leases: list[Lease], isolation: Isolation) -> list[Lease]:
+    """Return the leases to work on now: all but at most one suspect, and this one last. Give the others back.
+
+    An entry that is held while another one ends this process is charged for it, even if it only waits for its turn.
+    """
+    suspects = [lease for lease in leases if stage.retry_policy.is_suspect(lease.expired_leases)]
+    selected = [lease for lease in leases if lease not in suspects] + suspects[:1]
+    if isolation.is_closed:  # by a suspect of this process's other loop
+        selected = []
+    elif suspects:
+        isolation.close()
+    with anyio.CancelScope(shield=True):
+        for lease in leases:
+            if lease not in selected:
+                await _release(stage, lease, "none", "")
+    return selected
+
+
+async def _run_job(
+    stage: Stage, lease: Lease, work: Callable[[], Awaitable[None]], limit: ConcurrencyLimit, isolation: Isolation
+) -> None:
     try:
         with lease.cancel_on_loss() as scope:
-            await work(lease, version)
+            if stage.retry_policy.is_suspect(lease.expired_leases):
+                log.info("entry.isolated", stage=stage.name, prompt=lease.prompt_id, deaths=lease.expired_leases)
+                async with isolation.exclusive():
+                    await work()
+            else:
+                with isolation.shared():
+                    await work()
         if lease.stale and scope.cancelled_caught and not lease.lost:
             await _release(stage, lease, "stale", "")
     except NewerSchemaError as error:

@@ -20,6 +20,7 @@ from stream.queue.stage import Stage
 from stream.records import Group
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.context import WorkerContext
+from workers.runtime.isolation import Isolation
 from workers.runtime.reward_functions import add_reward_parts, load_factories, open_reward_functions
 from workers.runtime.work_loop import work_loop
 from workers.score.evaluation import evaluate_group
@@ -50,16 +51,13 @@ async def score(context: WorkerContext) -> None:
 
         limit = ConcurrencyLimit(settings.rollout.groups_in_flight)
         async with anyio.create_task_group() as loops:
-            loops.start_soon(partial(work_loop, stage, work, concurrency=limit, stopping=context.stopping))
+            loop = partial(work_loop, stopping=context.stopping, isolation=Isolation())
+            loops.start_soon(partial(loop, stage, work, concurrency=limit))
             if settings.eval.path:
                 await create_evaluation_streams(context.connection)
                 share = settings.evaluation_groups_in_flight(limit.limit)
                 evaluation_limit = ConcurrencyLimit(share, parent=limit if share < limit.limit else None)
-                loops.start_soon(
-                    partial(
-                        work_loop, evaluation_stage, evaluate, concurrency=evaluation_limit, stopping=context.stopping
-                    )
-                )
+                loops.start_soon(partial(loop, evaluation_stage, evaluate, concurrency=evaluation_limit))
 
 
 async def score_group(

@@ -162,8 +162,8 @@ class Recorder:
         except EngineError as error:
             self._record_end(end_after_error(error, completion.turns))
             raise
+        text = await chat.decode_turn(sampled.token_ids)
         row.append_sample(sampled)
-        text = chat.decode(sampled.token_ids)
         starts_in_reasoning = bool(chat.open_reasoning(prompt_ids))
         turn = ParsedTurn(text)
         if parses_tools:

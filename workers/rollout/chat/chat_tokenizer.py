@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 _LONG_TEXT_CHARACTERS = 20_000
 """Texts of this length and more are rendered and tokenized in a thread."""
+_LONG_TURN_TOKENS = 10_000
+"""Turns of this length and more are decoded in a thread."""
 _REASONING_WINDOW = 40
 """Tokens at a prompt's end in which a template may open a reasoning block."""
 _CACHED_PROMPTS = 32
@@ -186,6 +188,10 @@ class ChatTokenizer:
         size = self._tool_characters + _characters(messages)
         size += sum(len(turn.text) + _characters(turn.tool_results) for turn in turns)
         return work() if size < _LONG_TEXT_CHARACTERS else await _in_thread(work)
+
+    async def decode_turn(self, ids: Sequence[int]) -> str:
+        """Run `decode`, in a thread if the turn is long."""
+        return self.decode(ids) if len(ids) < _LONG_TURN_TOKENS else await _in_thread(partial(self.decode, ids))
 
     async def encode_continuation(self, new_messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
         """Run `continuation_ids`, in a thread if the messages are long."""

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+
+import anyio
 
 from envs.remote.service_client import error_message
 from stream.errors import EngineError
@@ -14,6 +17,10 @@ from workers.rollout.engine_client.probe import ABSENT, Capabilities
 from workers.rollout.engine_client.sampled_turn import UNVERSIONED, IncompatibleEngineError, SampledTurn
 from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.engine_client.sampling_api import SamplingRequest
+
+_LONG_ANSWER_BYTES = 200_000
+"""Some 4,000 tokens. Longer answers are decoded in a thread: 100,000 tokens take more than 0.1 s, in which the event
+loop would renew no lease, and the completions of a group often end together."""
 
 
 class StaleWeightsError(EngineError):
@@ -43,6 +50,7 @@ class EngineSampler:
         self._connections, self._monitor = connections, monitor
         self._timeout_s = timeout_s
         self._uses_adapters, self._salts_prefix_cache = uses_adapters, salts_prefix_cache
+        self._long_answers = anyio.CapacityLimiter(1)  # more threads would only compete for the interpreter
 
     async def sample(
         self, engine: EngineState, prompt_ids: Sequence[int], options: SamplingOptions, min_policy_version: int
@@ -93,7 +101,11 @@ class EngineSampler:
         version_after = version
         if status == 200 and capabilities.reports_version and not capabilities.reports_spans:
             version_after = await self._monitor.fetch_version(engine)
-        sampled = api.decode(status, payload, engine.url, version=min(version, version_after))
+        decode = partial(api.decode, status, payload, engine.url, version=min(version, version_after))
+        if len(payload) < _LONG_ANSWER_BYTES:
+            sampled = decode()
+        else:
+            sampled = await anyio.to_thread.run_sync(decode, limiter=self._long_answers)
         last = sampled.spans[-1].version
         # A request for an adapter may end after a newer adapter was loaded; its version is then not the engine's.
         if capabilities.reports_spans and not (adapter and last < engine.version):
