@@ -162,6 +162,8 @@ class Completion(Struct, kw_only=True):
     parts: list[RewardPart] = field(default_factory=list)
     reward: Reward | None = None
     """The merged parts; None before scoring."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Values that reward functions passed to `log_extra`, by column."""
     snapshot: bytes | None = None
     """The environment's attributes at the end of the episode, frozen (`envs.snapshot`)."""
     turns: Count = 0
@@ -182,6 +184,8 @@ class Group(Struct, kw_only=True):
     """Run time in seconds of each earlier attempt that was cancelled as stale."""
     evaluated_version: Count | None = None
     """For an evaluation: the evaluated policy version. None for a group to be trained."""
+    logged_metrics: dict[str, list[float]] = field(default_factory=dict)
+    """Numbers that reward functions passed to `log_metric`, by name."""
     worker: str = ""
     claimed_at: float = 0.0
     rolled_out_at: float = 0.0

@@ -88,6 +88,9 @@ class Unmeasured(Struct, frozen=True, tag="unmeasured"):
 
 Reward = Measured | Unmeasured
 
+RETURNED_NONE: Final = Unmeasured(RewardReason.MISSING, "returned None")
+"""The reward of a returned None."""
+
 
 def measure(value: object) -> Reward:
     """Convert the result of a reward function.
@@ -113,7 +116,7 @@ def measure(value: object) -> Reward:
         detail = str(value.detail) if reason else ""
         value = value.value  # its value may not be finite
     if value is None:
-        return Unmeasured(RewardReason.MISSING, "returned None")
+        return RETURNED_NONE
     item = getattr(value, "item", None)
     shape = getattr(value, "shape", None)
     if callable(item) and isinstance(shape, tuple) and all(size == 1 for size in shape):

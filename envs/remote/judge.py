@@ -25,6 +25,7 @@ from anyio import CancelScope
 
 from envs.messages import format_transcript
 from envs.remote.service_client import ClientOptions, RewardServiceClient, parse_client_options
+from envs.rewards.call_report import REPORT_PARAMETERS
 from stream.errors import RunFailedError, ServiceError, ServiceRefusedError, SettingsError
 from stream.validity import Measured, Reward, RewardReason, Unmeasured, measure
 
@@ -121,7 +122,7 @@ class Judge:
         rewards: list[Reward] = [Unmeasured(RewardReason.UNAVAILABLE)] * len(completions)
 
         async def judge(i: int) -> None:
-            row = {name: values[i] for name, values in columns.items()}
+            row = {name: values[i] for name, values in columns.items() if name not in REPORT_PARAMETERS}
             rewards[i] = await self._judge(self._request_body(prompts[i], completions[i], row))
 
         async with anyio.create_task_group() as tasks:

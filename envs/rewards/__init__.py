@@ -8,6 +8,7 @@
 `env_reward.py`          rewards from an environment's `get_reward`
 `call_report.py`         what a function reports during a call
 `call_results.py`        what a call returned, as rewards or the reason why there is none
+`trainer_state.py`       the state of the trainer that a reward function gets
 `merge.py`               merge the parts of a completion's reward into one
 =======================  ===========================================================================
 """

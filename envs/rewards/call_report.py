@@ -1,20 +1,25 @@
 """What a reward function reports during a call, besides the rewards that it returns."""
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import msgspec
 
-from envs.call import Failed, Ok, TimedOut
+from envs.call import Failed, Ok, TimedOut, filter_kwargs
 from envs.rewards.call_results import CallResult, NamedRewards, RowResult, classify_rows, failure_reward
+from envs.rewards.trainer_state import TrainerState
 from stream.validity import Measured, Reward, RewardReason
+
+REPORT_PARAMETERS: Final = ("trainer_state", "log_extra", "log_metric", "set_fallback")
+"""Parameters of a reward function that are neither lists of completions nor columns."""
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=str)
 
 
 class CallReport:
     """Collects the reports of one call; the function gets its methods as keyword arguments.
-
-    `set_fallback` is passed to functions that name it in their signature.
 
     Args:
         rows: number of completions in the call.
@@ -26,10 +31,37 @@ class CallReport:
         """Results of the call if it does not end in time."""
         self._rows = rows
         self._on_fallback = on_fallback
+        self._metrics: dict[str, list[float]] = {}
+        self._extra: dict[str, list[Any]] = {}
 
-    def kwargs(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Return the keyword arguments through which a function reports."""
-        return {"set_fallback": self.set_fallback} if "set_fallback" in _parameters(function) else {}
+    def kwargs(self, function: Callable[..., Any], state: TrainerState) -> dict[str, Any]:
+        """Return the keyword arguments in `REPORT_PARAMETERS` that a function accepts.
+
+        As in TRL, `**kwargs` accepts all of them but `set_fallback`, which the function has to name.
+        """
+        available = {"trainer_state": state, "log_extra": self.log_extra, "log_metric": self.log_metric}
+        named = {"set_fallback": self.set_fallback} if "set_fallback" in _parameters(function) else {}
+        return filter_kwargs(function, available) | named
+
+    def result(self, rows: list[RowResult]) -> CallResult:
+        """Return the call's result with everything that was logged."""
+        return CallResult(rows, dict(self._metrics), dict(self._extra))
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Log a number, whose mean is the metric `logged/NAME` of the step; one that is not finite is left out."""
+        if math.isfinite(number := float(value)):
+            self._metrics.setdefault(str(name), []).append(number)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Log a value for each completion of the call, stored with it as `extra[column]`.
+
+        Raises:
+            ValueError: the number of values is not the number of completions.
+        """
+        plain = [_plain(value) for value in values]
+        if len(plain) != self._rows:
+            raise ValueError(f"log_extra({column!r}) got {len(plain)} values for {self._rows} completions")
+        self._extra[str(column)] = plain
 
     def set_fallback(self, rewards: Any) -> None:
         """Set the rewards that count if the call passes its deadline or its process dies.
@@ -38,10 +70,10 @@ class CallReport:
         number gets the reason of the failure, a `Measured` gets it only if it has a reason already.
         """
         self.fallback = [_with_reason(row, given) for row, given in _pairs(rewards, self._rows)]
-        self._on_fallback(CallResult(self.fallback))
+        self._on_fallback(self.result(self.fallback))
 
 
-def use_fallback(fallback: list[RowResult], outcome: Failed | TimedOut) -> list[RowResult]:
+def use_fallback(fallback: CallResult, outcome: Failed | TimedOut) -> CallResult:
     """Return the fallback of a call that did not end, with the reason why it did not."""
     failure = failure_reward(outcome)
 
@@ -51,12 +83,21 @@ def use_fallback(fallback: list[RowResult], outcome: Failed | TimedOut) -> list[
         detail = f"{reward.detail}: {failure.detail}" if reward.detail else failure.detail
         return Measured(reward.value, failure.reason, detail)
 
-    return [
+    rows = [
         NamedRewards({name: explain(reward) for name, reward in row.by_name.items()})
         if isinstance(row, NamedRewards)
         else explain(row)
-        for row in fallback
+        for row in fallback.rows
     ]
+    return msgspec.structs.replace(fallback, rows=rows)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as plain data; its text if it has no such form."""
+    try:
+        return msgspec.msgpack.decode(_encoder.encode(value))
+    except Exception:  # noqa: BLE001  (a user's object)
+        return str(value)
 
 
 def _pairs(rewards: Any, rows: int) -> list[tuple[RowResult, Any]]:

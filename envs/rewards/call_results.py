@@ -1,6 +1,6 @@
 """Classify what a reward function returned: for each completion a reward, or several named ones."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,21 @@ class CallResult(msgspec.Struct):
 
     rows: list[RowResult]
     """One result for each completion of the call."""
+    metrics: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    """Numbers that the function passed to `log_metric`, by name."""
+    extra: dict[str, list[Any]] = msgspec.field(default_factory=dict)
+    """Columns that it passed to `log_extra`, with one value for each completion."""
+
+
+def join_results(results: Sequence[CallResult]) -> CallResult:
+    """Join the results of calls for successive completions; a column that a call did not log is None there."""
+    joined = CallResult([row for result in results for row in result.rows])
+    for name in dict.fromkeys(name for result in results for name in result.metrics):
+        joined.metrics[name] = [value for result in results for value in result.metrics.get(name, ())]
+    for column in dict.fromkeys(column for result in results for column in result.extra):
+        columns = (result.extra.get(column, [None] * len(result.rows)) for result in results)
+        joined.extra[column] = [value for values in columns for value in values]
+    return joined
 
 
 def classify_rows(outcome: Outcome, rows: int) -> list[RowResult]:

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from envs.call import describe_error
 from envs.references import Reference, check_arguments, resolve
+from envs.rewards.call_report import REPORT_PARAMETERS
 from stream.errors import ReferenceNotFoundError
 
+CALL_PARAMETERS: Final = ("prompts", "completions", "completion_ids", "environments", *REPORT_PARAMETERS)
+"""Parameters of a reward function that are not columns."""
 ENTRY_POINT_GROUP = "penstock.rewards"
 """Group of the entry points of reward functions."""
 
@@ -28,6 +31,9 @@ class CallOptions:
         timeout_s: deadline of each call; 0: the setting `rollout.call_timeout_s`.
         max_concurrency: concurrent calls of an asynchronous function; 0: no limit.
         calls_per_second: rate limit; 0: none.
+        environments: names of the environments whose completions it measures; empty: all. Elsewhere it has no part.
+        none: meaning of a returned None. `invalid`, the default: the completion's reward is unknown; `not_applicable`:
+            the function has no part in it.
     """
 
     processes: int = 0
@@ -35,6 +41,8 @@ class CallOptions:
     timeout_s: float = 0.0
     max_concurrency: int = 0
     calls_per_second: float = 0.0
+    environments: tuple[str, ...] = ()
+    none: Literal["", "invalid", "not_applicable"] = ""
 
     def with_defaults(self, defaults: "CallOptions") -> "CallOptions":
         """Return these options, with unset fields taken from `defaults`."""
@@ -53,20 +61,24 @@ class LoadedRewardFunction:
 
 
 def load_reward_function(ref: str, args: Mapping[str, Any] = MappingProxyType({})) -> LoadedRewardFunction:
-    """Resolve a reference to a function, or to a class that is instantiated.
+    """Resolve a reference to a function, to a class that is instantiated, or to a factory that is called.
+
+    A factory is a function that takes nothing of what a reward function gets (`prompts`, `completions`, ..., columns)
+    and has a value for each of its parameters from `args` or by default, such as TRL's `get_soft_overlong_punishment`.
 
     Runs imports and constructors, which may block.
 
     Args:
         ref: a reference, see `envs.references`.
-        args: extra keyword arguments of each call, or of the constructor if the reference names a class.
+        args: extra keyword arguments of each call, or of the constructor or factory.
 
     Raises:
         ReferenceNotFoundError: the reference does not resolve, is not callable, or takes other arguments.
     """
     reference = resolve(ref, ENTRY_POINT_GROUP)
     check_arguments(reference, args)
-    function = _instantiate(reference, args) if isinstance(reference.target, type) else reference.target
+    is_built = isinstance(reference.target, type) or is_factory(reference.target, args)
+    function = _build(reference, args) if is_built else reference.target
     if not callable(function):
         is_env = callable(getattr(function, "reset", None))
         raise ReferenceNotFoundError(
@@ -74,18 +86,32 @@ def load_reward_function(ref: str, args: Mapping[str, Any] = MappingProxyType({}
             "__call__" + ("; it has a reset method like an environment: those belong in [environments]" * is_env)
         )
     wish = inspect.getattr_static(function, "call_options", None)
-    if args and not isinstance(reference.target, type):
+    if args and not is_built:
         function = partial(function, **copy.deepcopy(dict(args)))
     name = ref if reference.kind == "entry point" else ref.rpartition(":")[2]
     return LoadedRewardFunction(function, name, wish if isinstance(wish, CallOptions) else CallOptions())
 
 
-def _instantiate(reference: Reference, args: Mapping[str, Any]) -> object:
+def is_factory(target: object, args: Mapping[str, Any]) -> bool:
+    """Return whether a function builds a reward function from these arguments, and is none itself."""
+    if not inspect.isfunction(target) or inspect.iscoroutinefunction(target):
+        return False
+    parameters = inspect.signature(target).parameters
+    if not parameters.keys().isdisjoint(CALL_PARAMETERS):
+        return False
+    return all(
+        parameter.kind is not parameter.VAR_KEYWORD and (parameter.default is not parameter.empty or name in args)
+        for name, parameter in parameters.items()
+    )
+
+
+def _build(reference: Reference, args: Mapping[str, Any]) -> object:
+    what = "its constructor" if isinstance(reference.target, type) else "it takes no completions, and as a factory it"
     try:
         return reference.target(**copy.deepcopy(dict(args)))  # type: ignore[operator]
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # user code may even raise SystemExit
         raise ReferenceNotFoundError(
-            f"{reference.ref!r} was found, but its constructor raised {describe_error(error)}"
+            f"{reference.ref!r} was found, but {what} raised {describe_error(error)}"
         ) from error

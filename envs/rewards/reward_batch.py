@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.messages import messages_text
+from envs.rewards.call_report import REPORT_PARAMETERS
+from envs.rewards.trainer_state import TrainerState
 from stream.records import Completion, Group, Message, Prompt
 
 
@@ -29,6 +31,8 @@ class RewardBatch:
     """Thawed snapshots of the environments; None, and then not passed, if there are none."""
     columns: dict[str, list[Any]] | None = None
     """The prompt's fields, repeated for each completion."""
+    trainer_state: TrainerState = TrainerState()  # noqa: RUF009  (frozen)
+    """When the completions were sampled."""
 
     @classmethod
     def from_group(cls, group: Group, environments: list[Any] | None) -> "RewardBatch":
@@ -49,7 +53,7 @@ class RewardBatch:
             answers = [list(c.messages) for c in completions]
         columns = {name: [value] * len(completions) for name, value in prompt.fields.items()}
         ids = [[token for row in c.rows for token in row.tokens] for c in completions]  # all rows, in order
-        return cls(prompts, answers, ids, environments, columns)
+        return cls(prompts, answers, ids, environments, columns, TrainerState.of_group(group))
 
     @property
     def size(self) -> int:
@@ -60,7 +64,8 @@ class RewardBatch:
         """Return the batch of completion `i` alone."""
         environments = None if self.environments is None else [self.environments[i]]
         columns = {name: [values[i]] for name, values in (self.columns or {}).items()}
-        return RewardBatch([self.prompts[i]], [self.completions[i]], [self.completion_ids[i]], environments, columns)
+        rows = ([self.prompts[i]], [self.completions[i]], [self.completion_ids[i]])
+        return RewardBatch(*rows, environments, columns, self.trainer_state)
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return keyword arguments for TRL's signature. Their values are shared; `copy_arguments` copies them."""
@@ -84,6 +89,8 @@ def copy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy_rows(name: str, values: Any) -> Any:
+    if name in REPORT_PARAMETERS:
+        return values
     if name == "environments":
         return list(values)
     if name == "completion_ids":

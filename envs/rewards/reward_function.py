@@ -9,7 +9,6 @@ import inspect
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -18,12 +17,13 @@ from anyio import CapacityLimiter
 
 from envs.call import CallRunner, RateLimiter, TimedOut, filter_kwargs, is_async
 from envs.rewards.call_report import CallReport, use_fallback
-from envs.rewards.call_results import CallResult, NamedRewards, RowResult, classify_rows
+from envs.rewards.call_results import CallResult, NamedRewards, RowResult, classify_rows, join_results
 from envs.rewards.loading import CallOptions, load_reward_function
 from envs.rewards.reward_batch import RewardBatch, copy_arguments
-from envs.rewards.reward_processes import RewardProcessPool
+from envs.rewards.reward_processes import RewardCall, RewardProcessPool
 from stream.errors import ReferenceNotFoundError
 from stream.records import RewardPart
+from stream.validity import RETURNED_NONE, Reward
 
 
 class RewardFunction:
@@ -117,15 +117,31 @@ class RewardFunction:
             yield self
 
     def to_parts(self, result: RowResult) -> list[RewardPart]:
-        """Convert one completion's result to reward parts: one `NAME`, or `NAME.KEY` for each named reward."""
-        if not isinstance(result, NamedRewards):
-            return [RewardPart(name=self.name, reward=result, weight=self.weight)]
+        """Convert one completion's result to reward parts: one `NAME`, or `NAME.KEY` for each named reward.
+
+        With `call_options.none` `not_applicable`, a returned None is no part.
+        """
+        named: dict[str, Reward] = (
+            {f"{self.name}.{key}": reward for key, reward in result.by_name.items()}
+            if isinstance(result, NamedRewards)
+            else {self.name: result}
+        )
+        omitted = RETURNED_NONE if self.call_options.none == "not_applicable" else None
         return [
-            RewardPart(name=f"{self.name}.{key}", reward=reward, weight=self.weight)
-            for key, reward in result.by_name.items()
+            RewardPart(name=name, reward=reward, weight=self.weight)
+            for name, reward in named.items()
+            if reward != omitted
         ]
 
+    def applies_to(self, environment: str | None) -> bool:
+        """Return whether the function measures completions of an environment, or of none."""
+        return not self.call_options.environments or environment in self.call_options.environments
+
     async def __call__(self, batch: RewardBatch, timeout_s: float) -> list[RowResult]:
+        """Compute the rewards of a batch, as `measure` does, without what the function logged."""
+        return (await self.measure(batch, timeout_s)).rows
+
+    async def measure(self, batch: RewardBatch, timeout_s: float) -> CallResult:
         """Compute the rewards of a batch.
 
         Args:
@@ -137,16 +153,16 @@ class RewardFunction:
             its completions are unmeasured: one completion with `call_options.granularity` `row`, else the group.
         """
         if batch.size == 0:
-            return []
+            return CallResult([])
         by_row = self.call_options.granularity == "row"
         batches = [batch.row(i) for i in range(batch.size)] if by_row else [batch]
         results = await self._call_batches(batches, self.call_options.timeout_s or timeout_s)
-        return list(chain.from_iterable(result.rows for result in results))
+        return join_results(results)
 
     async def _call_batches(self, batches: Sequence[RewardBatch], timeout_s: float) -> list[CallResult]:
         """Call the function once for each batch, concurrently within its limits."""
         if self._process_pool is not None and not self.call_options.calls_per_second:
-            return await self._process_pool.call([await self._kwargs_for(batch) for batch in batches], timeout_s)
+            return await self._process_pool.call([self._process_call(batch) for batch in batches], timeout_s)
         results: dict[int, CallResult] = {}
 
         async def call(i: int) -> None:
@@ -165,22 +181,32 @@ class RewardFunction:
         async with self._limiter:
             await self._rate_limiter.acquire()
             if self._process_pool is not None:
-                return (await self._process_pool.call([await self._kwargs_for(batch)], timeout_s))[0]
-            _, arguments = await self._kwargs_for(batch)
+                return (await self._process_pool.call([self._process_call(batch)], timeout_s))[0]
+            arguments = filter_kwargs(self.function, batch.to_kwargs())
             report = CallReport(batch.size)
-            arguments |= report.kwargs(self.function)
-            outcome = await self._runner.call(self.function, arguments, timeout_s)
+            reporting = report.kwargs(self.function, batch.trainer_state)
+            if is_async(self.function):
+                outcome = await self._runner.call(self.function, copy_arguments(arguments) | reporting, timeout_s)
+            else:
+                outcome = await self._runner.call(_call_with_copies(self.function), arguments | reporting, timeout_s)
             if isinstance(outcome, TimedOut) and report.fallback is not None:
-                return CallResult(use_fallback(report.fallback, outcome))
-            return CallResult(classify_rows(outcome, batch.size))
+                return use_fallback(report.result(report.fallback), outcome)
+            return report.result(classify_rows(outcome, batch.size))
 
-    async def _kwargs_for(self, batch: RewardBatch) -> tuple[int, dict[str, Any]]:
-        """Return the number of completions and the keyword arguments of a call, which are the function's own."""
+    def _process_call(self, batch: RewardBatch) -> RewardCall:
+        """Return the call for a child process; encoding it copies the arguments."""
         arguments = filter_kwargs(self.function, batch.to_kwargs())
-        if self.call_options.processes:
-            arguments.pop("environments", None)  # objects of this process
-            return batch.size, arguments  # copied by encoding them
-        return batch.size, await anyio.to_thread.run_sync(copy_arguments, arguments)
+        arguments.pop("environments", None)  # objects of this process
+        return RewardCall(batch.size, arguments, batch.trainer_state)
+
+
+def _call_with_copies(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with copied arguments; they are copied in its thread, not on the event loop."""
+
+    def call(**arguments: Any) -> Any:
+        return function(**copy_arguments(arguments))
+
+    return call
 
 
 def _check_process_compatible(ref: str, function: Callable[..., Any]) -> None:

@@ -12,6 +12,17 @@ from envs.processes.pool import ProcessPool
 from envs.rewards.call_report import CallReport, use_fallback
 from envs.rewards.call_results import CallResult, classify_rows
 from envs.rewards.loading import load_reward_function
+from envs.rewards.trainer_state import TrainerState
+
+
+class RewardCall(msgspec.Struct, frozen=True):
+    """One call of a reward function."""
+
+    rows: int
+    """Number of completions."""
+    arguments: dict[str, Any]
+    """The function's keyword arguments, without those in `call_report.REPORT_PARAMETERS`."""
+    trainer_state: TrainerState = TrainerState()
 
 
 class RewardJobHandler:
@@ -27,15 +38,16 @@ class RewardJobHandler:
         prepare = getattr(self._function, "prepare", None)
         if callable(prepare):
             prepare()  # slow imports happen here, outside of any call's deadline
-        self._decoder = msgspec.msgpack.Decoder(tuple[int, dict[str, Any]])
+        self._decoder = msgspec.msgpack.Decoder(RewardCall)
         self._encoder = msgspec.msgpack.Encoder()
 
     def __call__(self, job: bytes) -> bytes:
         """Call the function once and classify the result, so that numbers of any library become plain floats."""
-        rows, arguments = self._decoder.decode(job)
-        report = CallReport(rows, lambda fallback: report_interim(self._encoder.encode(fallback)))
-        arguments |= report.kwargs(self._function)
-        return self._encoder.encode(CallResult(classify_rows(call_inline(self._function, arguments), rows)))
+        call = self._decoder.decode(job)
+        report = CallReport(call.rows, lambda fallback: report_interim(self._encoder.encode(fallback)))
+        arguments = call.arguments | report.kwargs(self._function, call.trainer_state)
+        rows = classify_rows(call_inline(self._function, arguments), call.rows)
+        return self._encoder.encode(report.result(rows))
 
 
 class RewardProcessPool:
@@ -57,14 +69,14 @@ class RewardProcessPool:
         async with ProcessPool.open(handler, {"ref": ref, "args": dict(args)}, processes) as pool:
             yield cls(pool)
 
-    async def call(self, calls: Sequence[tuple[int, dict[str, Any]]], timeout_s: float) -> list[CallResult]:
-        """Run calls, each a number of rows and keyword arguments; return their results in order."""
+    async def call(self, calls: Sequence[RewardCall], timeout_s: float) -> list[CallResult]:
+        """Run calls and return their results in order."""
         outcomes = await self.pool.map([msgspec.msgpack.encode(call) for call in calls], timeout_s)
-        return [self._call_result(outcome, rows) for outcome, (rows, _) in zip(outcomes, calls, strict=True)]
+        return [self._call_result(outcome, call.rows) for outcome, call in zip(outcomes, calls, strict=True)]
 
     def _call_result(self, outcome: Outcome, rows: int) -> CallResult:
         if isinstance(outcome, Ok):
             return self._decoder.decode(outcome.value)
         if outcome.interim is not None:
-            return CallResult(use_fallback(self._decoder.decode(outcome.interim).rows, outcome))
+            return use_fallback(self._decoder.decode(outcome.interim), outcome)
         return CallResult(classify_rows(outcome, rows))

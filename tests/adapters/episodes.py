@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -68,6 +68,7 @@ async def train(
     *,
     args: Mapping[str, Any] | None = None,
     reward: str = "",
+    rewards: Sequence[Mapping[str, Any]] = (),
     groups: int = 4,
     **limits: Any,
 ) -> Trained:
@@ -81,6 +82,7 @@ async def train(
         say: maps a conversation, and the number of earlier requests with it, to the model's answer.
         args: of the environment.
         reward: of the reward function; by default only the environment's reward counts.
+        rewards: tables of `[[rewards]]`, instead of `reward`.
         groups: number of groups.
         limits: settings of `rollout`.
     """
@@ -98,7 +100,7 @@ async def train(
 
     project.prompts(groups)
     project.table["environments"] = {"it": {"ref": ref, "args": dict(args or {})}}
-    project.table["rewards"] = [{"ref": reward}] if reward else []
+    project.table["rewards"] = [{"ref": reward}] if reward else list(rewards)
     project.table["rollout"] |= {"max_tokens_per_turn": 200, "max_tokens": 2000, "groups_in_flight": 1, **limits}
     project.table["train"] |= {"batch_size": 1}
     project.table["engine"]["max_model_len"] = 4096

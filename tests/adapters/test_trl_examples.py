@@ -158,6 +158,90 @@ async def test_the_multi_env_example_routes_by_a_column_and_none_is_unmeasured(w
     assert other.reason is RewardReason.MISSING
 
 
+CLIENTS = """
+from types import SimpleNamespace
+
+
+class Client:
+    def __init__(self, base_url):
+        self.text = "Play Wordle. "
+
+    def close(self):
+        pass
+
+
+class TextArenaEnv(Client):
+    def reset(self):
+        return self.answer(0.0, False)
+
+    def step(self, action):
+        self.text += f"You guessed {action.message}. "
+        return self.answer(float(action.message == "[crane]"), True)
+
+    def answer(self, reward, done):
+        observation = SimpleNamespace(messages=[SimpleNamespace(content=self.text)])
+        return SimpleNamespace(observation=observation, reward=reward, done=done)
+
+
+class OpenSpielEnv(Client):
+    def reset(self):
+        return self.answer(0.0, False)
+
+    def step(self, action):
+        return self.answer(1.0 if action.action_id == 2 else -1.0, True)
+
+    def answer(self, reward, done):
+        state = [0.0] * 50
+        state[3] = state[47] = 1.0
+        return SimpleNamespace(observation=SimpleNamespace(done=done, info_state=state), reward=reward)
+
+
+TextArenaAction = OpenSpielAction = SimpleNamespace
+"""
+"""Stand-ins for the clients of OpenEnv's servers, with their interface."""
+
+
+async def test_the_example_with_several_environments_trains_if_none_is_not_applicable(
+    trl,
+    tmp_path,
+    project,  # noqa: F811
+):
+    script = trl / "examples" / "scripts" / "openenv" / "multi_env.py"
+    names = ("_format_catch_obs", "MultiEnv", "wordle_reward", "catch_reward")
+    file = written(
+        tmp_path / "multi_env.py",
+        *(source_of(script, name) for name in names),
+        imports=CLIENTS,
+        DEFAULT_WORDLE_URL="'w'",
+        DEFAULT_CATCH_URL="'c'",
+        CATCH_ROWS="10",
+        CATCH_COLS="5",
+    )
+    episodes = count()
+
+    def say(text, _nth):
+        """Win every second episode."""
+        if "<tool_response>" in text:
+            return "Done."
+        right = next(episodes) % 2
+        if "Wordle" in text:
+            return guess("crane" if right else "slate")
+        return call("move", json.dumps({"direction": "right" if right else "left"}))
+
+    project.table["data"]["columns"] = {"env": "game"}
+    prompts = project.prompts
+    project.prompts = lambda n: prompts(
+        0, "".join(json.dumps({"prompt": "Go.", "game": ("wordle", "catch")[i % 2]}) + "\n" for i in range(n))
+    )
+    functions = [{"ref": f"{file}:{name}", "none": "not_applicable"} for name in ("wordle_reward", "catch_reward")]
+    trained = await train(project, f"{file}:MultiEnv", say, rewards=functions)
+    assert (trained.summary["groups_trained"], trained.summary["dead"]) == (4, 0), trained.summary
+    for step in trained.metrics:
+        assert (step["rows/valid"], step["reward/min"], step["reward/mean"], step["reward/max"]) == (4, 0.0, 0.5, 1.0)
+    parts = {key.split("/")[2] for step in trained.metrics for key in step if key.startswith("reward/part/")}
+    assert parts == {"wordle_reward", "catch_reward"}
+
+
 async def test_the_documented_environment_chooses_its_task_and_scores_itself(trl, tmp_path):
     page = trl / "docs" / "source" / "grpo_trainer.md"
     file = written(tmp_path / "increment.py", source_of(page, "IncrementEnv"), imports="import random")

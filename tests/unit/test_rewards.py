@@ -39,13 +39,14 @@ def reasons(rewards):
 
 async def test_a_function_gets_only_the_arguments_it_names():
     def everything(prompts, completions, completion_ids, environments, **columns):
-        return [len(columns), columns["answer"][1], completion_ids[2][0]]
+        assert columns.keys() == {"answer", "other", "trainer_state", "log_extra", "log_metric"}  # as in TRL
+        return [1, columns["answer"][1], completion_ids[2][0]]
 
     def little(answer):
         return [float(a) for a in answer]
 
     given = batch(environments=[None] * 3, answer=[1, 2, 3], other=["a"] * 3)
-    assert await rewards_of(everything, given) == [Measured(2.0), Measured(2.0), Measured(2.0)]
+    assert await rewards_of(everything, given) == [Measured(1.0), Measured(2.0), Measured(2.0)]
     assert await rewards_of(little, given) == [Measured(1.0), Measured(2.0), Measured(3.0)]
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardBatch, RewardFunction
-from envs.rewards.call_results import RowResult
+from envs.rewards.call_results import CallResult
 from envs.rewards.loading import CallOptions
 from envs.snapshot import thaw
 from stream.errors import RecordError
@@ -44,6 +44,8 @@ def load_reward_function(settings: RewardSettings) -> RewardFunction:
         settings.timeout_s,
         settings.max_concurrency,
         settings.calls_per_second,
+        settings.environments,
+        settings.none,
     )
     return RewardFunction.load(settings.ref, settings.weight, settings.run_in, settings.name, settings.args, options)
 
@@ -67,16 +69,17 @@ async def add_reward_parts(
     completion whose snapshot cannot be read is unmeasured; the other completions are measured without it.
 
     Args:
-        group: parts are appended to its completions, in the order of the functions.
-        functions: with their weights.
+        group: parts are appended to its completions, in the order of the functions, and what the functions logged.
+        functions: with their weights; those that do not measure the group's environment are not called.
         factories: environments by name.
         timeout_s: for each call of a function.
     """
     completions = [completion for completion in group.completions if completion.failure is None]
+    functions = [function for function in functions if function.applies_to(group.prompt.environment)]
     if not completions or not functions:
         return
     factory = factories.get(group.prompt.environment or "")
-    found: dict[int, list[RowResult]] = {}
+    found: dict[int, CallResult] = {}
 
     async def call(position: int, function: RewardFunction) -> None:
         found[position] = await _measure(group, completions, function, factory, timeout_s)
@@ -85,8 +88,12 @@ async def add_reward_parts(
         for position, function in enumerate(functions):
             calls.start_soon(call, position, function)
     for position, function in enumerate(functions):
-        for completion, entry in zip(completions, found[position], strict=True):
-            completion.parts += function.to_parts(entry)
+        result = found[position]
+        for i, completion in enumerate(completions):
+            completion.parts += function.to_parts(result.rows[i])
+            completion.extra = completion.extra | {column: values[i] for column, values in result.extra.items()}
+        for name, values in result.metrics.items():
+            group.logged_metrics = group.logged_metrics | {name: [*group.logged_metrics.get(name, ()), *values]}
 
 
 async def _measure(
@@ -95,19 +102,22 @@ async def _measure(
     function: RewardFunction,
     factory: EnvironmentFactory | None,
     timeout_s: float,
-) -> list[RowResult]:
+) -> CallResult:
     if factory is None:
-        return await function(
+        return await function.measure(
             RewardBatch.from_group(msgspec.structs.replace(group, completions=completions), None), timeout_s
         )
     thawed = await anyio.to_thread.run_sync(_thaw_all, completions, factory)
-    readable = [
-        completion for completion, state in zip(completions, thawed, strict=True) if not isinstance(state, Unmeasured)
-    ]
-    states = [state for state in thawed if not isinstance(state, Unmeasured)]
-    batch = RewardBatch.from_group(msgspec.structs.replace(group, completions=readable), states)
-    rewards = iter(await function(batch, timeout_s) if readable else [])
-    return [state if isinstance(state, Unmeasured) else next(rewards) for state in thawed]
+    readable = [i for i, state in enumerate(thawed) if not isinstance(state, Unmeasured)]
+    measured = msgspec.structs.replace(group, completions=[completions[i] for i in readable])
+    result = await function.measure(RewardBatch.from_group(measured, [thawed[i] for i in readable]), timeout_s)
+    places = {row: i for i, row in enumerate(readable)}
+    rows = [state if isinstance(state, Unmeasured) else result.rows[places[row]] for row, state in enumerate(thawed)]
+    extra = {
+        column: [values[places[row]] if row in places else None for row in range(len(thawed))]
+        for column, values in result.extra.items()
+    }
+    return CallResult(rows, result.metrics, extra)
 
 
 def _thaw_all(completions: list[Completion], factory: EnvironmentFactory) -> list[object]:

@@ -86,3 +86,8 @@ class RewardSettings(Section, frozen=True):
     """Concurrent calls of an asynchronous function in each worker; 0: no limit."""
     calls_per_second: NonNegativeFloat = 0.0
     """Rate limit in each worker; 0: none."""
+    environments: tuple[str, ...] = ()
+    """Names in `[environments]` whose completions it measures; empty: all. Elsewhere it has no part in the reward."""
+    none: Literal["", "invalid", "not_applicable"] = ""
+    """Meaning of a returned None. `invalid`: the reward is unknown; `not_applicable`: the function has no part in this
+    completion's reward. Empty: what the function itself asks for, else `invalid`."""

@@ -136,6 +136,7 @@ class Trainer:
             **self._evaluation.pop_metrics(),
             **attempt_metrics(groups),
             **batch.metrics,
+            **self._collector.pop_logged(),
             "time": time.time(),
             "version": version,
             "step_seconds": elapsed,

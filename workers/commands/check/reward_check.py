@@ -22,7 +22,6 @@ from workers.commands.check.check_report import RewardReport, RewardTrial
 from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
 from workers.settings import Rollout
 
-_SIGNATURE = ("prompts", "completions", "completion_ids", "environments")
 _PROMPT = "What is the answer?"
 
 
@@ -43,7 +42,7 @@ def is_reward_function(ref: str, args: Mapping[str, Any] = MappingProxyType({}))
     if not callable(target) or hasattr(target, "reset"):
         return False
     names_, needed = _parameters(target)
-    return bool(set(names_) & set(_SIGNATURE)) or bool(set(needed) - set(args))
+    return bool(set(names_) & set(loading.CALL_PARAMETERS)) or bool(set(needed) - set(args))
 
 
 async def check_reward(
@@ -71,7 +70,8 @@ async def check_reward(
     names, needed = _parameters(function.function)
     report.name, report.parameters, report.is_async = function.name, names, is_async(function.function)
     report.reference_kind = "entry point" if ":" not in ref else "file" if ".py:" in ref else "module"
-    if missing := set(needed) - {*fields, *_SIGNATURE[:3], *(["environments"] if environment else [])}:
+    given = {name for name in loading.CALL_PARAMETERS if environment or name != "environments"}
+    if missing := set(needed) - {*fields, *given}:
         report.errors += [_missing_argument(name) for name in needed if name in missing]
         return report
     try:

@@ -22,6 +22,10 @@ def check_rewards(s: Settings) -> Iterator[str]:
     for index, reward in enumerate(s.rewards):
         if not math.isfinite(reward.weight):
             yield f"rewards[{index}].weight is {reward.weight}, so no reward would be finite; set a finite number"
+        for name in reward.environments:
+            if name not in s.environments:
+                known = ", ".join(s.environments) or "none"
+                yield f"rewards[{index}].environments names {name!r}, which is unknown; [environments] has: {known}"
 
 
 def check_datasets(s: Settings) -> Iterator[str]:

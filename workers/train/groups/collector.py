@@ -42,6 +42,7 @@ class Collector:
     def __init__(self, settings: Settings, consumer: Consumer[CheckedGroup], checker: GroupChecker) -> None:
         self.consumer = consumer
         self.pop_dropped = checker.pop_dropped
+        self.pop_logged = checker.pop_logged
         self._settings = settings
         self._waits_for_stragglers = settings.pacing.stale_policy == "wait"
         self._stragglers = StragglerWait(settings.pacing.straggler_timeout_s)

@@ -7,6 +7,7 @@ from stream.trainer.outcomes import Dropped
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
+from workers.train.groups.reward_log import RewardLog
 from workers.train.progress import Progress
 from workers.train.step.group_checks import CheckedGroup, GroupRewards, check_group
 
@@ -28,6 +29,8 @@ class GroupChecker:
         self._vocab_size = vocab_size
         self._progress = progress
         self._monitor = InvalidRewardMonitor(settings.abort.max_invalid_fraction, settings.abort_window_groups)
+        self._reward_log = RewardLog()
+        self.pop_logged = self._reward_log.pop
         self._dropped: Counter[DropReason] = Counter()
         self._filtered: deque[GroupRewards] = deque(maxlen=_FILTERED_STEPS * settings.train.batch_size)
 
@@ -40,6 +43,7 @@ class GroupChecker:
         """
         checked = check_group(group, self._settings, version, self._vocab_size)
         self._monitor.observe(group)
+        self._reward_log.observe(group)
         if checked.drop_reason is None:
             return checked
         self._dropped[checked.drop_reason] += 1
