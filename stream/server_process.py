@@ -16,14 +16,17 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import anyio
 import structlog
 from anyio.abc import Process
+from redis.asyncio import Redis
+from redis.exceptions import BusyLoadingError, RedisError
 
-from stream import parent_death
+from stream import parent_death, server_data
 from stream.errors import ServerError
 
 log = structlog.get_logger()
@@ -34,6 +37,12 @@ _STOP_TIMEOUT_S = 10.0
 _MAX_EXITS, _EXIT_WINDOW_S = 20, 600.0
 """How often it may exit within that time. A server that cannot start at all reaches this within seconds."""
 _RESTART_DELAY_S = 0.5
+_LOG_TAIL_BYTES = 4096
+_DATA_ERRORS = (
+    *("append only file", "append log file", "aof manifest", "aof file", "rdb file reading failure", "wrong signature"),
+    *("rdb crc", "rdb checksum", "short read", "doesn't exist"),
+)
+"""Words in the server's log, one of them in each message about data that it cannot load."""
 
 
 def find_server() -> Path:
@@ -96,17 +105,22 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
     socket = Path(folder.name) / "redis.sock"
     try:
         with await anyio.to_thread.run_sync(_lock, home) as lock:
+            await anyio.to_thread.run_sync(server_data.prepare, home)
             server = _Server(command_line(binary, home, socket, fsync), lock, home)
             try:
                 await server.start()
-                await _wait_for_socket(socket, server, home)
+                if not await _wait_until_loaded(socket, server, home):
+                    await anyio.to_thread.run_sync(server_data.set_aside, home, "the server could not load them")
+                    await server.start()
+                    await _wait_until_loaded(socket, server, home)
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(server.restart_on_exit)
                     yield f"unix://{socket}"
                     tasks.cancel_scope.cancel()
             finally:
                 with anyio.CancelScope(shield=True):
-                    await server.stop()
+                    if await server.stop():
+                        await anyio.to_thread.run_sync(server_data.write_digests, home)
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(folder.cleanup)
@@ -156,18 +170,24 @@ class _Server:
             log.warning("private_server.restarted", code=code)
             if len(deaths) > 1 and deaths[-1] - deaths[-2] < 2 * _RESTART_DELAY_S:
                 await anyio.sleep(_RESTART_DELAY_S)
+            await anyio.to_thread.run_sync(server_data.cut_zeros, self._data)
             await self.start()
 
-    async def stop(self) -> None:
-        """Stop the server: it saves its data and exits, or is killed after a timeout."""
+    async def stop(self) -> bool:
+        """Stop the server: it saves its data and exits, or is killed after a timeout.
+
+        Returns:
+            Whether it saved its data.
+        """
         if self._process is None or self.has_exited:
-            return
+            return False
         self._process.terminate()
         with anyio.move_on_after(_STOP_TIMEOUT_S):
             await self._process.wait()
         if self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
+        return self._process.returncode == 0
 
 
 def _lock(data: Path) -> IO[str]:
@@ -187,13 +207,37 @@ def _lock(data: Path) -> IO[str]:
     return file
 
 
-async def _wait_for_socket(socket: Path, server: _Server, data: Path) -> None:
-    """Wait until the socket exists. The server may still load its data, which `connect` waits for."""
-    with anyio.move_on_after(_START_TIMEOUT_S):
-        while not await anyio.Path(socket).exists():
-            if server.has_exited:
-                break
+async def _wait_until_loaded(socket: Path, server: _Server, data: Path) -> bool:
+    """Wait until the server answers, or has begun to load its data and then exited.
+
+    Returns:
+        False if it cannot load its data.
+
+    Raises:
+        ServerError: it does not start for another reason, or does not open its socket in time.
+    """
+    deadline = anyio.current_time() + _START_TIMEOUT_S
+    client = partial(Redis, unix_socket_path=str(socket), socket_timeout=_START_TIMEOUT_S)
+    async with await anyio.to_thread.run_sync(client) as redis:
+        while not server.has_exited:
+            try:
+                await redis.ping()
+            except BusyLoadingError:
+                deadline = anyio.current_time() + _START_TIMEOUT_S
+            except RedisError:
+                if anyio.current_time() > deadline:
+                    break
+            else:
+                return True
             await anyio.sleep(0.02)
-        else:
-            return
+    if await anyio.to_thread.run_sync(_cannot_load, data / "server.log"):
+        return False
     raise ServerError(f"the private server did not start; see {data / 'server.log'}")
+
+
+def _cannot_load(log_file: Path) -> bool:
+    """Return whether the server's last words are about its data."""
+    if not log_file.exists():
+        return False
+    tail = log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").lower()
+    return any(word in tail.rpartition("starting")[2] for word in _DATA_ERRORS)

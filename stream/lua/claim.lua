@@ -51,6 +51,16 @@ local function reclaim_expired()
     end
   end
 end
+-- A lease or a delay that lies further ahead than any that was ever given is from before the clock stepped back.
+local function bound(zset, name, longest)
+  local known = tonumber(redis.call('HGET', key('server'), name) or 0)
+  if known < longest then redis.call('HSET', key('server'), name, integer(longest)) else longest = known end
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', zset, integer(now + longest + 1), '+inf')) do
+    redis.call('ZADD', zset, integer(now + longest), id)
+  end
+end
+bound(leases, 'lease_ms', lease_ms)
+bound(retries, 'delay_ms', 0)
 reclaim_expired()
 
 local free = math.huge

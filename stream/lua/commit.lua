@@ -7,6 +7,12 @@
 --       `step:` before it: the group was part of a step, so its capacity is freed by the version even if it was dropped
 -- Returns {1, ids whose lease was lost} · {0} if another trainer has taken over.
 if not is_trainer(ARGV[2]) then return {0} end
+-- Forget that the operator dropped a prompt's dead letter; returns whether that was so.
+local function revoke_drop(prompt)
+  if redis.call('SREM', key('dropped_dead'), prompt) == 0 then return false end
+  redis.call('HINCRBY', key('counts'), 'dropped:operator', -1)
+  return true
+end
 local lost, marked = {}, 0
 for i = 4, #ARGV, 3 do
   local id, prompt, outcome = ARGV[i], ARGV[i + 1], string.gsub(ARGV[i + 2], '^step:', '')
@@ -24,12 +30,16 @@ for i = 4, #ARGV, 3 do
     if kept then
       if is_current(prompt, 'scored', id) then set_current(prompt, 'scored', kept) end
       redis.call('HINCRBY', key('counts'), 'duplicates', 1)
-    elseif not recorded then
-      redis.call('HINCRBY', key('counts'), outcome, 1)
-    elseif was_unfinished == 1 then -- the server lost the write of an outcome that the ledger has
-      redis.call('HINCRBY', key('counts'), recorded, 1)
     else
-      redis.call('HINCRBY', key('counts'), 'duplicates', 1)
+      local replaces = was_unfinished == 1 or revoke_letter(prompt) or (not recorded and revoke_drop(prompt))
+      if replaces or not recorded then
+        if not replaces then redis.call('HINCRBY', key('counts'), 'fed', 1) end -- an entry that no feeder added
+        -- An outcome that only the ledger has is counted here: the server lost its write.
+        count_outcome(prompt, recorded or outcome)
+        redis.call('HSET', key('scored:counted'), id, recorded or outcome)
+      else
+        redis.call('HINCRBY', key('counts'), 'duplicates', 1)
+      end
     end
     marked = marked + 1
   elseif holder ~= 'marked' then

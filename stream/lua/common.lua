@@ -18,19 +18,29 @@
 -- in a field `version`, do not count in any number of the run, and are deleted when the next evaluation begins.
 -- For the run:
 --   {NAME}:scored:marked hash, entry id -> prompt id: ended by the trainer, not yet acknowledged (owned by consumer `marked`)
+--   {NAME}:scored:counted hash, id of a marked entry -> the outcome that it added to `counts`; a duplicate adds none
 --   {NAME}:inflight_versions zset, prompt id -> policy version at its last claim, for outstanding groups. A group that is
 --                       delivered again after its prompt had ended (trainer resumed, dead letter retried) is not in it
 --   {NAME}:unpublished  zset, entry id -> policy version whose publication frees the capacity of this group
 --   {NAME}:unfinished   hash, id of each prompt without an outcome -> `STAGE:ENTRY`, its current entry. Any other entry of
 --                       that prompt (a duplicate, or junk) ends nothing when it is dead-lettered
---   {NAME}:counts       hash, fed, trained, dropped:REASON, dead, duplicates, junk; cancelled (attempts, not prompts)
+--   {NAME}:counts       hash, fed, trained, dropped:REASON, dead, duplicates, junk; cancelled (attempts, not prompts). An
+--                       outcome is counted in the step that removes its prompt from `unfinished`, so at every moment
+--                       fed = trained + dropped + dead + unfinished, by distinct prompts, also if the server lost writes
 --   {NAME}:dead         stream of dead letters
+--   {NAME}:dead_prompts hash, prompt id -> id of the dead letter that ends it
 --   {NAME}:dropped_dead set, ids of prompts whose dead letters the operator dropped
+--   {NAME}:unrecorded   stream of `prompt` and `outcome` (dead:REASON, dropped:operator, retried): ends that were decided
+--                       without the trainer and are not in the ledger yet; the trainer writes them there
 --   {NAME}:feed         hash, the feeder's cursor and `done`
---   {NAME}:policy       hash, version, path, step, next (version), fence (token), owner, owner_until, ledger (bytes at the
---                       trainer's start)
+--   {NAME}:policy       hash, version, path, step, next (version), fence (token), owner, owner_until, owner_lease_ms, ledger
+--                       (bytes at the trainer's start), recovered (token of the trainer that recovered last: another one
+--                       means that the server lost that write), acknowledged (bytes of the ledger whose groups were deleted
+--                       here) and acknowledged_by (token of the trainer that deleted them)
 --   {NAME}:server       hash, `id` (the server's run id), `until` (ms before which no trainer lease expires, set after a
---                       server restart); a key of its own because every worker may write it
+--                       server restart), `lease_ms` and `delay_ms` (the longest lease and retry delay so far: one that
+--                       ends later is from before the clock stepped back); a key of its own because every worker may
+--                       write it
 --   {NAME}:meta         hash, facts about the run, `finished`; while paused also `paused` (by whom) and `paused_ms`; `stop`
 --                       (number of the last stop request, only grows) and `stop_by`
 --   {NAME}:identity     hash, `id` of the run, `change:N` (accepted changes), and pinned values by name (settings, digests of
@@ -182,6 +192,36 @@ local function memory_exceeds(share, extra)
   return limit > 0 and tonumber(string.match(info, 'used_memory:(%d+)')) + extra > share * limit
 end
 
+-- Note an end that was decided without the trainer, for the ledger.
+local function note_end(prompt, outcome)
+  redis.call('XADD', key('unrecorded'), '*', 'prompt', prompt, 'outcome', outcome)
+end
+
+-- Count a prompt's outcome; the caller removes the prompt from `unfinished`, or counts it as fed.
+local function count_outcome(prompt, outcome)
+  redis.call('HINCRBY', key('counts'), outcome, 1)
+  if outcome == 'dropped:operator' then redis.call('SADD', key('dropped_dead'), prompt) end
+end
+
+-- Turn the dead letter that ends a prompt into junk, because the prompt has another end. Returns whether there was one.
+local function revoke_letter(prompt)
+  local id = redis.call('HGET', key('dead_prompts'), prompt)
+  if not id then return false end
+  redis.call('HDEL', key('dead_prompts'), prompt)
+  local found = redis.call('XRANGE', key('dead'), id, id)
+  if found[1] then
+    local flat = found[1][2]
+    for i = 1, #flat, 2 do
+      if flat[i] == 'ends_prompt' then flat[i + 1] = '0' end
+    end
+    redis.call('XADD', key('dead'), '*', unpack(flat))
+    redis.call('XDEL', key('dead'), id)
+    redis.call('HINCRBY', key('counts'), 'junk', 1)
+  end
+  redis.call('HINCRBY', key('counts'), 'dead', -1)
+  return true
+end
+
 -- Move an entry with its payload to the dead letters. Of an entry with very many fields (foreign junk) only the first
 -- hundred are kept, because `unpack` can return only a limited number of values.
 local function dead_letter(stage, id, reason, message)
@@ -201,7 +241,11 @@ local function dead_letter(stage, id, reason, message)
       letter[#letter + 1] = 'f:' .. flat[i]
       letter[#letter + 1] = flat[i + 1]
     end
-    redis.call('XADD', key('dead'), '*', unpack(letter))
+    local written = redis.call('XADD', key('dead'), '*', unpack(letter))
+    if ends_prompt == 1 and not is_evaluation(stage) then
+      redis.call('HSET', key('dead_prompts'), prompt, written)
+      note_end(prompt, 'dead:' .. reason)
+    end
   end
   delete_entry(stage, id)
 end

@@ -21,6 +21,9 @@ elseif reason ~= 'none' then
   end
 end
 if stage == 'prompts' then clear_inflight_version(field(fields(stage, id) or {}, 'prompt') or '') end
+if tonumber(ARGV[6]) > tonumber(redis.call('HGET', key('server'), 'delay_ms') or 0) then
+  redis.call('HSET', key('server'), 'delay_ms', ARGV[6])
+end
 requeue(stage, id, now_ms() + ARGV[6])
 wake()
 return 1

@@ -19,11 +19,15 @@ if ARGV[2] == 'retry' then
   end
   if not stage or #entry == 0 then return {-1} end
   local id = redis.call('XADD', key(stage), '*', unpack(entry))
-  if ends_prompt then set_current(prompt, stage, id) end
+  if ends_prompt then
+    set_current(prompt, stage, id)
+    note_end(prompt, 'retried')
+  end
 elseif ends_prompt and not from_evaluation then
-  redis.call('HINCRBY', key('counts'), 'dropped:operator', 1)
-  redis.call('SADD', key('dropped_dead'), prompt)
+  count_outcome(prompt, 'dropped:operator')
+  note_end(prompt, 'dropped:operator')
 end
+if ends_prompt and not from_evaluation then redis.call('HDEL', key('dead_prompts'), prompt) end
 if not from_evaluation then redis.call('HINCRBY', key('counts'), ends_prompt and 'dead' or 'junk', -1) end
 redis.call('XDEL', key('dead'), ARGV[1])
 wake()

@@ -28,7 +28,7 @@ class AclRule(Struct, frozen=True):
 
 
 _READ_COMMANDS = (
-    *("hget", "hgetall", "hexists", "hkeys", "hlen", "hmget", "exists", "hscan", "scard", "sscan"),
+    *("hget", "hgetall", "hexists", "hkeys", "hlen", "hmget", "exists", "hscan", "scard", "sismember", "sscan"),
     *("xlen", "xpending", "xrange", "xread", "xrevrange", "zcard", "zrange", "zrangebyscore"),
 )
 _SERVER_COMMANDS = ("info", "time", "evalsha", "script|load", "cluster|slots", "select")
@@ -68,6 +68,7 @@ def _worker_rules(stage: StageName | EvaluationStage) -> tuple[AclRule, ...]:
             else ()
         ),
         AclRule(("xadd",), ("dead",)),
+        *((AclRule(("hset",), ("dead_prompts",)), AclRule(("xadd",), ("unrecorded",))) if of_training else ()),
         *_SERVER_RESTARTED,
     )
 
@@ -80,6 +81,9 @@ _FEED = (
     AclRule(("hset", "hdel"), ("eval",)),
     AclRule(("hset", "unlink"), ("eval:dataset",)),
     AclRule(("hincrby",), ("counts",)),
+    AclRule(("xadd",), ("dead",)),
+    AclRule(("hset",), ("dead_prompts",)),
+    AclRule(("sadd",), ("dropped_dead",)),
 )
 _ROLLOUT = (
     *_worker_rules("prompts"),
@@ -103,7 +107,13 @@ _EVALUATE = (
 )
 _TRAIN = (
     *_worker_rules("scored"),
-    AclRule(("hset", "hdel"), ("scored:marked", "policy", "meta", "counts", "latest")),
+    AclRule(("hset", "hdel"), ("scored:marked", "scored:counted", "policy", "meta", "counts", "latest")),
+    AclRule(("hdel",), ("feed",)),
+    AclRule(("hset", "hdel", "hsetnx"), ("dead_prompts",)),
+    AclRule(("sadd", "srem"), ("dropped_dead",)),
+    AclRule(("xdel",), ("unrecorded",)),
+    AclRule(("unlink",), tuple(name for stage in STAGES for name in (stage, *_subkeys(stage, *_SUBKEYS[:3])))),
+    AclRule(("unlink",), ("scored:marked", "scored:counted", "inflight_versions", "unpublished", "unfinished")),
     AclRule(("zadd", "zrem", "zremrangebyscore"), ("unpublished",)),
     AclRule(("hset",), ("unfinished",)),
     AclRule(("xadd", "xdel"), ("dead",)),
@@ -115,6 +125,8 @@ _OPERATOR = (
     AclRule(("xadd",), (*STAGES, "engines")),
     AclRule(("xdel",), ("dead",)),
     AclRule(("sadd",), ("dropped_dead",)),
+    AclRule(("hdel",), ("dead_prompts",)),
+    AclRule(("xadd",), ("unrecorded",)),
     AclRule(("hset",), ("unfinished",)),
     AclRule(("hincrby",), ("counts",)),
 )

@@ -1,8 +1,9 @@
 """The audit: how each prompt ended, by the ledger, the checkpoint and the server. No counter is used.
 
-A prompt ends with a ledger record, with a dead letter, or with a dead letter that the operator dropped. Two of these
-are one too many. A ledger record after the checkpoint's length counts only while the server still has the group,
-because resuming cuts the record off. A prompt without an end must have an entry in some stage, otherwise it is lost.
+A prompt ends with a ledger record of its group, with a dead letter, or with a dead letter that the operator dropped;
+the ledger records the latter two as well. Two different ends are one too many. A ledger record after the checkpoint's
+length counts only while the server still has the group, because resuming cuts the record off. A prompt without an end
+must have an entry in some stage, otherwise it is lost.
 
 A duplicate of a prompt that is in progress, or has ended, is neither lost nor counted: the trainer holds it back.
 """
@@ -18,7 +19,7 @@ from stream.connection.keys import STAGES
 from stream.operator.run_scan import RunScan
 from stream.queue.entry_scan import DeadEntry, StreamEntry
 from stream.trainer.ledger import LedgerLine
-from stream.trainer.outcomes import encode_outcome
+from stream.trainer.outcomes import OPERATOR, Dead, Dropped, encode_outcome
 
 T = TypeVar("T")
 
@@ -91,7 +92,9 @@ def audit(facts: AuditInput) -> AuditReport:
         location = evidence.location()
         locations[location] += 1
         has_ended = location.startswith(("trained", "dropped"))
-        unsaved += has_ended and any(not evidence.is_checkpointed(line) for line in evidence.lines)
+        unsaved += has_ended and any(
+            line.record.has_group and not evidence.is_checkpointed(line) for line in evidence.lines
+        )
         if location in findings:
             findings[location].append(Finding(prompt, evidence.describe()))
     lost, twice = (sorted(findings[name], key=lambda finding: finding.prompt) for name in ("lost", "twice"))
@@ -127,19 +130,26 @@ class _PromptEvidence(Struct, kw_only=True):
 
     def location(self) -> str:
         """Return `trained`, `dropped:REASON`, `dead`, `outstanding:STAGE`, `lost` or `twice`."""
-        if len(self.lines) + len(self.dead) + self.dropped_dead > 1:
+        trained = [line for line in self.lines if line.record.has_group]
+        dropped_dead = self.dropped_dead or any(line.record.outcome == Dropped(OPERATOR) for line in self.lines)
+        if len(trained) + len(self.dead) + dropped_dead > 1:
             return "twice"
         if self.dead:
             return "dead"
-        if self.dropped_dead:
+        if dropped_dead:
             return "dropped:operator"
-        if self.lines:
-            return self._location_by_ledger(self.lines[0])
+        if trained:
+            return self._location_by_ledger(trained[0])
         if not self.entries:
-            return "lost"
+            return "dead" if self._is_dead_by_ledger else "lost"
         if all(entry.marked for entry in self.entries):
             return "outstanding:marked"
         return f"outstanding:{max((entry.stage for entry in self.entries), key=_stage_order)}"
+
+    @property
+    def _is_dead_by_ledger(self) -> bool:
+        """Whether the last record is that of a dead letter, which the server has forgotten."""
+        return bool(self.lines) and isinstance(self.lines[-1].record.outcome, Dead)
 
     def _location_by_ledger(self, line: LedgerLine) -> str:
         if self.checkpointed_bytes is None or self.is_checkpointed(line) or self.entries:

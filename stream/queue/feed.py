@@ -4,7 +4,8 @@ Any program may feed. After a crash, or after a server lost its last writes, the
 continues from there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import structlog
 
@@ -42,7 +43,12 @@ class Feed:
         return (await self.connection.read_hash("feed")).get("cursor", "")
 
     async def put(
-        self, prompts: Sequence[Prompt], cursor_before: str, cursor_after: str, *, already_ended: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        cursor_before: str,
+        cursor_after: str,
+        *,
+        ended: Mapping[str, str] = MappingProxyType({}),
     ) -> int:
         """Feed a batch and move the cursor; waits while the backlog or the memory is full, or the run is paused.
 
@@ -50,21 +56,23 @@ class Feed:
             prompts: the batch; may be empty.
             cursor_before: the cursor that this batch follows.
             cursor_after: the cursor after it.
-            already_ended: prompts left out because the ledger has their outcome already; they count as fed.
+            ended: end of prompts that the ledger has, by id (`stream.trainer.ledger.LedgerContents.ends`). They are not
+                fed but counted; a dead one is a dead letter again. For a server that was emptied.
 
         Returns:
-            How many prompts were new: a prompt without an outcome is not fed a second time.
+            How many prompts were new: a prompt that the server knows is not fed a second time.
 
         Raises:
             CursorMovedError: the cursor is not `cursor_before`.
         """
         flat: list[str | bytes] = []
         for prompt in prompts:
-            flat += [prompt.id, encode(prompt)]
+            end = ended.get(prompt.id, "")
+            flat += [prompt.id, b"" if end and not end.startswith("dead:") else encode(prompt), end]
         logged = False
         while True:
             status, value, stop = await self.connection.run_script(
-                "feed", *(self.max_queued_prompts, cursor_before, cursor_after, already_ended), *flat
+                "feed", *(self.max_queued_prompts, cursor_before, cursor_after), *flat
             )
             self.connection.observe_stop(stop)
             if status == 1:

@@ -77,8 +77,8 @@ async def open_consumer(
 ) -> AsyncIterator[Consumer[Checked]]:
     """Open the ledger at a checkpoint's resume point and lease scored groups for as long as the context is open.
 
-    Groups that the ledger holds are acknowledged, all others are delivered again, including those that
-    an earlier trainer had leased.
+    Groups that the ledger holds are acknowledged, all others come again, whatever an earlier trainer had leased. The
+    ledger is cut to the resume point once it agrees with the server.
 
     Args:
         trainer_lease: from `open_trainer_lease`.
@@ -91,11 +91,13 @@ async def open_consumer(
         stall_timeout_s: see `Consumer`.
 
     Raises:
-        RunMismatchError: ledger, checkpoint and server belong to different runs.
+        RunMismatchError: ledger, checkpoint and server belong to different runs; no file was changed.
     """
-    ledger = await anyio.to_thread.run_sync(Ledger, ledger_path, resume.ledger_bytes, folder_lock)
+    ledger = await anyio.to_thread.run_sync(
+        lambda: Ledger(ledger_path, resume.ledger_bytes, folder_lock, digest=resume.ledger_digest, cut=False)
+    )
     try:
-        requeued = await trainer_lease.recover(ledger)
+        requeued = await trainer_lease.recover(ledger, keep_cut=not resume.is_newest)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stage.renew_leases)
             yield Consumer(

@@ -96,6 +96,10 @@ class Consumer(Generic[Checked]):
         self._stall_timeout_s = stall_timeout_s
         self._committed: list[str] = []
         """Entries ended since the last checkpoint."""
+        self._unrecorded: list[str] = []
+        """Entries of `unrecorded` on the server that the ledger has, and that are not durable yet."""
+        self._synced_bytes = ledger.resumed_bytes
+        """Length of the ledger at the last `sync`."""
 
     async def claim(self, count: int) -> list[LeasedGroup[Checked]]:
         """Return the groups of one step, waiting for those that other workers still have.
@@ -136,6 +140,8 @@ class Consumer(Generic[Checked]):
         Entries that cannot be read become dead letters. Groups that the ledger holds already, older copies of a prompt,
         and groups that `check` drops end here.
         """
+        if self.trainer_lease.lost_recovery:
+            await self.trainer_lease.recover(self.ledger)
         claim = await self._stage.claim(count)
         ended: list[EndedGroup] = []
         for lease in claim.leases:
@@ -181,6 +187,7 @@ class Consumer(Generic[Checked]):
         for each in groups:
             reason = (dropped or {}).get(each.group.prompt.id)
             ended.append((each, Trained() if reason is None else Dropped(reason)))
+        await self._record_untrained()
         await self._record(ended, step)
         self.step = step
         await self._end([EndedGroup(each.lease, outcome, in_step=True) for each, outcome in ended])
@@ -222,12 +229,20 @@ class Consumer(Generic[Checked]):
         Raises:
             RunFailedError: the disk fails.
         """
-        ledger_bytes = await anyio.to_thread.run_sync(self._sync)
-        return ResumePoint(ledger_bytes=ledger_bytes, version=self.version, step=self.step)
+        await self._record_untrained()
+        self._synced_bytes = await anyio.to_thread.run_sync(self._sync)
+        await self.trainer_lease.forget_unrecorded(self._unrecorded)
+        self._unrecorded.clear()
+        return ResumePoint(
+            ledger_bytes=self._synced_bytes,
+            ledger_digest=self.ledger.digest(),
+            version=self.version,
+            step=self.step,
+        )
 
     async def acknowledge(self) -> None:
         """Delete all committed groups from the server; call it when a checkpoint of the last `sync` is durable."""
-        await self.trainer_lease.acknowledge(self._committed)
+        await self.trainer_lease.acknowledge(self._committed, self._synced_bytes)
         self._committed.clear()
 
     async def checkpoint(self, save: Callable[[ResumePoint], None]) -> None:
@@ -245,7 +260,10 @@ class Consumer(Generic[Checked]):
     async def finish(self, reason: str) -> None:
         """End the run: all other roles exit. Does nothing if the trainer was asked to stop, so that it can resume."""
         if not self.connection.stopping.is_set():
-            await self.trainer_lease.reconcile_server(self.ledger)
+            await self.trainer_lease.renew()
+            if self.trainer_lease.lost_recovery:
+                raise RunFailedError("the server lost its last writes as the run ended; resumed, the run ends properly")
+            await self.trainer_lease.reconcile_server(self.ledger, self._synced_bytes)
             await self.trainer_lease.finish_run(reason)
 
     async def _receive(self, lease: Lease) -> list[EndedGroup]:
@@ -300,6 +318,13 @@ class Consumer(Generic[Checked]):
             self.ledger.append(records)
 
         await anyio.to_thread.run_sync(write)
+
+    async def _record_untrained(self) -> None:
+        """Record in the ledger what ended without this trainer: dead letters, and what an operator did with them."""
+        last = self._unrecorded[-1] if self._unrecorded else ""
+        for entry, prompt, end in await self.trainer_lease.read_unrecorded(last):
+            await anyio.to_thread.run_sync(self.ledger.append_end, prompt, end, self.step, self.version)
+            self._unrecorded.append(entry)
 
     async def _end(self, ended: Sequence[EndedGroup]) -> None:
         """Mark entries as ended on the server."""

@@ -9,7 +9,7 @@ on a trainer's behalf check it, so a trainer that was replaced cannot change any
     await lease.commit(stage, ended, release_version=version + 1)    # groups are marked with their outcome
     version = await lease.reserve_version(known)               # a version number that was never used
     await lease.publish(version, path, step, metrics)          # after the engines have it
-    await lease.acknowledge(entry_ids)                         # after the checkpoint is durable
+    await lease.acknowledge(entry_ids, ledger_bytes)           # after the checkpoint is durable
 
 `stream.trainer.consumer.Consumer` calls these in the right order.
 """
@@ -17,9 +17,10 @@ on a trainer's behalf check it, so a trainer that was replaced cannot change any
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import msgspec
@@ -32,7 +33,7 @@ from stream.queue.entry_scan import scan_dead_entries
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from stream.trainer.ledger import Ledger
-from stream.trainer.outcomes import GroupOutcome, encode_outcome
+from stream.trainer.outcomes import OPERATOR, Dropped, GroupOutcome, LedgerEntry, decode_outcome, encode_outcome
 
 log = structlog.get_logger()
 
@@ -59,6 +60,9 @@ class TrainerLease:
         self._lease_s = lease_s
         self._published: tuple[int, str, int, bytes] | None = None
         """Version, path, step and metrics of the last publication."""
+        self._has_recovered = False
+        self.lost_recovery = False
+        """The server lost the write of `recover`, which must be called again before more groups are ended."""
 
     @classmethod
     async def acquire(cls, connection: RunConnection, lease_s: float, min_token: int = 0) -> "TrainerLease":
@@ -92,6 +96,24 @@ class TrainerLease:
                 logged = True
             await anyio.sleep(min(1.0, answer[2] / 1000 + 0.01))
 
+    @classmethod
+    async def acquire_if_free(
+        cls, connection: RunConnection, lease_s: float, min_token: int, owner: str
+    ) -> "TrainerLease | None":
+        """Become the run's trainer if it has none; never waits.
+
+        Args:
+            connection: to the run.
+            lease_s: how long the lease lasts without being renewed.
+            min_token: see `acquire`.
+            owner: name of the caller, for messages.
+
+        Returns:
+            None if a trainer has the run, or had it within its lease time.
+        """
+        answer = await connection.run_script("acquire_trainer", owner, int(lease_s * 1000), "", min_token)
+        return cls(connection, answer[0], lease_s) if answer[0] else None
+
     async def renew_forever(self) -> None:
         """Renew the lease until cancelled; run it in the trainer's task group."""
         while True:
@@ -107,7 +129,8 @@ class TrainerLease:
         published = self._published
         held, *answer = await self.connection.run_script("renew_trainer", self.token, int(self._lease_s * 1000))
         self._raise_if_fenced(held)
-        stop, version = answer
+        stop, version, recovered = answer
+        self.lost_recovery = self._has_recovered and not recovered
         self.connection.observe_stop(stop)
         if published is not None and version < published[0]:
             log.warning("policy.state_lost", version=published[0], server_has=version)
@@ -117,62 +140,109 @@ class TrainerLease:
         """Give up the lease, so that the next trainer need not wait."""
         await self.connection.run_script("renew_trainer", self.token, 0)
 
-    async def recover(self, ledger: Ledger) -> int:
-        """Acknowledge marked groups that the ledger has, and requeue all others that a previous trainer held.
+    async def recover(self, ledger: Ledger, *, keep_cut: bool = False) -> int:
+        """Make the server agree with the ledger.
 
-        Call it before the first claim, with the ledger truncated to the checkpoint's length.
+        Marked groups that the ledger has are acknowledged, all others that a previous trainer held are delivered again,
+        and the counts are derived from the ledger. Call it before the first claim, and again if `lost_recovery` is set.
+        If the server has deleted groups that the checkpoint lacks, because an older checkpoint than the newest is used,
+        all prompts that the ledger lacks are fed again.
+
+        Args:
+            ledger: if it is not cut to the checkpoint yet, it is cut here, after it was compared with the server.
+            keep_cut: keep what is cut off in a file, since the checkpoint is not the newest one.
 
         Returns:
             The number of marked groups that are delivered again.
 
         Raises:
-            RunMismatchError: the server counts more ended prompts than the ledger and the marks explain.
+            RunMismatchError: the server has ended prompts of which the ledger's file knows nothing. Nothing is changed.
         """
-        marked = await self.connection.read_hash("scored:marked")
-        again = {entry: prompt for entry, prompt in marked.items() if prompt not in ledger.outcomes}
-        counts = await self.connection.read_hash("counts")
-        ended = sum(int(n) for name, n in counts.items() if name == "trained" or name.startswith("dropped:"))
-        unknown = ended - int(counts.get("dropped:operator", 0)) - len(again) - len(ledger.outcomes)
-        if unknown > 0:
-            raise RunMismatchError(
-                f"{unknown} prompts of run {self.connection.run!r} have ended that are not in {ledger.path}: "
-                "it is another run's ledger, or an older one. Restore the run's folder, or give this run another name"
-            )
-        await self.reconcile_server(ledger)
-        unfinished: Any = await self.connection.with_retry(
-            lambda: self.connection.redis.hkeys(self.connection.key("unfinished"))
-        )
-        ended_prompts = [prompt for prompt in unfinished if prompt.decode(errors="replace") in ledger.outcomes]
+        await self._index_dead_letters()
+        facts = await self._read_recovery(ledger)
+        starts = not self._has_recovered
+        if facts.must_rebuild:
+            log.warning("server.rebuilt", why="the checkpoint is older than what the server has deleted", **facts.log())
+            self._raise_if_fenced(await self.connection.run_script("rebuild", self.token, ledger.length))
+        if not ledger.is_cut:
+            await anyio.to_thread.run_sync(lambda: ledger.cut(keep_aside=keep_cut or facts.must_rebuild))
+        facts = await self._read_recovery(ledger)
+        await self._revoke_dead_letters(ledger)
+        if starts:  # later the ledger has records that no checkpoint contains
+            recorded = [entry for entry, prompt in facts.marked.items() if prompt in ledger.outcomes]
+            await self.acknowledge(recorded, ledger.checkpointed_bytes)
         counts_json = msgspec.json.encode(ledger.count_outcomes())
+        ended = [item for prompt in facts.ended for item in (prompt, encode_outcome(ledger.outcomes[prompt]))]
+        again = [item for pair in facts.again.items() for item in pair]
         self._raise_if_fenced(
             await self.connection.run_script(
-                *("recover", self.token, ledger.checkpointed_bytes, counts_json, len(ended_prompts), *ended_prompts),
-                *(item for pair in again.items() for item in pair),
+                *("recover", self.token, ledger.resumed_bytes, counts_json, len(facts.ended)), *ended, *again
             )
         )
-        return len(again)
+        self._has_recovered, self.lost_recovery = True, False
+        return len(facts.again)
 
-    async def reconcile_server(self, ledger: Ledger) -> None:
+    async def _read_recovery(self, ledger: Ledger) -> "_RecoveryFacts":
+        """Compare the server with the ledger, by sets of prompts.
+
+        Raises:
+            RunMismatchError: see `recover`.
+        """
+        known = await anyio.to_thread.run_sync(lambda: ledger.known_prompts)
+        answer = await self.connection.run_script("read_recovery")
+        facts = await anyio.to_thread.run_sync(_RecoveryFacts.compare, answer, ledger)
+        run, path = self.connection.run, ledger.path
+        file_bytes = await anyio.to_thread.run_sync(lambda: ledger.file_bytes)
+        if facts.acknowledged > file_bytes:
+            raise RunMismatchError(
+                f"the server of run {run!r} has deleted groups up to byte {facts.acknowledged} of the ledger, but "
+                f"{path} has {file_bytes} bytes: it is another run's ledger, or an older one. Restore the run's "
+                "folder, or give this run another name"
+            )
+        if facts.unexplained > 0 and facts.unexplained + len(ledger.outcomes) > len(known):
+            raise RunMismatchError(
+                f"{facts.unexplained} prompts of run {run!r} have ended that are not in {path}: it is another run's "
+                "ledger, or an older one. Restore the run's folder, or give this run another name"
+            )
+        if facts.must_rebuild and not facts.ledger_bytes:
+            raise RunMismatchError(
+                f"the server of run {run!r} has deleted groups that a checkpoint contained, but {path.parent} has no "
+                "checkpoint. Restore the run's folder, or give this run another name"
+            )
+        return facts
+
+    async def _index_dead_letters(self) -> None:
+        """Index by prompt the dead letters of a server that an earlier release has filled."""
+        for letter in await scan_dead_entries(self.connection):
+            if letter.ends_prompt:
+                await self.connection.with_retry(partial(self._index_dead_letter, letter.prompt, letter.id))
+
+    def _index_dead_letter(self, prompt: str, letter_id: str) -> Awaitable[Any]:
+        name = self.connection.key("dead_prompts")
+        return cast("Awaitable[Any]", self.connection.redis.hsetnx(name, prompt, letter_id))
+
+    async def _revoke_dead_letters(self, ledger: Ledger) -> None:
+        """Turn dead letters of prompts that were trained or dropped into junk: a server that lost writes made them."""
+        letters = [letter for letter in await scan_dead_entries(self.connection) if letter.ends_prompt]
+        duplicates = [letter for letter in letters if letter.prompt in ledger.outcomes]
+        for i in range(0, len(duplicates), _CHUNK):
+            flat = [
+                item
+                for letter in duplicates[i : i + _CHUNK]
+                for item in (letter.prompt, encode_outcome(ledger.outcomes[letter.prompt]))
+            ]
+            self._raise_if_fenced(await self.connection.run_script("mark_duplicates", self.token, *flat))
+
+    async def reconcile_server(self, ledger: Ledger, ledger_bytes: int | None = None) -> None:
         """Correct a server that lost its last writes, for prompts that have an outcome in the ledger.
 
         A duplicate of such a prompt may have become a dead letter, which does not end the prompt; a mark that was
         acknowledged may be there again. Call it with a ledger that a durable checkpoint contains, before the run is
         finished. `recover` does it, too.
         """
-        duplicates = [
-            letter
-            for letter in await scan_dead_entries(self.connection)
-            if letter.ends_prompt and letter.prompt in ledger.outcomes
-        ]
-        for i in range(0, len(duplicates), _CHUNK):
-            flat = [
-                item
-                for letter in duplicates[i : i + _CHUNK]
-                for item in (letter.id, encode_outcome(ledger.outcomes[letter.prompt]))
-            ]
-            self._raise_if_fenced(await self.connection.run_script("mark_duplicates", self.token, *flat))
+        await self._revoke_dead_letters(ledger)
         marked = await self.connection.read_hash("scored:marked")
-        await self.acknowledge([entry for entry, prompt in marked.items() if prompt in ledger.outcomes])
+        await self.acknowledge([entry for entry, prompt in marked.items() if prompt in ledger.outcomes], ledger_bytes)
 
     async def commit(self, stage: Stage, ended: Sequence[EndedGroup], release_version: int) -> list[str]:
         """Mark groups with their outcome.
@@ -199,11 +269,39 @@ class TrainerLease:
         self._raise_if_fenced(answer[0])
         return [entry.decode() for entry in answer[1]]
 
-    async def acknowledge(self, entry_ids: Sequence[str]) -> None:
-        """Delete marked entries. Call it after a checkpoint that contains their effect is durable."""
+    async def acknowledge(self, entry_ids: Sequence[str], ledger_bytes: int | None = None) -> None:
+        """Delete marked entries. Call it after a checkpoint that contains their effect is durable.
+
+        Args:
+            entry_ids: ids of the entries.
+            ledger_bytes: length of the ledger in that checkpoint; None: not known to the caller.
+        """
+        length = "" if ledger_bytes is None else ledger_bytes
         for i in range(0, len(entry_ids), _CHUNK):
             chunk = entry_ids[i : i + _CHUNK]
-            self._raise_if_fenced(1 + await self.connection.run_script("acknowledge", self.token, *chunk))
+            self._raise_if_fenced(1 + await self.connection.run_script("acknowledge", self.token, length, *chunk))
+
+    async def read_unrecorded(self, after: str = "") -> list[tuple[str, str, LedgerEntry]]:
+        """Return ends that were decided without the trainer and are not in the ledger: entry id, prompt, end.
+
+        Args:
+            after: return entries after this one; empty: from the first.
+        """
+        first = f"({after}" if after else "-"
+        found: Any = await self.connection.with_retry(
+            lambda: self.connection.redis.xrange(self.connection.key("unrecorded"), first)
+        )
+        return [
+            (entry.decode(), fields[b"prompt"].decode(errors="replace"), decode_outcome(fields[b"outcome"].decode()))
+            for entry, fields in found
+        ]
+
+    async def forget_unrecorded(self, entry_ids: Sequence[str]) -> None:
+        """Delete entries of `read_unrecorded`. Call it after the ledger that has them is durable."""
+        if entry_ids:
+            await self.connection.with_retry(
+                lambda: self.connection.redis.xdel(self.connection.key("unrecorded"), *entry_ids)
+            )
 
     async def reserve_version(self, known: int) -> int:
         """Return a policy version number that was never used, above `known` (of the checkpoint, or of an engine)."""
@@ -244,6 +342,56 @@ class TrainerLease:
     def _raise_if_fenced(self, answer: int) -> None:
         if not answer:
             raise FencedError(f"another trainer has taken over run {self.connection.run!r}; this one must stop")
+
+
+class _RecoveryFacts(Struct):
+    """The server's prompts, compared with the ledger."""
+
+    marked: dict[str, str]
+    """Prompt by entry."""
+    again: dict[str, str]
+    """Marked entries whose prompt has no outcome in the ledger, with the prompt."""
+    ended: list[str]
+    """Unfinished prompts that have an outcome in the ledger."""
+    unexplained: int
+    """How many more prompts have ended on the server than in the ledger."""
+    acknowledged: int
+    """Length of the ledger whose groups the server has deleted; -1: unknown."""
+    is_abandoned: bool
+    """A part of that ledger was cut off when an older checkpoint was used."""
+    ledger_bytes: int
+    """Length of the ledger whose groups the trainer's weights contain."""
+
+    @classmethod
+    def compare(cls, answer: Any, ledger: Ledger) -> "_RecoveryFacts":
+        """Evaluate the answer of `read_recovery`."""
+        ended_on_server, acknowledged, flat, unfinished, acknowledged_by = answer
+        texts = [item.decode(errors="replace") for item in flat]
+        marks = list(zip(texts[::3], texts[1::3], texts[2::3], strict=True))
+        recorded = len(ledger.outcomes) - list(ledger.outcomes.values()).count(Dropped(OPERATOR))
+        again = {entry: prompt for entry, prompt, _ in marks if prompt not in ledger.outcomes}
+        reopened = sum(bool(counted) for entry, _, counted in marks if entry in again)
+        names = [prompt.decode(errors="replace") for prompt in unfinished]
+        ended = [prompt for prompt in names if prompt in ledger.outcomes]
+        operator = sum(ledger.outcomes[prompt] == Dropped(OPERATOR) for prompt in ended)
+        return cls(
+            marked={entry: prompt for entry, prompt, _ in marks},
+            again=again,
+            ended=ended,
+            unexplained=ended_on_server - reopened + len(ended) - operator - recorded,
+            acknowledged=acknowledged,
+            is_abandoned=ledger.is_abandoned(acknowledged, acknowledged_by),
+            ledger_bytes=ledger.length,
+        )
+
+    @property
+    def must_rebuild(self) -> bool:
+        """Whether the server has deleted groups that the checkpoint lacks."""
+        return self.acknowledged > self.ledger_bytes or self.is_abandoned or self.unexplained > 0
+
+    def log(self) -> dict[str, int]:
+        """Return what the log says."""
+        return {"deleted_to": self.acknowledged, "checkpoint_at": self.ledger_bytes}
 
 
 def _process_namespace() -> str:

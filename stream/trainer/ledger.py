@@ -1,14 +1,16 @@
-"""The ledger: one append-only file per run with a record for each group that was trained or dropped.
+"""The ledger: one append-only file per run with a record of every end: trained, dropped, dead letter, retried.
 
 It outlives Redis and pruned checkpoints. A checkpoint holds the ledger's length; resuming cuts the file to that length,
 so ledger and weights always contain the same groups.
 """
 
 import hashlib
+import io
 import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -17,20 +19,35 @@ from stream.durable import fsync_path, write_all
 from stream.errors import RunFailedError, RunMismatchError
 from stream.records import Group
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
-from stream.trainer.outcomes import LedgerOutcome, decode_outcome, encode_outcome
+from stream.trainer.outcomes import (
+    OPERATOR,
+    Dead,
+    Dropped,
+    LedgerEntry,
+    LedgerOutcome,
+    Retried,
+    Trained,
+    decode_outcome,
+    encode_outcome,
+)
 
 
 class LedgerRecord(Struct, frozen=True):
-    """The outcome of one group."""
+    """The end of one prompt."""
 
     prompt: str
-    outcome: LedgerOutcome
+    outcome: LedgerEntry
     step: int
     """The optimizer step that contained the group, or the next one if it was dropped on the way; the first is 1."""
     version: int
     """The policy version of the trainer at that time."""
     hash: str
-    """Of the group's content (`content_hash`)."""
+    """Of the group's content (`content_hash`); without a group, of prompt and outcome."""
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the prompt ended with a group at the trainer, which may be in the archive."""
+        return isinstance(self.outcome, Trained | Dropped) and self.outcome != Dropped(OPERATOR)
 
 
 class LedgerLine(Struct, frozen=True):
@@ -53,7 +70,17 @@ class _Line(Struct):
     hash: str
 
 
+class LedgerEvent(Struct, frozen=True):
+    """A line that is about the run and no prompt, for example an accepted change of a setting."""
+
+    event: str
+    step: int
+    """Optimizer steps done before it."""
+    details: dict[str, Any]
+
+
 _line_decoder = msgspec.json.Decoder(_Line)
+_event_decoder = msgspec.json.Decoder(LedgerEvent)
 
 
 def encode_record(record: LedgerRecord) -> bytes:
@@ -72,8 +99,22 @@ def decode_record(text: bytes) -> LedgerRecord:
     return LedgerRecord(line.prompt, decode_outcome(line.outcome), line.step, line.version, line.hash)
 
 
+def decode_event(text: bytes) -> LedgerEvent | None:
+    """Parse one line of the ledger; None if it is no event."""
+    try:
+        return _event_decoder.decode(text)
+    except msgspec.DecodeError:
+        return None
+
+
+def read_events(path: Path) -> list[LedgerEvent]:
+    """Read all events of a ledger."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [event for event in map(decode_event, lines) if event is not None]
+
+
 def read_ledger(path: Path) -> tuple[list[LedgerLine], list[str]]:
-    """Read all complete lines without changing the file.
+    """Read all complete records without changing the file.
 
     Returns:
         The records, and a message for each invalid line.
@@ -91,7 +132,8 @@ def read_ledger(path: Path) -> tuple[list[LedgerLine], list[str]]:
             try:
                 lines.append(LedgerLine(number, end_offset, decode_record(text)))
             except ValueError as error:
-                invalid.append(f"{path}, line {number}: {error}")
+                if decode_event(text) is None:
+                    invalid.append(f"{path}, line {number}: {error}")
     return lines, invalid
 
 
@@ -100,50 +142,125 @@ class Ledger:
 
     Args:
         path: the file; created if missing.
-        length: length in the checkpoint, in bytes; everything after it is cut off.
+        length: length in the checkpoint, in bytes; everything after it is cut off. Ends that were decided without the
+            trainer (dead letters, and what the operator did with them) stay, because no weights depend on them.
         folder_lock: the trainer's lock on the run's folder, if other trainers may exist.
+        digest: of the first `length` bytes, from the checkpoint; empty: unknown.
+        cut: False leaves the file as it is until `cut` is called, so that the caller can check first.
 
     Raises:
-        RunMismatchError: the file is shorter than `length`, or a line within it is no record; nothing is cut.
+        RunMismatchError: the file is shorter than `length`, a line within it is no record, or it was altered; nothing
+            is cut.
         FencedError: another trainer has taken over the run's folder; nothing is cut, and `append` writes nothing.
     """
 
-    def __init__(self, path: Path, length: int = 0, folder_lock: RunFolderLock | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        length: int = 0,
+        folder_lock: RunFolderLock | None = None,
+        *,
+        digest: str = "",
+        cut: bool = True,
+    ) -> None:
         self.path = path
         self.checkpointed_bytes = length
-        """The length that the file was cut to."""
+        """The length that the file is cut to."""
+        self.resumed_bytes = length
+        """The length after the cut: ends that were decided without the trainer stay."""
         self._folder_lock = folder_lock
-        self.outcomes = self.read_outcomes(path, length)
-        """The outcome of each prompt."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with hold_optional(folder_lock):
-            path.touch()
-            os.truncate(path, length)
-            self._file = path.open("ab", buffering=0)
-        fsync_path(path.parent)
+        self._file: io.FileIO | None = None
+        found = path.read_bytes() if path.exists() else b""
+        content, begin = self._history(found, length, digest)
+        self._restored = (begin, content[begin:length])
+        """Offset and bytes of a part that was cut off, and that the checkpoint contains after all."""
+        contained = _parse(path, content, length)
+        self.outcomes = contained.outcomes
+        """How each prompt ended that was trained or dropped."""
+        self.dead = contained.dead
+        """Prompts that are dead letters."""
+        self._digest = hashlib.blake2b(content[:length], digest_size=16)
+        self._tail = content[length:] if begin == length else found[begin:] + content[length:]
+        if cut:
+            self.cut()
+
+    def cut(self, *, keep_aside: bool = False) -> None:
+        """Cut the file to the checkpoint's length.
+
+        Args:
+            keep_aside: the checkpoint is not the newest one, which cannot be read: keep what is cut in a file beside
+                the ledger, so that the newest one can still be used if it comes back.
+
+        Raises:
+            FencedError: another trainer has taken over the run's folder; nothing is cut.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _untrained_lines(self._tail)
+        with hold_optional(self._folder_lock):
+            if keep_aside and self._tail:
+                self._write_aside()
+            self.path.touch()
+            with self.path.open("r+b") as file:
+                file.seek(self._restored[0])
+                file.write(self._restored[1])
+                # In this order a kill leaves every kept line in the file.
+                file.seek(self.checkpointed_bytes)
+                file.write(kept)
+                file.flush()
+                os.fsync(file.fileno())
+                file.truncate(self.checkpointed_bytes + len(kept))
+                os.fsync(file.fileno())
+            self._file = self.path.open("ab", buffering=0)
+            if self._restored[1]:
+                for _, _, aside in self._asides_by_token():
+                    aside.unlink()
+        fsync_path(self.path.parent)
+        self._digest.update(kept)
+        self.resumed_bytes = self.checkpointed_bytes + len(kept)
+        self._tail = b""
+        for record in filter(None, map(_outcome_of, kept.splitlines())):
+            self._remember(record)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the file ends where the checkpoint was made, so that records may be written."""
+        return self._file is not None
+
+    @property
+    def length(self) -> int:
+        """The checkpoint's length; after the cut the length of the file, in bytes."""
+        return self.checkpointed_bytes if self._file is None else self._file.tell()
+
+    @property
+    def known_prompts(self) -> set[str]:
+        """Every prompt with an outcome in the file, before it is cut, or in what was cut off and kept aside."""
+        asides = [aside.read_bytes() for _, aside in self._asides()]
+        found = (_outcome_of(text) for part in (self._tail, *asides) for text in part.splitlines())
+        return {record.prompt for record in found if record is not None} | self.outcomes.keys()
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the file before it is cut, or with what was cut off and kept aside, if that is longer."""
+        ends = [offset + aside.stat().st_size for offset, aside in self._asides()]
+        return max(self.length + len(self._tail), *ends, 0)
+
+    def is_abandoned(self, length: int, token: int) -> bool:
+        """Return whether a part of the ledger was cut off, and its groups are not among the outcomes.
+
+        Args:
+            length: end of the part.
+            token: fencing token of the trainer that wrote it.
+        """
+        return any(offset < length and token < later for later, offset, _ in self._asides_by_token())
 
     @staticmethod
     def read_outcomes(path: Path, length: int | None = None) -> dict[str, LedgerOutcome]:
-        """Read each prompt's outcome from the first `length` bytes, or from all complete lines; changes nothing.
+        """Read how prompts were trained or dropped from the first `length` bytes, or all complete lines.
 
         Raises:
             RunMismatchError: the file is shorter, or a line is no record.
         """
-        content = path.read_bytes() if path.exists() else b""
-        if length is None:
-            length = content.rfind(b"\n") + 1
-        if len(content) < length:
-            raise RunMismatchError(f"{path} has {len(content)} bytes, but the checkpoint was made when it had {length}")
-        outcomes = {}
-        for number, text in enumerate(content[:length].splitlines(keepends=True), 1):
-            if not text.endswith(b"\n"):
-                raise RunMismatchError(f"{path}, line {number}: the checkpoint's length is inside this line")
-            try:
-                record = decode_record(text)
-            except ValueError as error:
-                raise RunMismatchError(f"{path}, line {number}: {error}") from error
-            outcomes[record.prompt] = record.outcome
-        return outcomes
+        return read_contents(path, length).outcomes
 
     def append(self, records: Sequence[LedgerRecord]) -> None:
         """Write records; they are durable only after `sync`.
@@ -151,12 +268,39 @@ class Ledger:
         Raises:
             RunFailedError: the write failed. A part that was written is after the last checkpoint, so it will be cut.
         """
+        self._write(b"".join(encode_record(record) + b"\n" for record in records), records)
+
+    def append_event(self, event: LedgerEvent) -> None:
+        """Write an event; it stays when the ledger is cut to a checkpoint.
+
+        Raises:
+            RunFailedError: the write failed.
+        """
+        self._write(msgspec.json.encode(event) + b"\n", ())
+
+    def _write(self, written: bytes, records: Sequence[LedgerRecord]) -> None:
+        if self._file is None:
+            raise ValueError("the ledger was not cut to its checkpoint")
         with hold_optional(self._folder_lock):
             try:
-                write_all(self._file, b"".join(encode_record(record) + b"\n" for record in records))
+                write_all(self._file, written)
             except OSError as error:
                 raise self._write_error(error) from error
-            self.outcomes.update((record.prompt, record.outcome) for record in records)
+            self._digest.update(written)
+            for record in records:
+                self._remember(record)
+
+    def append_end(self, prompt: str, entry: LedgerEntry, step: int, version: int) -> bool:
+        """Record an end that was decided without the trainer; see `outcomes` for what it ends.
+
+        Returns:
+            False if the prompt was trained or dropped before, so that this end does not count, or if the ledger has
+            this end already; nothing is written.
+        """
+        if prompt in self.outcomes or self.dead.get(prompt, Retried()) == entry:
+            return False
+        self.append([LedgerRecord(prompt, entry, step, version, _end_hash(prompt, entry))])
+        return True
 
     def sync(self) -> int:
         """Force all records to the disk. Returns the length in bytes, for the checkpoint.
@@ -164,25 +308,174 @@ class Ledger:
         Raises:
             RunFailedError: the disk fails.
         """
+        if self._file is None:
+            raise ValueError("the ledger was not cut to its checkpoint")
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise self._write_error(error) from error
         return self._file.tell()
 
+    def digest(self) -> str:
+        """Return the digest of everything up to now, for the checkpoint."""
+        return self._digest.copy().hexdigest()
+
     def count_outcomes(self) -> dict[str, int]:
-        """Return the number of prompts by outcome, in text form."""
-        return dict(Counter(map(encode_outcome, self.outcomes.values())))
+        """Return the number of prompts that trainers ended, by outcome, in text form."""
+        counts = Counter(map(encode_outcome, list(self.outcomes.values())))
+        del counts[encode_outcome(Dropped(OPERATOR))]
+        return dict(counts)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _remember(self, record: LedgerRecord) -> None:
+        _remember(record, self.outcomes, self.dead)
+
+    def _history(self, content: bytes, length: int, digest: str) -> tuple[bytes, int]:
+        """Return the ledger of the checkpoint: the file, or the file with a part that was cut off before.
+
+        Returns:
+            The ledger, and the offset from which it is not in the file; `length` if the file has all of it.
+
+        Raises:
+            RunMismatchError: neither is the ledger that the checkpoint was made with.
+        """
+        candidates = [(content, length)]
+        candidates += [
+            (content[:offset] + aside.read_bytes(), offset) for offset, aside in self._asides() if offset <= length
+        ]
+        for candidate, begin in candidates:
+            if len(candidate) >= length and (not digest or _digest_of(candidate[:length]) == digest):
+                return candidate, begin
+        if len(content) < length:
+            raise RunMismatchError(
+                f"{self.path} has {len(content)} bytes, but the checkpoint was made when it had {length}. Restore the "
+                "file"
+            )
+        broken = [error for error in [_first_error(self.path, content[:length])] if error]
+        raise RunMismatchError(
+            f"{broken[0] if broken else self.path}: the file was altered: its first {length} bytes are not those that "
+            "the checkpoint was made with. Restore the file"
+        )
+
+    def _write_aside(self) -> None:
+        token = 0 if self._folder_lock is None else self._folder_lock.token
+        aside = self.path.with_name(f"{self.path.name}.cut-{self.checkpointed_bytes}-{token}")
+        if not aside.exists():
+            with aside.open("wb") as file:
+                file.write(self._tail)
+                file.flush()
+                os.fsync(file.fileno())
+            fsync_path(self.path.parent)
+
+    def _asides(self) -> list[tuple[int, Path]]:
+        """Return the parts that were cut off, each with the offset where it began; the latest first."""
+        return [(offset, aside) for _, offset, aside in self._asides_by_token()]
+
+    def _asides_by_token(self) -> list[tuple[int, int, Path]]:
+        """Return the parts that were cut off: token of the trainer that cut, offset, file; the latest first."""
+        found = []
+        for aside in self.path.parent.glob(f"{self.path.name}.cut-*"):
+            offset, _, token = aside.name.rpartition(".cut-")[2].partition("-")
+            if offset.isdecimal() and token.isdecimal():
+                found.append((int(token), int(offset), aside))
+        return sorted(found, reverse=True)
 
     def _write_error(self, error: OSError) -> RunFailedError:
         return RunFailedError(
             f"{self.path} could not be written: {error}. Make room on that disk and run again: the run resumes from "
             "its last checkpoint"
         )
+
+
+class LedgerContents(Struct):
+    """What a ledger says about prompts."""
+
+    outcomes: dict[str, LedgerOutcome]
+    """Trained or dropped."""
+    dead: dict[str, Dead]
+
+    def ends(self) -> dict[str, str]:
+        """Return the end of each prompt, in text form."""
+        return {prompt: encode_outcome(end) for prompt, end in (*self.dead.items(), *self.outcomes.items())}
+
+
+def read_contents(path: Path, length: int | None = None) -> LedgerContents:
+    """Read the first `length` bytes of a ledger, or all complete lines; changes nothing.
+
+    Raises:
+        RunMismatchError: the file is shorter, or a line is no record.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    if length is None:
+        length = content.rfind(b"\n") + 1
+    if len(content) < length:
+        raise RunMismatchError(f"{path} has {len(content)} bytes, but the checkpoint was made when it had {length}")
+    return _parse(path, content, length)
+
+
+def _parse(path: Path, content: bytes, length: int) -> LedgerContents:
+    found = LedgerContents({}, {})
+    for number, text in enumerate(content[:length].splitlines(keepends=True), 1):
+        if not text.endswith(b"\n"):
+            raise RunMismatchError(f"{path}, line {number}: the checkpoint's length is inside this line")
+        try:
+            _remember(decode_record(text), found.outcomes, found.dead)
+        except ValueError as error:
+            if decode_event(text) is None:
+                raise RunMismatchError(f"{path}, line {number}: {error}") from error
+    return found
+
+
+def _remember(record: LedgerRecord, outcomes: dict[str, LedgerOutcome], dead: dict[str, Dead]) -> None:
+    """Apply a record: what is trained or dropped stays so, a dead letter may be retried."""
+    match record.outcome:
+        case Trained() | Dropped() as outcome:
+            outcomes[record.prompt] = outcome
+            dead.pop(record.prompt, None)
+        case Dead() as outcome:
+            if record.prompt not in outcomes:
+                dead[record.prompt] = outcome
+        case Retried():
+            dead.pop(record.prompt, None)
+
+
+def _untrained_lines(tail: bytes) -> bytes:
+    """Return the intact lines of events, and of ends that were decided without the trainer."""
+    kept = []
+    for text in tail.splitlines(keepends=True):
+        record = _outcome_of(text) if text.endswith(b"\n") else None
+        is_end = record is not None and record.hash == _end_hash(record.prompt, record.outcome)
+        if is_end or (text.endswith(b"\n") and decode_event(text) is not None):
+            kept.append(text)
+    return b"".join(kept)
+
+
+def _outcome_of(text: bytes) -> LedgerRecord | None:
+    try:
+        return decode_record(text)
+    except ValueError:
+        return None
+
+
+def _first_error(path: Path, content: bytes) -> str:
+    """Describe the first line that is no record; empty if each is one."""
+    for number, text in enumerate(content.splitlines(keepends=True), 1):
+        if not text.endswith(b"\n") or (_outcome_of(text) is None and decode_event(text) is None):
+            return f"{path}, line {number}"
+    return ""
+
+
+def _end_hash(prompt: str, entry: LedgerEntry) -> str:
+    """Return the hash in the record of an end that has no group: of the record itself."""
+    return hashlib.blake2b(msgspec.json.encode((prompt, encode_outcome(entry))), digest_size=12).hexdigest()
+
+
+def _digest_of(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def content_hash(group: Group) -> str:

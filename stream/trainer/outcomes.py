@@ -1,11 +1,14 @@
-"""How a scored group ends at the trainer."""
+"""How a prompt ends: at the trainer, with a dead letter, or because an operator dropped one."""
 
 from typing import Final
 
 from msgspec import Struct
 
 _TRAINED: Final = "trained"
-_DROPPED, _ALREADY, _DUPLICATE = "dropped:", "already:", "duplicate:"
+_RETRIED: Final = "retried"
+_DROPPED, _DEAD, _ALREADY, _DUPLICATE = "dropped:", "dead:", "already:", "duplicate:"
+OPERATOR: Final = "operator"
+"""The reason of a prompt whose dead letter the operator dropped."""
 
 
 class Trained(Struct, frozen=True):
@@ -20,6 +23,20 @@ class Dropped(Struct, frozen=True):
 
 LedgerOutcome = Trained | Dropped
 """An outcome that ends the group's prompt; the ledger records it."""
+
+
+class Dead(Struct, frozen=True):
+    """The prompt is a dead letter. Any later record of the prompt replaces this one."""
+
+    reason: str
+
+
+class Retried(Struct, frozen=True):
+    """The operator retried the prompt's dead letter: the prompt is unfinished again."""
+
+
+LedgerEntry = LedgerOutcome | Dead | Retried
+"""What a line of the ledger says about a prompt."""
 
 
 class AlreadyEnded(Struct, frozen=True):
@@ -38,14 +55,18 @@ class Duplicate(Struct, frozen=True):
 GroupOutcome = LedgerOutcome | AlreadyEnded | Duplicate
 
 
-def encode_outcome(outcome: GroupOutcome) -> str:
-    """Return the text form used in the ledger, in the `commit` script and in the server's counts.
+def encode_outcome(outcome: GroupOutcome | LedgerEntry) -> str:
+    """Return the text form used in the ledger, in the scripts and in the server's counts.
 
-    `trained`, `dropped:REASON`, `already:OUTCOME` or `duplicate:ENTRY`.
+    `trained`, `dropped:REASON`, `dead:REASON`, `retried`, `already:OUTCOME` or `duplicate:ENTRY`.
     """
     match outcome:
         case Trained():
             return _TRAINED
+        case Retried():
+            return _RETRIED
+        case Dead(reason):
+            return _DEAD + reason
         case Dropped(reason):
             return _DROPPED + reason
         case AlreadyEnded(recorded):
@@ -54,8 +75,8 @@ def encode_outcome(outcome: GroupOutcome) -> str:
             return _DUPLICATE + kept_entry
 
 
-def decode_outcome(text: str) -> LedgerOutcome:
-    """Parse the text form of an outcome that ends a prompt.
+def decode_outcome(text: str) -> LedgerEntry:
+    """Parse the text form of what the ledger says about a prompt.
 
     Raises:
         ValueError: the text is no such outcome.
@@ -64,4 +85,8 @@ def decode_outcome(text: str) -> LedgerOutcome:
         return Trained()
     if text.startswith(_DROPPED):
         return Dropped(text.removeprefix(_DROPPED))
+    if text.startswith(_DEAD):
+        return Dead(text.removeprefix(_DEAD))
+    if text == _RETRIED:
+        return Retried()
     raise ValueError(f"{text!r} is not an outcome of a prompt")

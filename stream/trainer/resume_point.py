@@ -8,7 +8,12 @@ class ResumePoint(Struct, frozen=True, kw_only=True):
 
     ledger_bytes: int = 0
     """Length of the ledger that the weights contain. Later records are cut off, and their groups are leased again."""
+    ledger_digest: str = ""
+    """Digest of that part of the ledger: an altered ledger is refused. Empty: it is not checked."""
     version: int = -1
     """The highest policy version known to have been used; -1: none."""
     step: int = 0
     """Steps committed."""
+    is_newest: bool = True
+    """False if a newer checkpoint exists and cannot be read. What is cut from the ledger is then kept, so that the
+    newer one is used if it can be read again."""

@@ -158,7 +158,7 @@ async def test_groups_pass_all_stages_with_one_user_per_role(links, admin, pipe_
         == []
     )
     await trainer_lease.publish(await trainer_lease.reserve_version(0), tmp_path, 1, {"reward": 1.0})
-    assert await links["train"].run_script("renew_trainer", trainer_lease.token, 30_000) == [1, 0, 1]
+    assert await links["train"].run_script("renew_trainer", trainer_lease.token, 30_000) == [1, 0, 1, 1]
     await trainer_lease.acknowledge([leases[0].id])
     await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", Trained(), 1, 0, "")])
     assert await trainer_lease.recover(ledger) == 3
@@ -243,7 +243,8 @@ REFUSED = {
     "train": [("XADD", "{run}:prompts", "*", "prompt", "a"), ("XADD", "{run}:groups", "*", "prompt", "a"),
               ("HSET", "{run}:feed", "cursor", "0"),
               ("XREADGROUP", "GROUP", "penstock", "t", "STREAMS", "{run}:groups", ">")],
-    "run": [("SREM", "{run}:dropped_dead", "a"), ("SADD", "{run}:dropped_dead", "a"), ("DEL", "{run}:prompts")],
+    "run": [("DEL", "{run}:dropped_dead"), ("XADD", "{run}:engines", "*", "http://e", "add 0 me"),
+            ("DEL", "{run}:prompts")],
     "operator": [("HSET", "{run}:policy", "version", "9"), ("XDEL", "{run}:scored", "1-1"),
                  ("ZADD", "{run}:unpublished", "1", "a")],
     "viewer": [("HSET", "{run}:meta", "paused", "me"), ("XADD", "{run}:wake", "*", "e", ""), ("SET", "{run}", "x"),

@@ -59,7 +59,7 @@ async def test_groups_are_claimed_committed_checkpointed_and_deleted(pipe, ledge
         assert await consumer.claim(2) == []
         await consumer.finish("done")
     length = (await anyio.Path(ledger).stat()).st_size
-    assert saved == [0, 1, ResumePoint(ledger_bytes=length, version=1, step=2)]
+    assert saved == [0, 1, ResumePoint(ledger_bytes=length, ledger_digest=consumer.ledger.digest(), version=1, step=2)]
     view = await read_status(pipe.connection)
     assert (view.stages["scored"].depth, view.outstanding, view.version, view.metrics) == (0, 0, 1, {"loss": 0.5})
     assert (view.meta["finished"], view.dropped) == ("done", {"difficulty": 1})

@@ -54,8 +54,11 @@ async def test_omitted_prompts_count_as_fed(connection):
     feed = Feed(connection, 1)
     await feed.put(prompts("a"), "", "1")
     with anyio.fail_after(1):  # nothing is added, so the backlog is irrelevant
-        await feed.put([], "1", "3", already_ended=2)
-    assert ((await read_status(connection)).counts, await feed.cursor()) == ({"fed": 3}, "3")
+        await feed.put(prompts("b", "c"), "1", "3", ended={"b": "trained", "c": "dropped:stale"})
+    assert ((await read_status(connection)).counts, await feed.cursor()) == (
+        {"fed": 3, "trained": 1, "dropped:stale": 1},
+        "3",
+    )
 
 
 async def test_a_full_backlog_blocks_until_a_claim(pipe):

@@ -21,13 +21,20 @@ from stream.queue.feed import Feed
 from stream.records import Prompt
 from workers.run.identity_check import NOTHING, check_folder
 from workers.run.progress_display import SilentDisplay, SupervisorState
+from workers.run.restart_policy import (
+    GiveUp,
+    Restart,
+    RestartPolicy,
+    count_oom_kills,
+    was_killed_from_outside,
+)
 from workers.run.role_specs import RoleSpec
 from workers.run.run_command import raise_for_failure, supervise
 from workers.run.run_folder import lock_folder, write_settings
 from workers.run.run_info import RunInfo, process_start, write_run_info
 from workers.run.run_info import read_run_info as read_live
 from workers.run.supervisor import RunOutcome, Supervisor
-from workers.settings import Settings
+from workers.settings import Queue, Settings
 from workers.settings.toml_file import parse_settings
 
 STAY = "stay()"
@@ -218,11 +225,23 @@ async def test_a_crash_loop_fails_the_run_with_the_roles_last_error(make_pipelin
     await pipeline.assert_no_process_is_left()
 
 
-async def test_a_role_that_is_killed_too_often_fails_the_run(make_pipeline):
-    pipeline = make_pipeline({"rollout": "os.kill(os.getpid(), signal.SIGKILL)"}, max_restarts=4)
+async def test_a_role_that_crashes_too_often_fails_the_run(make_pipeline):
+    pipeline = make_pipeline({"rollout": "os.kill(os.getpid(), signal.SIGSEGV)"}, max_restarts=4)
     outcome = await pipeline.run()
-    assert "rollout-0 was killed by SIGKILL, and it was restarted 4 times" in str(outcome.failure)
+    assert "rollout-0 was killed by SIGSEGV, and it was restarted 4 times" in str(outcome.failure)
     assert len(pipeline.lives("rollout")) == 5
+
+
+def test_kills_from_outside_are_not_counted_as_restarts(monkeypatch):
+    policy = RestartPolicy(Queue(max_restarts=2))
+    for _ in range(20):
+        decision = policy.decide(-9, 1.0, now=0.0, killed_from_outside=True)
+        assert isinstance(decision, Restart)
+        assert decision.delay_s < 10
+    assert [type(policy.decide(-11, 1.0, now=0.0)) for _ in range(3)] == [Restart, Restart, GiveUp]
+    assert was_killed_from_outside(-9, count_oom_kills())
+    assert not was_killed_from_outside(-11, count_oom_kills())
+    assert not was_killed_from_outside(-9, count_oom_kills() - 1)  # the kernel killed a process meanwhile
 
 
 async def test_a_permanent_error_fails_the_run_immediately(make_pipeline):

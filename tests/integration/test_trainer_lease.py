@@ -8,8 +8,10 @@ import anyio
 import pytest
 
 from stream.errors import FencedError, RunMismatchError, ServerError
+from stream.operator.dead_letters import drop_dead_letters, list_dead_letters
 from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
+from stream.records import Prompt
 from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger, LedgerRecord
 from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, GroupOutcome, LedgerOutcome, Trained
@@ -259,8 +261,9 @@ async def test_recovery_handles_many_marks(pipe, ledger):
 
 async def test_recovery_keeps_prompts_dropped_by_the_operator(pipe, ledger):
     await pipe.feed("a")
-    await pipe.connection.redis.hincrby(pipe.connection.key("counts"), "dropped:operator", 1)
-    await pipe.connection.redis.hdel(pipe.connection.key("unfinished"), "a")
+    worker = pipe.stage("prompts")
+    await worker.dead_letter((await worker.claim(1)).leases[0], "unreadable", "altered")
+    await drop_dead_letters(pipe.connection, [letter.id for letter in await list_dead_letters(pipe.connection)])
     trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     await trainer_lease.recover(ledger)
     assert (await read_status(pipe.connection)).dropped == {"operator": 1}
@@ -329,9 +332,10 @@ async def test_a_run_is_rebuilt_from_its_ledger_on_an_emptied_server(pipe, ledge
     await hold(ledger, [line("a"), line("b", Dropped("stale"))])
     trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     await trainer_lease.recover(ledger)
-    await pipe.feed("c")  # the feeder restarts, and skips prompts in the ledger
-    feed = Feed(pipe.connection, 10)
-    await feed.put([], await feed.cursor(), "3", already_ended=2)
+    await pipe.feed("c")  # the feeder restarts, and counts prompts in the ledger
+    assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
+    feed, passed = Feed(pipe.connection, 10), [Prompt(id=name, messages=[]) for name in "ab"]
+    await feed.put(passed, await feed.cursor(), "3", ended={"a": "trained", "b": "dropped:stale"})
     assert await pipe.balance() == {"fed": 3, "trained": 1, "dropped": 1, "dead": 0, "outstanding": 1}
 
 

@@ -17,14 +17,15 @@ SCRIPTS = {
     "train": [
         *("claim", "renew_leases", "release", "dead_letter", "acquire_trainer", "renew_trainer", "recover", "commit"),
         *("reserve_version", "publish_version", "mark_duplicates", "scan_entries", "acknowledge", "finish_run"),
-        *("begin_evaluation", "evaluation_progress", "end_evaluation"),
+        *("begin_evaluation", "evaluation_progress", "end_evaluation", "read_recovery", "rebuild", "identify"),
     ],
     "operator": ["run_status", "set_control", "resolve_dead_letter", "set_engine_override"],
     "viewer": ["run_status", "scan_entries"],
 }
 """The scripts that each role calls; `run` calls the scripts of the first four roles."""
 SCRIPTS["run"] = sorted(
-    {name for role in ("feed", "rollout", "score", "train") for name in SCRIPTS[role]} | {"run_status"}
+    {name for role in ("feed", "rollout", "score", "train") for name in SCRIPTS[role]}
+    | {"run_status", "release_worker"}
 )
 
 
@@ -88,6 +89,7 @@ def test_a_role_is_granted_every_write_with_a_literal_key(role):
     [
         ("prompts:rate", {"rollout"}),
         ("groups:rate", {"score"}),
+        ("scored:counted", {"train"}),
         ("published", {"train"}),
         ("policy", {"train"}),
         ("scored:marked", {"train"}),
@@ -95,9 +97,9 @@ def test_a_role_is_granted_every_write_with_a_literal_key(role):
         ("latest", {"train"}),
         ("eval:results", {"score", "train"}),
         ("eval:dataset", {"feed"}),
-        ("feed", {"feed"}),
+        ("feed", {"feed", "train"}),
         ("engines", {"operator"}),
-        ("dropped_dead", {"operator"}),
+        ("dropped_dead", {"operator", "feed", "train"}),
     ],
 )
 def test_keys_of_one_role_are_written_by_no_other(name, writers):

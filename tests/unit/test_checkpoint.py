@@ -318,3 +318,23 @@ def test_the_newest_checkpoint_is_the_last_trainers_whatever_its_step(base, tmp_
     saved(heir, learner, 3)
     assert [c.folder.name for c in heir.list_all()] == ["step-000002", "step-000003-2"]
     assert heir.at_step(3).folder.name == "step-000003-2"
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(base, tmp_path):
+    store, learner = CheckpointStore(tmp_path / "run"), make_learner(base)
+    assert store.require_latest() is None
+    older, newest = (store.save(step, learner, Progress(step=step)) for step in (1, 2))
+    manifest = newest.folder / "checkpoint.json"
+    whole = manifest.read_bytes()
+    for place in range(len(whole)):
+        altered = bytearray(whole)
+        altered[place] ^= 1
+        manifest.write_bytes(altered)
+        found = store.require_latest()
+        is_same = found.folder == newest.folder and found.manifest == newest.manifest  # the byte was white space
+        assert is_same or (found.folder == older.folder and store.damaged == [newest.folder]), place
+    (older.folder / "optimizer.safetensors").unlink()
+    with pytest.raises(RunMismatchError, match="step-000001, step-000002 lack files"):
+        store.require_latest()
+    manifest.write_bytes(whole)
+    assert store.require_latest().folder == newest.folder

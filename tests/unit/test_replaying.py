@@ -23,7 +23,7 @@ from tests.cases.rows import sampled_row
 from workers.commands.replay import show_replay
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings, parse_settings
-from workers.train.checkpointing.checkpoint import MANIFEST, OPTIMIZER, CheckpointStore
+from workers.train.checkpointing.checkpoint import MANIFEST, OPTIMIZER, CheckpointStore, Manifest
 from workers.train.checkpointing.replay import replay
 from workers.train.progress import Progress
 from workers.train.step.collation import collate
@@ -135,7 +135,7 @@ class Made:
         last = CheckpointStore(self.folder / "checkpoints").latest()
         manifest = json.loads((last.folder / MANIFEST).read_text())
         manifest["progress"]["ledger_bytes"] = length
-        (last.folder / MANIFEST).write_text(json.dumps(manifest))
+        sign(last.folder, manifest)
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,13 @@ def forge(checkpoint, path: Path, tensors) -> None:
     manifest = json.loads((checkpoint.folder / MANIFEST).read_text())
     (checkpoint.folder / MANIFEST).unlink()
     manifest["files"] = msgspec.to_builtins(_inventory(checkpoint.folder))
-    (checkpoint.folder / MANIFEST).write_text(json.dumps(manifest))
+    sign(checkpoint.folder, manifest)
+
+
+def sign(folder: Path, manifest: dict) -> None:
+    """Write a manifest with its digest."""
+    whole = msgspec.convert(manifest, Manifest).with_digest()
+    (folder / MANIFEST).write_bytes(msgspec.json.encode(whole))
 
 
 def test_a_replaced_group_with_a_forged_ledger_line_is_found(made):

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import anyio
 import msgspec
 from rich.console import Console
 from rich.text import Text
@@ -14,6 +15,7 @@ from stream.errors import PenstockError, RecordError
 from stream.operator.dead_letters import DeadLetter, drop_dead_letters, list_dead_letters, retry_dead_letters
 from stream.operator.run_status import read_status
 from stream.records import Group, Prompt, Row
+from stream.trainer.untrained_ends import record_untrained_ends
 from workers.commands.output import print_json
 from workers.run.run_info import find_run, with_run
 
@@ -116,12 +118,16 @@ def _change_letters(
     change: Callable[[RunConnection, Sequence[str]], Awaitable[None]],
     past_tense: str,
 ) -> None:
+    location = find_run(target, redis)
+
     async def main(connection: RunConnection) -> list[DeadLetter]:
         chosen = await _select_letters(connection, ids)
         await change(connection, [letter.id for letter in chosen])
+        if location.folder is not None and await anyio.Path(location.folder / "ledger.jsonl").exists():
+            await record_untrained_ends(connection, location.folder / "ledger.jsonl")
         return chosen
 
-    chosen = _with_connection(target, redis, main)
+    chosen = with_run(location, main)
     if as_json:
         print_json({past_tense: [letter.id for letter in chosen]})
     else:

@@ -4,7 +4,7 @@ The cursor is the number of rows consumed, over all epochs. It is stored in Redi
 the prompts that it passes.
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import anyio
 import structlog
@@ -14,7 +14,7 @@ from stream.connection.run_connection import MAX_BLOCK_S
 from stream.connection.run_identity import read_server_identity
 from stream.errors import DataError, RunFailedError
 from stream.queue.feed import CursorMovedError, Feed
-from stream.trainer.ledger import Ledger
+from stream.trainer.ledger import read_contents
 from workers.feed.dataset_mix import DatasetMix, open_dataset_mix
 from workers.feed.dataset_rows import dataset_lengths
 from workers.feed.evaluation_prompts import upload_evaluation_prompts
@@ -75,9 +75,8 @@ async def _feed_all(context: WorkerContext, dataset_mix: DatasetMix, total: int)
             rejected += 1
             if rejected <= _MAX_LOGGED_ROWS:
                 log.warning("row.rejected", error=str(error))
-        fresh = [prompt for prompt in prompts if prompt.id not in ended]
         try:
-            await feed.put(fresh, cursor, str(stop), already_ended=len(prompts) - len(fresh))
+            await feed.put(prompts, cursor, str(stop), ended=ended)
         except CursorMovedError as moved:
             log.warning("feed.cursor_moved", cursor=moved.cursor, expected=cursor)
             cursor = moved.cursor
@@ -90,14 +89,14 @@ async def _feed_all(context: WorkerContext, dataset_mix: DatasetMix, total: int)
         raise DataError(f"{dataset_mix.paths}: none of {total} rows is a prompt; the first errors are above")
 
 
-async def _ended_prompts(context: WorkerContext, cursor: str) -> Collection[str]:
-    """Return the ids of prompts not to feed again, if the server was emptied and feeding restarts.
+async def _ended_prompts(context: WorkerContext, cursor: str) -> Mapping[str, str]:
+    """Return the ends of prompts not to feed again, if the server was emptied and feeding begins anew.
 
     Only the part of the ledger that the trainer's checkpoint contains counts, so this waits for the trainer to start.
     """
     path = context.settings.folder / "ledger.jsonl"
     if cursor or not await anyio.Path(path).exists() or not (await anyio.Path(path).stat()).st_size:
-        return ()
+        return {}
     timeout_s = context.settings.abort.stall_timeout_s
     deadline, logged = anyio.current_time() + timeout_s, False
     while not (policy := await context.connection.read_hash("policy")).get("ledger"):
@@ -111,4 +110,4 @@ async def _ended_prompts(context: WorkerContext, cursor: str) -> Collection[str]
             logged = True
         await context.connection.wait_for_change("$", MAX_BLOCK_S)
         await context.connection.poll_stop()
-    return await anyio.to_thread.run_sync(Ledger.read_outcomes, path, int(policy["ledger"]))
+    return (await anyio.to_thread.run_sync(read_contents, path, int(policy["ledger"]))).ends()

@@ -37,6 +37,8 @@ class ChildProcess:
         """Set by the owner when the process has ended and is not restarted."""
         self.has_listened = False
         """Whether any instance of this process has announced a URL."""
+        self.last_pid: int | None = None
+        """Process id of the last instance."""
         self._launcher = launcher
         self._process: LaunchedProcess | None = None
         self._stop_requested = False
@@ -57,6 +59,7 @@ class ChildProcess:
         async with await anyio.open_file(self.log_file, "ab") as file:
             self._log_start = await file.tell()
             self._process = process = await self._launcher.launch(self.spec, file.wrapped.fileno())
+            self.last_pid = process.pid
         try:
             if self._stop_requested:  # during the launch
                 process.terminate()

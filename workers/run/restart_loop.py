@@ -1,5 +1,6 @@
 """Keeps the processes of a run running until their work is done or the run ends."""
 
+import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -11,14 +12,24 @@ import structlog
 
 from stream.connection.run_connection import RunConnection
 from stream.errors import RunFailedError, ServerError
+from stream.operator.killed_workers import release_worker
 from workers.run.child_process import ChildProcess, describe_exit
-from workers.run.restart_policy import GiveUp, Restart, RestartPolicy
+from workers.run.restart_policy import (
+    GiveUp,
+    Restart,
+    RestartPolicy,
+    count_oom_kills,
+    was_killed_from_outside,
+)
 from workers.run.role_specs import ENGINE
 from workers.run.run_ending import RunEnding
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Queue
 
 log = structlog.get_logger()
+
+_RELEASE_TIMEOUT_S = 5.0
+"""Seconds to give back a killed worker's entries; a server that is down returns them when their leases expire."""
 
 
 class RestartLoop:
@@ -59,7 +70,7 @@ class RestartLoop:
         policy = RestartPolicy(self._queue)
         try:
             while not self._stopping.is_set():
-                started_at = time.monotonic()
+                started_at, oom_kills = time.monotonic(), await anyio.to_thread.run_sync(count_oom_kills)
                 log.info("role.started", name=child.spec.name, command=" ".join(child.spec.command))
                 code = await child.run(on_listening)
                 log.info("role.exited", name=child.spec.name, code=code)
@@ -70,7 +81,10 @@ class RestartLoop:
                 elif await self._stop_requested():
                     return
                 else:
-                    await self._prepare_restart(child, code, policy, time.monotonic() - started_at)
+                    killed = await anyio.to_thread.run_sync(was_killed_from_outside, code, oom_kills)
+                    if killed:
+                        await self._release_work(child)
+                    await self._prepare_restart(child, code, policy, time.monotonic() - started_at, killed)
         except (RunFailedError, ServerError) as error:
             if not self._stopping.is_set():
                 self._ending.fail(error if isinstance(error, RunFailedError) else RunFailedError(str(error)))
@@ -85,14 +99,23 @@ class RestartLoop:
         self._reopened.set()
         self._reopened = anyio.Event()
 
-    async def _prepare_restart(self, child: ChildProcess, code: int, policy: RestartPolicy, uptime_s: float) -> None:
+    async def _release_work(self, child: ChildProcess) -> None:
+        """Give back what a worker had claimed when it was killed from outside: its entries are not charged for that."""
+        if child.spec.role != ENGINE and child.last_pid is not None:
+            with anyio.move_on_after(_RELEASE_TIMEOUT_S):
+                released = await release_worker(self._connection, socket.gethostname(), child.last_pid)
+                log.info("worker.released", name=child.spec.name, entries=released)
+
+    async def _prepare_restart(
+        self, child: ChildProcess, code: int, policy: RestartPolicy, uptime_s: float, killed: bool
+    ) -> None:
         """Wait until a process may be restarted.
 
         Raises:
             RunFailedError: the process may not be restarted.
         """
         name = child.spec.name
-        decision: Restart | GiveUp = policy.decide(code, uptime_s)
+        decision: Restart | GiveUp = policy.decide(code, uptime_s, killed_from_outside=killed)
         if code > 0 and child.spec.role == ENGINE and not child.has_listened:
             decision = GiveUp("it has never listened")
         if isinstance(decision, GiveUp):

@@ -1,7 +1,10 @@
 """Decide whether a process that exited is restarted, and after which delay."""
 
+import signal
 import time
 from collections import deque
+from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 from msgspec import Struct
@@ -14,6 +17,10 @@ RESTART_WINDOW_S: Final = 600.0
 QUICK_EXIT_S = 10.0
 MAX_QUICK_EXITS: Final = 3
 """Exits in a row within `QUICK_EXIT_S` of a start, after which a process is not restarted."""
+_MAX_KILL_BACKOFF: Final = 3
+"""After this many kills in a row the delay does not grow any more."""
+_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+"""Exit codes of a process that was killed from outside; other signals are raised by a process's own defects."""
 _MAX_BACKOFF: Final = 60.0
 """Longest delay before a restart, as a multiple of the first."""
 
@@ -42,13 +49,18 @@ class RestartPolicy:
         self._backoff = Backoff(queue.retry_delay_s, queue.retry_delay_s * _MAX_BACKOFF)
         self._recent: deque[float] = deque()
         self._quick_exits = 0
+        self._quick_kills = 0
 
-    def decide(self, code: int, uptime_s: float, now: float | None = None) -> Restart | GiveUp:
+    def decide(
+        self, code: int, uptime_s: float, now: float | None = None, *, killed_from_outside: bool = False
+    ) -> Restart | GiveUp:
         """Decide whether to restart the process after an unexpected exit.
 
         Args:
             code: exit code, negative for a signal.
             uptime_s: seconds that the process ran.
+            killed_from_outside: see `was_killed_from_outside`. Such an exit is not counted: the process has no defect.
+                A run that makes no progress because of it ends after `abort.stall_timeout_s`.
             now: monotonic time in seconds; default: the current time.
         """
         if code in (ExitCode.USAGE, ExitCode.PERMANENT):
@@ -60,6 +72,9 @@ class RestartPolicy:
             return GiveUp(f"it ended within {QUICK_EXIT_S:g} s of its start {self._quick_exits} times in a row")
         if code == ExitCode.RECYCLE:
             return Restart(0.0)
+        if killed_from_outside:
+            self._quick_kills = self._quick_kills + 1 if uptime_s < QUICK_EXIT_S else 1
+            return Restart(self._backoff.delay_s(min(self._quick_kills, _MAX_KILL_BACKOFF)))
         while self._recent and now - self._recent[0] > RESTART_WINDOW_S:
             self._recent.popleft()
         if len(self._recent) >= self._limit:
@@ -67,3 +82,24 @@ class RestartPolicy:
             return GiveUp(f"it was restarted {self._limit} times within {minutes:g} minutes (queue.max_restarts)")
         self._recent.append(now)
         return Restart(self._backoff.delay_s(len(self._recent)))
+
+
+def was_killed_from_outside(code: int, oom_kills_before: int) -> bool:
+    """Return whether the process was killed from outside: by an operator, a scheduler, a chaos test.
+
+    The kernel, too, kills with SIGKILL, when memory is exhausted; that is the process's own doing.
+
+    Args:
+        code: exit code, negative for a signal.
+        oom_kills_before: `count_oom_kills` at the start of the process.
+    """
+    return code in _OUTSIDE and count_oom_kills() == oom_kills_before
+
+
+def count_oom_kills() -> int:
+    """Return how many processes the kernel of this machine has killed for lack of memory; 0 where it does not tell."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

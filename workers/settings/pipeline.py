@@ -71,7 +71,7 @@ class Queue(Section, frozen=True):
     retry of a failed entry or role waits 1/30 of it; the delay doubles, with jitter, up to 60 times."""
     max_attempts: PositiveInt = 5
     """Deliveries of one entry, worker and engine failures included, before it becomes a dead letter. An entry whose own
-    content fails becomes one after two."""
+    content fails becomes one after two. A worker that is killed from outside under `penstock run` costs no attempt."""
     reconnect_timeout_s: Seconds = 60.0
     """How long a worker tries to reach Redis or an engine before it gives up."""
     shutdown_timeout_s: Seconds = 20.0
@@ -81,7 +81,7 @@ class Queue(Section, frozen=True):
     max_memory_mb: NonNegativeInt = 0
     """Resident memory in MiB at which a rollout worker or scorer drains and is restarted; 0: no limit."""
     max_restarts: NonNegativeInt = 5
-    """Restarts of one role by `penstock run` within ten minutes."""
+    """Restarts of one role by `penstock run` within ten minutes; kills from outside are not counted."""
     fsync: Literal["always", "everysec"] = "everysec"
     """`appendfsync` of the private server."""
 

@@ -16,15 +16,25 @@ class MetricsLog:
         path: created if missing.
         length: bytes to keep; what follows belongs to steps that will be repeated.
         folder_lock: the trainer's lock on the run's folder, if other trainers may exist.
+        cut: False leaves the file as it is until `cut` is called.
     """
 
-    def __init__(self, path: Path, length: int, folder_lock: RunFolderLock | None = None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with hold_optional(folder_lock):
-            path.touch()
-            os.truncate(path, min(length, path.stat().st_size))
+    def __init__(self, path: Path, length: int, folder_lock: RunFolderLock | None = None, *, cut: bool = True) -> None:
         self._path = path
+        self._length = length
         self._folder_lock = folder_lock
+        if cut:
+            self.cut()
+
+    def cut(self) -> None:
+        """Cut the file to its length; a file that is shorter, to its last complete line."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with hold_optional(self._folder_lock):
+            self._path.touch()
+            if self._path.stat().st_size < self._length:
+                os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
+            else:
+                os.truncate(self._path, self._length)
 
     @property
     def size(self) -> int:

@@ -14,6 +14,8 @@ class Progress(Struct, kw_only=True):
     """The last policy version published; -1 before the first."""
     ledger_bytes: int = 0
     """Length of the ledger whose groups the weights contain; a resumed run cuts the rest."""
+    ledger_digest: str = ""
+    """Digest of that part of the ledger, so that an altered one is refused; empty in earlier releases."""
     metrics_bytes: int = 0
     """Length of the metrics file up to this step; a resumed run cuts the rest."""
     groups: int = 0

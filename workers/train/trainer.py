@@ -155,7 +155,7 @@ class Trainer:
     def _save(self, resume_point: ResumePoint) -> None:
         """Save a checkpoint, unless the last one holds everything up to this point."""
         progress = self._progress
-        progress.ledger_bytes = resume_point.ledger_bytes
+        progress.ledger_bytes, progress.ledger_digest = resume_point.ledger_bytes, resume_point.ledger_digest
         reached = (progress.step, progress.ledger_bytes)
         if reached != self._saved or self._checkpoints.is_empty:
             progress.metrics_bytes = self._metrics_log.size

@@ -51,6 +51,12 @@ class _RunFiles(Struct):
     evaluation_log: EvaluationLog | None
     archive: Archive | None
 
+    def cut_logs(self) -> None:
+        """Cut off what belongs to steps after the checkpoint."""
+        self.metrics_log.cut()
+        if self.evaluation_log is not None:
+            self.evaluation_log.cut()
+
 
 async def train(context: WorkerContext, make_learner: Callable[[Settings], Learner] = Learner) -> None:
     """Train until every prompt has an outcome, or `train.max_steps`.
@@ -116,13 +122,21 @@ async def _open_consumer(
 ) -> AsyncIterator[Consumer[CheckedGroup]]:
     """Open the run's consumer at the checkpoint's resume point."""
     progress = files.progress
-    resume = ResumePoint(ledger_bytes=progress.ledger_bytes, version=progress.version, step=progress.step)
+    resume = ResumePoint(
+        ledger_bytes=progress.ledger_bytes,
+        ledger_digest=progress.ledger_digest,
+        version=progress.version,
+        step=progress.step,
+        is_newest=not files.checkpoints.damaged,
+    )
     stage = Stage(context.connection, "scored", context.consumer, context.retry_policy)
     ledger_path = context.settings.folder / "ledger.jsonl"
     try:
         async with open_consumer(
-            trainer_lease, folder_lock, stage, ledger_path, resume, checker.check, archive=files.archive
+            *(trainer_lease, folder_lock, stage, ledger_path, resume, checker.check),
+            archive=files.archive,
         ) as consumer:
+            await anyio.to_thread.run_sync(files.cut_logs)
             yield consumer
     finally:
         if files.archive is not None:
@@ -132,20 +146,23 @@ async def _open_consumer(
 def _open_files(
     settings: Settings, folder_lock: RunFolderLock, make_learner: Callable[[Settings], Learner]
 ) -> _RunFiles:
-    """Load the newest intact checkpoint, if there is one, and cut the logs to it."""
+    """Load the newest intact checkpoint, if there is one. The logs are cut to it later: the server may refuse it."""
     checkpoints = CheckpointStore(settings.folder / "checkpoints", settings.train.max_checkpoints, folder_lock)
-    checkpoint = checkpoints.latest()
+    checkpoint = checkpoints.require_latest()
     learner = make_learner(settings)
     progress = Progress()
     if checkpoint is not None:
         checkpoint.restore(learner)
         progress = checkpoint.progress
+    evaluation_log = None
+    if settings.eval.path:
+        evaluation_log = EvaluationLog(settings.folder, progress.step, folder_lock, cut=False)
     return _RunFiles(
         checkpoints=checkpoints,
         learner=learner,
         progress=progress,
-        metrics_log=MetricsLog(settings.folder / "metrics.jsonl", progress.metrics_bytes, folder_lock),
-        evaluation_log=EvaluationLog(settings.folder, progress.step, folder_lock) if settings.eval.path else None,
+        metrics_log=MetricsLog(settings.folder / "metrics.jsonl", progress.metrics_bytes, folder_lock, cut=False),
+        evaluation_log=evaluation_log,
         archive=_open_archive(settings, folder_lock),
     )
 

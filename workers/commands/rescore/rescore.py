@@ -153,7 +153,7 @@ class ArchivedRun:
         """Yield outcome, hash and group of each archived group."""
         groups = ArchivedGroups(self._folder / "groups")
         written, _ = read_ledger(self._folder / "ledger.jsonl")
-        for line in (each.record for each in written):
+        for line in (each.record for each in written if each.record.has_group):
             if (line.prompt, line.hash) not in groups:
                 self.groups_missing += 1
                 continue

@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from stream.durable import create_folder_atomically, remove_folder, remove_leftovers
-from stream.errors import RunFailedError
+from stream.errors import RunFailedError, RunMismatchError
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
 from workers.train.progress import Progress
 
@@ -41,6 +42,7 @@ log = structlog.get_logger()
 MANIFEST: Final = "checkpoint.json"
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer.safetensors"
+_FORMAT: Final = 2
 
 
 class FileEntry(Struct, frozen=True):
@@ -50,10 +52,11 @@ class FileEntry(Struct, frozen=True):
     blake2b: str
 
 
-class Manifest(Struct, frozen=True, kw_only=True):
+class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of `checkpoint.json`."""
 
     format: int = 1
+    """1: without a digest; 2: with one."""
     progress: Progress
     steps: int
     """Batches that the learner was given."""
@@ -64,6 +67,19 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """UTC, ISO 8601."""
     fencing_token: int = 0
     """Fencing token of the trainer that wrote it; a later trainer has a larger one."""
+    digest: str = ""
+    """Of all other fields: one altered byte of this file is noticed, as in the files that it lists."""
+
+    def with_digest(self) -> "Manifest":
+        """Return the manifest with its digest."""
+        blank = replace(self, digest="")
+        digest = hashlib.blake2b(msgspec.json.encode(blank), digest_size=16).hexdigest()
+        return replace(blank, digest=digest)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the digest is that of the other fields."""
+        return self.digest == self.with_digest().digest or (self.format == 1 and not self.digest)
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
@@ -105,6 +121,8 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep_last: int = 2, folder_lock: RunFolderLock | None = None) -> None:
         self.folder = folder
         self.keep_last = keep_last
+        self.damaged: list[Path] = []
+        """Checkpoints that `require_latest` could not use."""
         self._folder_lock = folder_lock
 
     @property
@@ -128,13 +146,14 @@ class CheckpointStore:
                 learner.write_trained_weights(temporary / MODEL)
                 save_file(learner.state(), temporary / OPTIMIZER)
                 manifest = Manifest(
+                    format=_FORMAT,
                     progress=progress,
                     steps=learner.steps,
                     skipped_steps=learner.skipped_steps,
                     files=_inventory(temporary),
                     saved_at=datetime.now(UTC).isoformat(),
                     fencing_token=0 if self._folder_lock is None else self._folder_lock.token,
-                )
+                ).with_digest()
                 written = msgspec.json.encode(manifest)
                 (temporary / MANIFEST).write_bytes(msgspec.json.format(written))
         except (OSError, SafetensorError) as error:
@@ -155,6 +174,26 @@ class CheckpointStore:
         """Return the newest intact checkpoint; None if there is none."""
         return _first_intact(reversed(self.list_all()))
 
+    def require_latest(self) -> Checkpoint | None:
+        """Return the newest intact checkpoint; None if the run has none yet.
+
+        Raises:
+            RunMismatchError: there are checkpoints, and all of them are damaged: the run would begin anew.
+        """
+        self.damaged.clear()
+        readable = self.list_all()
+        self.damaged += sorted(set(self._folders()) - {checkpoint.folder for checkpoint in readable})
+        for checkpoint in reversed(readable):
+            if _first_intact([checkpoint]):
+                return checkpoint
+            self.damaged.append(checkpoint.folder)
+        if self.damaged:
+            raise RunMismatchError(
+                f"no checkpoint in {self.folder} is intact: {', '.join(path.name for path in self.damaged)} lack "
+                "files, or were altered. Restore one of them; to begin the run anew, give it another run.name"
+            )
+        return None
+
     def best(self) -> Checkpoint | None:
         """Return the intact checkpoint with the best mean reward, the newer of equals; None if there is none."""
         latest_first = self.list_all()[::-1]
@@ -166,8 +205,11 @@ class CheckpointStore:
 
     def list_all(self) -> list[Checkpoint]:
         """List checkpoints whose files all exist in their right size, oldest first. Contents are not verified."""
-        found = [_read(folder) for folder in self.folder.glob("step-*") if folder.is_dir()]
+        found = [_read(folder) for folder in self._folders()]
         return sorted((c for c in found if c), key=_age)
+
+    def _folders(self) -> list[Path]:
+        return [folder for folder in self.folder.glob("step-*") if folder.is_dir()]
 
     def _free_name(self, step: int) -> Path:
         """Return `step-000050`, or `step-000050-2` if a resumed run reaches that step again."""
@@ -215,8 +257,11 @@ def _read(folder: Path) -> Checkpoint | None:
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
         wrong = [name for name, file in manifest.files.items() if (folder / name).stat().st_size != file.size]
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError) as error:
         log.error("checkpoint.skipped", folder=str(folder), why=str(error))  # noqa: TRY400  (the message says it all)
+        return None
+    if not manifest.is_intact:
+        log.error("checkpoint.skipped", folder=str(folder), why=f"{MANIFEST} was altered")
         return None
     if wrong:
         log.error(
@@ -226,11 +271,18 @@ def _read(folder: Path) -> Checkpoint | None:
     return Checkpoint(folder=folder, manifest=manifest)
 
 
+def _is_unaltered(path: Path, file: FileEntry) -> bool:
+    try:
+        return _hash(path) == file.blake2b
+    except OSError:  # a disk that cannot read it
+        return False
+
+
 def _first_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
     """Return the first checkpoint whose files all have their recorded hash."""
     for checkpoint in checkpoints:
         files = checkpoint.manifest.files
-        altered = [name for name, file in files.items() if _hash(checkpoint.folder / name) != file.blake2b]
+        altered = [name for name, file in files.items() if not _is_unaltered(checkpoint.folder / name, file)]
         if not altered:
             return checkpoint
         log.error("checkpoint.skipped", folder=str(checkpoint.folder), why=f"{altered[0]} was altered")

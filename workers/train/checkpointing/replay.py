@@ -203,7 +203,7 @@ def _lines(folder: Path, last: Checkpoint) -> list[LedgerLine]:
             f"{path}: no line ends at byte {end_offset}, where it ended when {last.folder.name} was made; it was "
             "altered"
         )
-    return lines
+    return [written for written in lines if written.record.has_group]
 
 
 def _refuse_gaps(lines: Sequence[LedgerLine], archive: ArchivedGroups, settings: Settings) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -125,9 +126,10 @@ class EvaluationLog:
         folder: the run's folder.
         step: of the checkpoint. Lines of later steps are about weights that are lost, so they are cut off.
         folder_lock: the trainer's lock on the folder, if other trainers may exist.
+        cut: False leaves the file as it is until `cut` is called.
     """
 
-    def __init__(self, folder: Path, step: int, folder_lock: RunFolderLock | None = None) -> None:
+    def __init__(self, folder: Path, step: int, folder_lock: RunFolderLock | None = None, *, cut: bool = True) -> None:
         results, length = [], 0
         for result, end_offset in _read_lines(folder / FILE):
             if result.step > step:
@@ -135,12 +137,16 @@ class EvaluationLog:
             results.append(result)
             length = end_offset
         self.results = results
-        self._file = MetricsLog(folder / FILE, length, folder_lock)
+        self._file = MetricsLog(folder / FILE, length, folder_lock, cut=cut)
 
     @property
     def last(self) -> EvaluationResult | None:
         """The last result; None before the first."""
         return self.results[-1] if self.results else None
+
+    def cut(self) -> None:
+        """Cut off the results of later steps."""
+        self._file.cut()
 
     def append(self, result: EvaluationResult) -> None:
         """Write one line."""
@@ -149,16 +155,13 @@ class EvaluationLog:
 
 
 def _read_lines(path: Path) -> Iterable[tuple[EvaluationResult, int]]:
-    """Yield the complete lines up to the first invalid one, each with the file's length up to its end."""
+    """Yield the complete lines, each with the file's length up to its end. A damaged line is skipped."""
     if not path.exists():
         return
     end_offset = 0
     for text in path.read_bytes().splitlines(keepends=True):
         end_offset += len(text)
-        try:
-            result = msgspec.json.decode(text, type=EvaluationResult)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return
         if not text.endswith(b"\n"):
             return
-        yield result, end_offset
+        with suppress(ValueError):
+            yield msgspec.json.decode(text, type=EvaluationResult), end_offset
