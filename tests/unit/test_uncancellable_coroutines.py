@@ -73,6 +73,19 @@ async def test_a_coroutine_that_ignores_one_cancellation_times_out(caller, how):
         assert await caller.call(anyio.sleep, {"delay": 0}, 5) == Ok(None)
 
 
+@pytest.mark.parametrize("answer", ["a value", "an error"])
+async def test_what_a_coroutine_answers_after_its_deadline_is_a_timeout(caller, answer):
+    async def answers_late():
+        try:
+            await asyncio.sleep(FOR_EVER)
+        except asyncio.CancelledError:
+            if answer == "an error":
+                raise ValueError("too late") from None
+            return answer
+
+    assert await caller.call(answers_late, {}, 0.01) == TimedOut(0.01)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it ignores its end, too
 async def test_a_coroutine_that_ignores_every_exception_times_out(caller):
     uncancellable = Uncancellable()
