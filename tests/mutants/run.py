@@ -152,7 +152,7 @@ def _copy(target: Path) -> Path:
 def run_tests(copy: Path, tests: Sequence[str], *, stop_at_first: bool) -> tuple[int, list[str], str]:
     """pytest's exit code (None past the time limit), the tests that failed, and the end of what it said."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--no-header", "-p", "no:cacheprovider", "--tb=no"]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "HYPOTHESIS_PROFILE": "ci"}
+    environment = {**os.environ, "PYTHONPATH": str(copy), "HYPOTHESIS_PROFILE": "ci", "PYTHONUNBUFFERED": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     process = subprocess.Popen(
         [*command, *(["-x"] if stop_at_first else []), *tests],
@@ -164,16 +164,21 @@ def run_tests(copy: Path, tests: Sequence[str], *, stop_at_first: bool) -> tuple
         text=True,
         start_new_session=True,
     )
+    code: int | None = None
     try:
         output, _ = process.communicate(timeout=TIME_LIMIT_S * (1 if stop_at_first else 10))
+        code = process.returncode
     except subprocess.TimeoutExpired:
-        return -1, [], f"no end within {TIME_LIMIT_S} s"
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # whatever the tests left behind
         process.wait()
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    return process.returncode, failed, output[-600:]
+    if code is None and failed:  # a fault may keep pytest from ending after its summary, such as a thread that hangs
+        code = _FAILED
+    return (-1, [], f"no end within {TIME_LIMIT_S} s") if code is None else (code, failed, output[-600:])
 
 
 def check_unchanged(copies: Copies, mutants: Sequence[Mutant]) -> dict[str, str]:
