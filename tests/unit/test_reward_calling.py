@@ -1,5 +1,6 @@
 """How reward functions are called: in processes, by row or by group, with limits of concurrency, rate and time."""
 
+import threading
 import tomllib
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,7 +15,7 @@ from envs.rewards import RewardBatch, RewardFunction
 from envs.rewards.call_results import NamedRewards
 from envs.rewards.loading import CallOptions
 from stream.errors import PenstockError, ReferenceNotFoundError
-from stream.records import Completion, Group, Prompt
+from stream.records import Completion, Group, Prompt, Row
 from stream.validity import Measured, RewardReason, Unmeasured
 from workers.runtime.reward_functions import load_reward_functions
 from workers.score.worker import score_group
@@ -250,3 +251,22 @@ def test_the_settings_reach_the_function():
         CallOptions(max_concurrency=4, calls_per_second=0.5),
         CallOptions(processes=1, granularity="row"),
     ]
+
+
+async def test_arguments_of_a_long_group_are_built_in_a_thread_so_that_leases_are_renewed_meanwhile(monkeypatch):
+    threads = []
+    whole = RewardBatch.from_group
+
+    def noted(*args):
+        threads.append(threading.get_ident())
+        return whole(*args)
+
+    monkeypatch.setattr(RewardBatch, "from_group", noted)
+    function = RewardFunction(lambda completion_ids: [float(len(ids)) for ids in completion_ids], "length")
+    for tokens in (10, 60_000):
+        row = Row(prompt_ids=b"", token_ids=bytes(4 * tokens), sampled_ranges=[], logprobs=b"", spans=[])
+        completions = [Completion(index=i, rows=[row]) for i in range(2)]
+        group = Group(prompt=Prompt(id="p", messages=[{"role": "user", "content": "?"}]), completions=completions)
+        await score_group(group, [function], {}, 5)
+        assert [completion.reward for completion in completions] == [Measured(tokens)] * 2
+    assert threads[0] == threading.get_ident() != threads[1]

@@ -17,6 +17,9 @@ from stream.records import Completion, Group
 from stream.validity import RewardReason, Unmeasured
 from workers.settings import RewardSettings, Settings
 
+_LONG_GROUP_BYTES = 400_000
+"""Bytes of token ids, four for each token."""
+
 
 def load_factories(settings: Settings, *, with_tools: bool = True) -> dict[str, EnvironmentFactory]:
     """Load a run's environments, by name. May block: imports modules and makes objects.
@@ -104,13 +107,11 @@ async def _measure(
     timeout_s: float,
 ) -> CallResult:
     if factory is None:
-        return await function.measure(
-            RewardBatch.from_group(msgspec.structs.replace(group, completions=completions), None), timeout_s
-        )
+        return await function.measure(await _build_batch(group, completions, None), timeout_s)
     thawed = await anyio.to_thread.run_sync(_thaw_all, completions, factory)
     readable = [i for i, state in enumerate(thawed) if not isinstance(state, Unmeasured)]
-    measured = msgspec.structs.replace(group, completions=[completions[i] for i in readable])
-    result = await function.measure(RewardBatch.from_group(measured, [thawed[i] for i in readable]), timeout_s)
+    batch = await _build_batch(group, [completions[i] for i in readable], [thawed[i] for i in readable])
+    result = await function.measure(batch, timeout_s)
     places = {row: i for i, row in enumerate(readable)}
     rows = [state if isinstance(state, Unmeasured) else result.rows[places[row]] for row, state in enumerate(thawed)]
     extra = {
@@ -118,6 +119,14 @@ async def _measure(
         for column, values in result.extra.items()
     }
     return CallResult(rows, result.metrics, extra)
+
+
+async def _build_batch(group: Group, completions: list[Completion], environments: list[object] | None) -> RewardBatch:
+    """Build a function's arguments; in a thread if the group is long, so that leases are renewed meanwhile."""
+    measured = msgspec.structs.replace(group, completions=completions)
+    build = partial(RewardBatch.from_group, measured, environments)
+    size = sum(len(row.token_ids) for completion in completions for row in completion.rows)
+    return build() if size < _LONG_GROUP_BYTES else await anyio.to_thread.run_sync(build)
 
 
 def _thaw_all(completions: list[Completion], factory: EnvironmentFactory) -> list[object]:
