@@ -44,6 +44,7 @@ import torch
 
 from envs.builtin.vlm import bbox_giou
 from envs.rewards import RewardFunction, environment_reward
+from envs.rewards.loading import CallOptions
 from envs.rewards.merge import merge_parts
 from stream.errors import RunFailedError
 from stream.records import Completion, Failure, Group, Prompt, RewardPart
@@ -79,10 +80,12 @@ def group_of(*completions, name="p"):
     return Group(prompt=Prompt(id=name, messages=[], is_plain_text=True), completions=list(completions))
 
 
-async def scored(*functions, completions=4, timeout_s=5.0, group=None):
+async def scored(*functions, completions=4, timeout_s=5.0, group=None, **options):
     """Return a group as the scoring stage completes it."""
     group = group or group_of(*(completion(i) for i in range(completions)))
-    await score_group(group, [RewardFunction(f, f"f{i}") for i, f in enumerate(functions)], {}, timeout_s)
+    options = CallOptions(**options)
+    loaded = [RewardFunction(f, f"f{i}", call_options=options) for i, f in enumerate(functions)]
+    await score_group(group, loaded, {}, timeout_s)
     return group
 
 
@@ -128,7 +131,7 @@ async def test_the_verifier_raises_in_1_of_4():
             raise ValueError("crashed")
         return [1.0] * len(completions)
 
-    group = await scored(verifier)
+    group = await scored(verifier, granularity="row")
     assert outcomes(group) == [1.0, RewardReason.RAISED, 1.0, 1.0]  # not [1, 0, 1, 1]
     advantages, votes, dropped = trained(group)
     assert (advantages, votes) == ([0.0] * 4, [True, False, True, True])
