@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -41,6 +42,7 @@ def current_command() -> tuple[str, ...]:
 
 def exit_process(code: int) -> None:
     """Exit immediately: a normal exit would wait forever for a hanging thread of user code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk must not replace the exit code
+            stream.flush()
     os._exit(code)

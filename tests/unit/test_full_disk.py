@@ -1,0 +1,91 @@
+"""A full disk: the cause of a failure comes first, and neither log nor plot nor summary ends a run.
+
+`/dev/full` accepts no byte, like a disk without room.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import structlog
+
+from stream.errors import RunFailedError
+from workers.run import run_command
+from workers.run.run_command import RunResult, raise_for_failure
+from workers.run.run_folder import write_atomically
+from workers.run.summary import summarize
+from workers.run.supervisor import RunOutcome, _empty_status
+from workers.runtime.exit_codes import ExitCode
+from workers.runtime.log_setup import log_to_file
+from workers.settings.toml_file import dump_settings, parse_settings
+from workers.train.progress import Progress
+
+pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+
+SUMMARY = summarize(_empty_status(), Progress(), Progress(), 1.0)
+
+
+def test_drawing_never_ends_a_run(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "sampled/reward_mean": 1.0}) + "\n")
+    (tmp_path / "progress.png").symlink_to("/dev/full")
+    run_command._draw(tmp_path)
+    (tmp_path / "progress.png").unlink()
+    run_command._draw(tmp_path)
+    assert (tmp_path / "progress.png").stat().st_size > 0, "it is drawn where it can be"
+
+
+def test_a_summary_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(run_command, "write_atomically", full)
+    run_command._write_summary(tmp_path, SUMMARY)
+    monkeypatch.setattr(run_command, "write_atomically", write_atomically)
+    run_command._write_summary(tmp_path, SUMMARY)
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
+
+
+def test_a_failure_on_a_full_disk_names_the_disk_first(tmp_path, monkeypatch):
+    settings = parse_settings(
+        {"run": {"folder": str(tmp_path)}, "model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
+    )
+    failure = RunFailedError("train-0 exited with code 1, and it has never listened: its log is empty")
+    result = RunResult(outcome=RunOutcome(view=None, failure=failure, interrupted=False, killed=[]), summary=None)
+    with pytest.raises(RunFailedError, match=r"^train-0 exited"):
+        raise_for_failure(result, settings)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    with pytest.raises(
+        RunFailedError,
+        match=rf"^the disk of {tmp_path} is full \(4 KiB .*make room .*first: train-0 exited",
+    ):
+        raise_for_failure(result, settings)
+
+
+def test_a_log_without_room_drops_lines_and_goes_on(tmp_path):
+    (tmp_path / "full.log").symlink_to("/dev/full")
+    with log_to_file("run", tmp_path / "full.log"):
+        for _ in range(3):
+            structlog.get_logger().info("something.happened", text="x" * 10_000)
+    with log_to_file("run", tmp_path / "roomy.log"):
+        structlog.get_logger().info("something.happened", text="\udcff")
+    (line,) = (tmp_path / "roomy.log").read_text().splitlines()
+    assert json.loads(line)["event"] == "something.happened"
+
+
+def test_a_role_whose_log_is_full_ends_with_the_code_of_its_error(tmp_path):
+    table = {
+        "run": {"folder": str(tmp_path)},
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "rewards": [{"ref": "a:b"}],
+    }
+    (tmp_path / "run.toml").write_text(dump_settings(parse_settings(table)))
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        command = [sys.executable, "-P", "-m", "workers", "feed", str(tmp_path / "run.toml")]
+        done = subprocess.run(command, stdout=full, stderr=full, cwd=Path(__file__).parents[2], timeout=60, check=False)
+    assert done.returncode == ExitCode.USAGE, "run.redis is empty"
