@@ -96,6 +96,7 @@ class Rows:
             "lengths_C": lengths,
             "loss_lengths_C": lengths,
             "parts_PC": self.parts_PC,
+            "has_part_PC": torch.ones_like(self.parts_PC, dtype=torch.bool),
             "part_weights_P": torch.ones(PARTS, dtype=torch.float64),
             "correct_C": self.rewards_C >= 1,
         }
@@ -158,9 +159,11 @@ class Tokens(Rows):
             prompt_ids=(),
             greedy_rewards_G=torch.zeros(self.groups, dtype=torch.float64),
             greedy_measured_G=torch.zeros(self.groups, dtype=torch.bool),
+            greedy_lengths_G=torch.zeros(self.groups, dtype=torch.int64),
             greedy_truncated_G=none[: self.groups],
             part_keys=tuple((str(part), 1.0) for part in range(PARTS)),
             parts_PC=self.parts_PC,
+            has_part_PC=torch.ones_like(self.parts_PC, dtype=torch.bool),
             part_weights_P=self.inputs["part_weights_P"],
             turn_rewards_RT=zeros.double(),
         )

@@ -70,7 +70,7 @@ def train(seed: int, arm: str, folder: Path) -> Run:
 def steps_of(settings: Settings) -> list[dict[str, float]]:
     """Return for each step the number of finished prompts and the run's own mean reward."""
     ledger = (settings.folder / "ledger.jsonl").read_bytes()
-    rewards = {row["step"]: row.get("sampled/reward_mean") for row in read_metrics(settings.folder / "metrics.jsonl")}
+    rewards = {row["step"]: row.get("reward/mean") for row in read_metrics(settings.folder / "metrics.jsonl")}
     progress = [checkpoint.progress for checkpoint in CheckpointStore(settings.folder / "checkpoints").list_all()]
     return [
         {"step": p.step, "ended": ledger[: p.ledger_bytes].count(b"\n"), "reward": rewards[p.step]} for p in progress

@@ -166,9 +166,11 @@ def build(
         prompt_ids=tuple(str(code) for code in range(groups)),
         greedy_rewards_G=_floats([drawn(greedy[code], "greedy", 0) for code in range(groups)]),
         greedy_measured_G=torch.ones(groups, dtype=torch.bool),
+        greedy_lengths_G=torch.full((groups,), 3),
         greedy_truncated_G=torch.full((groups,), NONE),
         part_keys=(("env", 1.0), ("style", 0.5)),
         parts_PC=torch.where(facts.measured_C, _floats(parts).view(2, len(case)), 0.0),
+        has_part_PC=facts.measured_C.expand(2, len(case)),
         part_weights_P=_floats([1.0, 0.5]),
         turn_rewards_RT=_sheet(wide, turn_rewards).double(),
     )

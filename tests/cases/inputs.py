@@ -99,6 +99,7 @@ def inputs_of(case: Sequence[Made], junk: float = 0.0, *, width: int = 0, sign: 
         "lengths_C": torch.where(valid_C, sampled(case).sum(dim=1), 10**15 if dirty else 0),
         "loss_lengths_C": mask_CT.sum(dim=1),
         "parts_PC": known(parts, valid_C),
+        "has_part_PC": torch.where(valid_C, torch.tensor([[True], [True]]), dirty),
         "part_weights_P": torch.tensor([0.5, 1.0], dtype=torch.float64),
         "correct_C": torch.where(valid_C, rewards(case) >= 1.0, dirty),
         "token_rewards_CT": known(of_tokens(case, "token reward", mask_CT) - 0.25, mask_CT),

@@ -17,7 +17,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "k": (2, 1),
     "discount": (1.0, 0.75),
     "gae_lambda": (0.95, 0.5),
-    "whiten": (False, True),
+    "whiten": (True, False),
+    "center": ("completions", "tokens"),
     "zero_tail": (True, False),
     # normalisers
     "mean": ("group", "batch", "none"),

@@ -34,6 +34,7 @@ UNSAID: Final = {
     "discount": 1.0,
     "gae_lambda": 1.0,
     "whiten": True,
+    "center": "tokens",
     "zero_tail": True,
     "k": 1,
 }
@@ -53,6 +54,7 @@ def gdpo(case: Case) -> None:
     weights = case.get("weights", [1.0] * len(parts))
     extra = {
         "parts_PC": torch.stack([case.tensor(values) for values in parts.values()]),
+        "has_part_PC": torch.ones(len(parts), len(case["group_ids"]), dtype=torch.bool),
         "part_weights_P": case.tensor(list(weights.values()) if isinstance(weights, dict) else weights),
     }
     case.expect("expected", advantages_C(case, case["estimator"], case.get("params", {}), **extra))

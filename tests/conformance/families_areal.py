@@ -168,7 +168,7 @@ def areal_gae(case: Case) -> None:
             "values_CT": values_CT,
             "bootstrap_C": torch.where(case.mask("truncated"), values_CT[:, -1], 0.0),
         },
-        {"discount": case["discount"], "gae_lambda": case["gae_lambda"], "whiten": False},
+        {"discount": case["discount"], "gae_lambda": case["gae_lambda"], "whiten": False, "center": "tokens"},
     )
     case.expect("expected_advantages", result.advantages_CT, within=mask_CT)
     case.expect("expected_returns", result.returns_CT, within=mask_CT)

@@ -61,7 +61,7 @@ def trailing_tool_token(case: Case) -> None:
         "values_CT": torch.zeros_like(rewards_CT),
         "bootstrap_C": torch.zeros(len(mask_RT)),
     }
-    options = {"discount": case["gamma"], "gae_lambda": case["lam"], "whiten": False}
+    options = {"discount": case["gamma"], "gae_lambda": case["lam"], "whiten": False, "center": "tokens"}
     for name in ("gae", "reinforce_plus_plus"):
         case.expect("expected_returns", sheets.to_rows(ESTIMATORS[name](inputs, options).returns_CT))
 

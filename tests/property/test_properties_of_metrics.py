@@ -41,7 +41,10 @@ def advantages_of(case):
 def rewards_by_group(batch, masks):
     """Return rewards in the form of `check_group`, group by group."""
     of_group = [batch.facts.group_ids_C == group for group in range(batch.facts.num_groups)]
-    return [GroupRewards(masks.rewards_C[inside_C], masks.baseline_C[inside_C]) for inside_C in of_group]
+    return [
+        GroupRewards(masks.rewards_C[inside_C], masks.baseline_C[inside_C], batch.parts.select(inside_C))
+        for inside_C in of_group
+    ]
 
 
 def metrics_of(case, filtered=(), junk=None, dropped=None):

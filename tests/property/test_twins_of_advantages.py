@@ -22,6 +22,7 @@ OPTIONS = {
     "normalize_std": st.booleans(),
     "leave_one_out": st.booleans(),
     "whiten": st.booleans(),
+    "center": st.sampled_from(["completions", "tokens"]),
     "zero_tail": st.booleans(),
     "unbiased": st.booleans(),
     "shift": st.booleans(),
@@ -107,6 +108,7 @@ def inputs_of(case, junk):
         "lengths_C": torch.where(valid, torch.tensor(case.lengths), 10**9),
         "loss_lengths_C": torch.tensor(case.loss_lengths) * valid,
         "parts_PC": dirty(numbers(case.parts), valid, junk),
+        "has_part_PC": valid.expand(len(case.parts), -1) ^ (junk == -7.0) * ~valid,
         "part_weights_P": numbers(case.part_weights),
         "correct_C": torch.tensor(case.correct) ^ ~valid,
     }

@@ -169,18 +169,32 @@ def whitened(values: Line, votes: list[int], inside: list[bool]) -> Line:
     ]
 
 
-@twin
-def reinforce_plus_plus_baseline(case: Case) -> Line:
-    return whitened(dr_grpo(case), case.loss_lengths, case.valid)
+def about_completions(whitened: Line, counted: list[bool]) -> Line:
+    """Subtract the mean of the counted values, one per completion that bears loss."""
+    mean = mean_of([v for v, counts in zip(whitened, counted, strict=True) if counts]) if any(counted) else 0
+    return [float(Fraction(v) - mean) for v in whitened]
+
+
+def whitened_completions(case: Case, values: Line, center: str) -> Line:
+    found = whitened(values, case.loss_lengths, case.valid)
+    if center == "completions":
+        bearing = [valid and n > 0 for valid, n in zip(case.valid, case.loss_lengths, strict=True)]
+        found = about_completions(found, bearing)
+    return [v if valid else 0.0 for v, valid in zip(found, case.valid, strict=True)]
 
 
 @twin
-def gdpo(case: Case, *, epsilon: float) -> Line:
+def reinforce_plus_plus_baseline(case: Case, *, center: str) -> Line:
+    return whitened_completions(case, dr_grpo(case), center)
+
+
+@twin
+def gdpo(case: Case, *, epsilon: float, center: str) -> Line:
     total = [0.0] * len(case.groups)
     for part, weight in zip(case.parts, case.part_weights, strict=True):
         normal = grpo(case, normalize_std=True, leave_one_out=False, epsilon=epsilon, rewards=part)
         total = [t + weight * a for t, a in zip(total, normal, strict=True)]
-    return whitened(total, case.loss_lengths, case.valid)
+    return whitened_completions(case, total, center)
 
 
 Sheets = tuple[list[Line], list[Line]]
@@ -195,15 +209,24 @@ def on_sheet(case: Case, value_at: dict[tuple[int, int], float]) -> list[Line]:
     return [[value_at.get((i, t), 0.0) for t in range(len(line))] for i, line in enumerate(case.mask)]
 
 
-def finished(case: Case, advantages: dict[tuple[int, int], float], returns: dict[tuple[int, int], float], whiten: bool):
+def finished(
+    case: Case,
+    advantages: dict[tuple[int, int], float],
+    returns: dict[tuple[int, int], float],
+    *,
+    whiten: bool = False,
+    center: str = "tokens",
+):
     if whiten:
         flat = whitened(list(advantages.values()), [1] * len(advantages), [True] * len(advantages))
+        if center == "completions":
+            flat = about_completions(flat, [t == steps(case, i)[0] for i, t in advantages])
         advantages = dict(zip(advantages, flat, strict=True))
     return on_sheet(case, advantages), on_sheet(case, returns)
 
 
 @twin
-def gae(case: Case, *, discount: float, gae_lambda: float, whiten: bool) -> Sheets:
+def gae(case: Case, *, discount: float, gae_lambda: float, whiten: bool, center: str) -> Sheets:
     advantages, returns = {}, {}
     for i in range(len(case.mask)):
         places = steps(case, i)
@@ -213,18 +236,18 @@ def gae(case: Case, *, discount: float, gae_lambda: float, whiten: bool) -> Shee
             later = range(n, len(places))
             advantages[i, t] = math.fsum((discount * gae_lambda) ** (m - n) * errors[m] for m in later)
             returns[i, t] = advantages[i, t] + values[n]
-    return finished(case, advantages, returns, whiten)
+    return finished(case, advantages, returns, whiten=whiten, center=center)
 
 
 @twin
-def reinforce_plus_plus(case: Case, *, discount: float, whiten: bool) -> Sheets:
+def reinforce_plus_plus(case: Case, *, discount: float, whiten: bool, center: str) -> Sheets:
     returns = {}
     for i in range(len(case.mask)):
         places = steps(case, i)
         for n, t in enumerate(places):
             later = enumerate(places[n:])
             returns[i, t] = math.fsum(discount**ahead * case.token_rewards[i][place] for ahead, place in later)
-    return finished(case, returns, returns, whiten)
+    return finished(case, returns, returns, whiten=whiten, center=center)
 
 
 def to_go(case: Case, i: int, t: int) -> float:
@@ -235,7 +258,7 @@ def to_go(case: Case, i: int, t: int) -> float:
 def remax(case: Case) -> Sheets:
     tokens = [(i, t) for i in range(len(case.mask)) for t in steps(case, i)]
     returns = {(i, t): to_go(case, i, t) for i, t in tokens}
-    return finished(case, {(i, t): g - case.greedy[i] for (i, t), g in returns.items()}, returns, whiten=False)
+    return finished(case, {(i, t): g - case.greedy[i] for (i, t), g in returns.items()}, returns)
 
 
 def energy(case: Case, i: int, t: int) -> float:
@@ -266,7 +289,7 @@ def token_baseline(
             tail = zero_tail and len(steps(case, i)) > others and place(i, t) >= others
             returns[i, t] = to_go(case, i, t)
             advantages[i, t] = returns[i, t] - (0.0 if alone or tail else above / below)
-    return finished(case, advantages, returns, whiten=False)
+    return finished(case, advantages, returns)
 
 
 @twin

@@ -10,7 +10,14 @@ from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.token_advantages import TokenAdvantages
 
 NAN, INF = math.nan, math.inf
-DEFAULTS = {"normalize_std": True, "leave_one_out": False, "epsilon": 1e-6, "f_norm": 1.0, "k": 2}
+DEFAULTS = {
+    "center": "completions",
+    "normalize_std": True,
+    "leave_one_out": False,
+    "epsilon": 1e-6,
+    "f_norm": 1.0,
+    "k": 2,
+}
 COMPLETION = [name for name, estimator in ESTIMATORS.items() if estimator.traits.level == "completion"]
 WITHIN_GROUP = [name for name in COMPLETION if ESTIMATORS[name].traits.within_group]
 
@@ -29,6 +36,7 @@ def inputs(rewards, valid=None, groups=None, lengths=None, loss_lengths=None, pa
         "lengths_C": lengths,
         "loss_lengths_C": loss_lengths * valid,
         "parts_PC": values.unsqueeze(0) if parts is None else torch.tensor(parts, dtype=torch.float64),
+        "has_part_PC": torch.ones(1 if parts is None else len(parts), len(rewards), dtype=torch.bool),
         "part_weights_P": torch.ones(1) if weights is None else torch.tensor(weights),
         "correct_C": values >= 1,
     }
@@ -119,7 +127,7 @@ def test_a_group_without_tokens_has_no_length_weighted_mean():
 
 
 def test_whitening_weights_a_completion_by_its_tokens():
-    result = advantages("reinforce_plus_plus_baseline", [1.0, 0, 2], lengths=[1, 3, 4])
+    result = advantages("reinforce_plus_plus_baseline", [1.0, 0, 2], lengths=[1, 3, 4], options={"center": "tokens"})
     assert result == pytest.approx([-0.1261312441, -1.1351811978, 0.8829187097])
 
 
@@ -136,10 +144,35 @@ def test_a_completion_without_loss_counts_in_its_group_and_not_in_the_batch():
     assert by_length == pytest.approx([1 - 18 / 8, -18 / 8, 4 - 18 / 8])
 
 
+def test_centering_on_completions_subtracts_their_mean_after_whitening():
+    by_token = advantages("reinforce_plus_plus_baseline", [1.0, 0, 2], lengths=[1, 3, 4], options={"center": "tokens"})
+    result = advantages("reinforce_plus_plus_baseline", [1.0, 0, 2], lengths=[1, 3, 4])
+    assert result == pytest.approx([a - sum(by_token) / 3 for a in by_token])
+    assert sum(result) == pytest.approx(0)
+
+
+def test_gdpo_compares_a_part_among_completions_that_have_it():
+    """An absent part is not compared as 0."""
+    rewards, parts = [0.0] * 4, torch.tensor([[1.0, 3.0, 0.0, 0.0], [0.0, 0.0, 5.0, 9.0]])
+    case = inputs(rewards, parts=parts.tolist(), weights=[1.0, 1.0]) | {"has_part_PC": parts > 0}
+    apart = case | {"groups": Grouping(torch.tensor([0, 0, 1, 1]), torch.ones(4, dtype=torch.bool), 2)}
+    result, expected = (estimate("gdpo", each, DEFAULTS, single_sample_policy="zero") for each in (case, apart))
+    assert result.tolist() == pytest.approx(expected.tolist())
+    assert result.tolist() == pytest.approx([-(0.75**0.5), 0.75**0.5] * 2)
+
+
 def test_each_reward_part_is_normalized_separately():
     # verl computes in float32 and rounds the whitening differently.
     parts = [[1.0, 0, 1, 1, 0, 0, 1, 1], [0.0, 0, 1, 0, 1, 0, 0, 1]]
-    result = advantages("gdpo", [0.0] * 8, groups="aaaabbbb", lengths=[4, 3, 2, 1] * 2, parts=parts, weights=[1.0, 1.0])
+    result = advantages(
+        "gdpo",
+        [0.0] * 8,
+        groups="aaaabbbb",
+        lengths=[4, 3, 2, 1] * 2,
+        parts=parts,
+        weights=[1.0, 1.0],
+        options={"center": "tokens"},
+    )
     expected = [0.2156078517, -1.3627508879, 1.793966651, *[0.2156078517] * 2]
     assert result == pytest.approx([*expected, -1.1512913704, 0.2156078517, 1.5825070143], abs=2e-5)
 

@@ -9,6 +9,7 @@ import torch
 from stream.records import Completion, Group, Prompt, RewardPart, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
 from workers.settings.toml_file import parse_settings
+from workers.train.step.batch import ForwardStatistics
 from workers.train.step.collation import collate
 from workers.train.step.estimation import estimate_advantages
 from workers.train.step.group_checks import filter_reasons, mask_batch
@@ -64,6 +65,53 @@ def test_a_zeroed_reward_is_zero_on_every_turn():
     assert result.tokens_RT[0].tolist() == [0, 0, 0, 0]
 
 
+TURNS = {"turns": (1, 1), "by_turn": (100.0, 100.0)}
+"""Two turns that earned 100 each."""
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "gae", "optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_turn_rewards_are_normalized_like_their_sum(name):
+    """The return at the first token is the normalized reward; later returns have the same unit."""
+    rewarded = [completion(0, 200.0, **TURNS), completion(1, 0.0), completion(2, 100.0)]
+    returns = returns_of(rewarded, name, algorithm={"reward_normalization": ["group", "group"]})
+    assert returns[0] == pytest.approx([1.0, 0.0], abs=1e-6)  # mean 100, standard deviation 100
+    assert returns[1] == pytest.approx([-1.0, -1.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "gae", "remax", "optimal_token_baseline"])
+def test_turn_rewards_are_clipped_like_their_sum(name):
+    """No return exceeds the limit, and the first one equals that of a completion without turns and the same reward."""
+    rewarded = [completion(0, 200.0, **TURNS), completion(1, 200.0), completion(2, 0.0, greedy=True)]
+    shaping = {"reward_scale": 0.5, "reward_clip": 60.0}
+    assert returns_of(rewarded, name, algorithm=shaping)[:2] == [[60.0, 50.0], [60.0, 60.0]]
+    losing = [completion(0, 1.0, turns=(1, 1), by_turn=(1000.0, -999.0)), completion(1, 2.0), rewarded[2]]
+    assert returns_of(losing, name, algorithm={"reward_clip": 20.0})[0] == [1.0, -20.0]
+
+
+def test_equal_rewards_divided_by_their_deviation_give_zero_returns_on_every_turn():
+    same = [completion(0, 2.0, turns=(1, 1), by_turn=(2.0, 0.0)), completion(1, 2.0, turns=(1, 1), by_turn=(0.0, 2.0))]
+    algorithm = {"reward_normalization": ["batch", "batch"]}
+    assert returns_of(same, "reinforce_plus_plus", algorithm=algorithm) == [[0.0, 0.0]] * 2
+
+
+def returns_of(completions, name, **sections):
+    """Return to go of each sampled token, by completion."""
+    chosen = {"name": name} | ({"whiten": False, "gae_lambda": 1.0} if name == "gae" else {})
+    chosen |= {"whiten": False} if name == "reinforce_plus_plus" else {}
+    settings = parse_settings(LEAST | {"filter": {"min_valid_rows": 1}, "estimator": chosen} | sections)
+    batch = collate([Group(prompt=Prompt(id="p", messages=[]), completions=completions)])
+    masks = mask_batch(batch, settings, 0)
+    zeros_RT = torch.zeros(batch.tokens_RT.shape, dtype=torch.float64)
+    statistics = ForwardStatistics(
+        old_logprobs_RT=zeros_RT - 1.0,
+        sum_pi_squared_RT=zeros_RT + 0.5,
+        values_RT=zeros_RT,
+        end_values_R=zeros_RT.sum(dim=1),
+    )
+    returns_RT = estimate_advantages(batch, masks, settings, statistics=statistics).returns_RT
+    return [line[sampled].tolist() for line, sampled in zip(returns_RT, batch.sampled_RT, strict=True)]
+
+
 def test_shaping_applies_overlong_penalty_bias_scale_clip_in_order():
     shaping = {"overlong_penalty": [2, 0.5], "reward_bias": -0.25, "reward_scale": 4.0, "reward_clip": 2.5}
     rollout = {"max_tokens": 4, "max_tokens_per_turn": 4}
@@ -115,6 +163,19 @@ def test_the_greedy_reward_is_shaped_like_the_others():
         1.0,
         -1.0,
     ]
+
+
+@pytest.mark.parametrize("cut", [{}, {"truncated": TruncationReason.MAX_TURNS}])
+def test_the_greedy_completion_pays_the_same_overlong_penalty(cut):
+    """Identical completions have no advantage; a shorter greedy completion pays no penalty."""
+    sections = {
+        "algorithm": {"truncation": {"max_turns": "penalty"}, "overlong_penalty": [2, 1.0]},
+        "rollout": {"max_tokens": 4, "max_tokens_per_turn": 4},
+        "estimator": {"name": "remax"},
+    }
+    long = [completion(i, 0.5, turns=(4,), greedy=i == 2, **cut) for i in range(3)]
+    assert values(long, **sections) == [0.0, 0.0]
+    assert values([*long[:2], completion(2, 0.5, turns=(1,), greedy=True)], **sections) == [-1.0, -1.0]
 
 
 @pytest.mark.parametrize(

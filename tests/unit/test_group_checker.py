@@ -1,11 +1,13 @@
 """Which groups the trainer drops before a step, and how it counts them."""
 
+import math
+
 import pytest
 
 from stream.errors import RecordError, RunFailedError
-from stream.records import Completion, Group, Prompt, RewardPart
+from stream.records import Completion, Failure, Group, Prompt, RewardPart
 from stream.trainer.outcomes import Dropped
-from stream.validity import DropReason, Measured, RewardReason, Unmeasured
+from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 from workers.settings.toml_file import parse_settings
 from workers.train.groups.group_checker import GroupChecker
@@ -87,14 +89,96 @@ def test_a_token_outside_the_vocabulary_makes_the_group_unreadable(checker):
         checker.check(group(completion(0, Measured(1.0), token=10), completion(1, Measured(0.0))), 0)
 
 
-def test_too_many_invalid_completions_end_the_run(progress):
-    abort = {"max_invalid_fraction": 0.4}
-    checker = GroupChecker(parse_settings(SETTINGS | {"abort": abort, "train": {"batch_size": 1}}), 10, progress)
-    unmeasured = completion(1, Unmeasured(RewardReason.TIMEOUT))
+def checker_of(progress, **sections):
+    """Look at the last four groups."""
+    return GroupChecker(parse_settings(SETTINGS | {"train": {"batch_size": 1}} | sections), 10, progress)
 
-    def check_many() -> None:
-        for _ in range(1000):
-            checker.check(group(completion(0, Measured(1.0)), unmeasured), 0)
 
-    with pytest.raises(RunFailedError, match="max_invalid_fraction"):
-        check_many()
+def without_loss(kind):
+    """Make a completion that bears no loss."""
+    bad = completion(1, Measured(1.0))
+    if kind == "reward:timeout":
+        bad.reward = Unmeasured(RewardReason.TIMEOUT)
+    elif kind == "failed:engine":
+        bad.failure = Failure(reason=RolloutReason.ENGINE)
+    elif kind.startswith("truncated:"):
+        bad.truncated = TruncationReason(kind.removeprefix("truncated:"))
+    elif kind == "rejected:no_token":
+        bad.rows = []
+    elif kind == "rejected:not_finite":
+        bad.rows = [sampled_row([3, 4], [math.nan, math.nan])]
+    return bad
+
+
+SILENT = {"algorithm": {"truncation": {"max_turns": "baseline_only"}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections"),
+    [
+        ("reward:timeout", {}),
+        ("failed:engine", {}),
+        ("truncated:wall_clock", {}),
+        ("truncated:length", {"algorithm": {"truncation": {"length": "exclude"}}}),
+        ("truncated:max_turns", SILENT),
+        ("rejected:no_token", {}),
+        ("rejected:not_finite", {}),
+    ],
+)
+@pytest.mark.parametrize("number", [1, 2])
+def test_too_many_completions_without_loss_end_the_run_whatever_the_reason(kind, sections, number, progress):
+    """Half of each group, or all of it; groups are counted when they are dropped, or after their step."""
+    checker = checker_of(progress, abort={"max_invalid_fraction": 0.4}, **sections)
+    bad = group(*[completion(0, Measured(0.0))][: 2 - number], *[without_loss(kind)] * number)
+
+    def go_on() -> None:
+        for _ in range(4):
+            checked = checker.check(bad, 0)
+            if not isinstance(checked, Dropped):
+                checker.observe_step([bad], {bad.prompt.id: checked.no_loss})
+
+    with pytest.raises(
+        RunFailedError, match=rf"{4 * number} of the last 8 completions .* {kind}.*max_invalid_fraction"
+    ):
+        go_on()
+
+
+def test_tokens_that_are_too_old_count_as_completions_without_loss(progress):
+    checker = checker_of(progress, pacing={"max_token_age": 2})
+    for _ in range(3):
+        checker.check(group(*GOOD), 9)
+    with pytest.raises(RunFailedError, match=r"8 of the last 8 .* rejected:too_old"):
+        checker.check(group(*GOOD), 9)
+
+
+def test_what_a_step_rejected_counts_and_valid_siblings_do_not(progress):
+    checker = checker_of(progress)
+    for _ in range(9):
+        checker.observe_step([group(*GOOD)], {})
+    checker.observe_step([group(*GOOD)], {"d:0:1": {"rejected:seq_mean_k1": 1}})
+    with pytest.raises(RunFailedError, match=r"2 of the last 8 .* rejected:seq_mean_k1"):
+        checker.observe_step([group(*GOOD)], {"d:0:1": {"rejected:seq_mean_k1": 1}})
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"reward": Unmeasured(RewardReason.TIMEOUT)}, "reward:timeout"),
+        ({"failure": Failure(reason=RolloutReason.ENGINE)}, "failed:engine"),
+        ({"truncated": TruncationReason.WALL_CLOCK}, "truncated:wall_clock"),
+        ({}, ""),
+    ],
+)
+def test_a_greedy_completion_counts_if_it_can_be_no_baseline(facts, reason, progress):
+    greedy = Completion(**{"index": 2, "greedy": True, "reward": Measured(1.0)} | facts)
+    checker = checker_of(progress, estimator={"name": "remax"})
+
+    def go_on() -> None:
+        for _ in range(4):
+            checker.observe_step([group(*GOOD, greedy)], {})
+
+    if not reason:
+        go_on()
+        return
+    with pytest.raises(RunFailedError, match=f"4 of the last 12 .* {reason}"):
+        go_on()

@@ -1,72 +1,60 @@
-"""The monitor of invalid rewards counts reasons by environment, over a full window."""
+"""The monitor of invalid completions counts reasons by environment, over a full window."""
 
 import pytest
 
 from stream.errors import RunFailedError
-from stream.records import Completion, Failure, Group, Prompt
-from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 
-
-def group(*rewards, environment="e", failures=()):
-    completions = [Completion(index=i, reward=reward) for i, reward in enumerate(rewards)]
-    completions += [Completion(index=9, failure=Failure(reason=reason)) for reason in failures]
-    prompt = Prompt(id="d:0:0", messages=[], environment=environment)
-    return Group(prompt=prompt, completions=completions)
-
-
-GOOD = Measured(1.0)
-TIMEOUT = Unmeasured(RewardReason.TIMEOUT)
-RAISED = Unmeasured(RewardReason.RAISED)
+TIMEOUT, RAISED = "reward:timeout", "reward:raised"
 
 
 def test_a_healthy_run_continues():
     guard = InvalidRewardMonitor(0.2, 4)
     for _ in range(20):
-        guard.observe(group(GOOD, GOOD, GOOD, GOOD, TIMEOUT))
+        guard.observe("e", 5, {TIMEOUT: 1})
 
 
 def test_a_reason_above_the_limit_ends_the_run_and_is_named():
     guard = InvalidRewardMonitor(0.2, 4)
     for _ in range(3):
-        guard.observe(group(GOOD, GOOD, TIMEOUT))
+        guard.observe("e", 3, {TIMEOUT: 1})
     with pytest.raises(RunFailedError, match=r"4 of the last 12 completions of e .* reward:timeout"):
-        guard.observe(group(GOOD, GOOD, TIMEOUT))
+        guard.observe("e", 3, {TIMEOUT: 1})
 
 
 def test_two_reasons_below_the_limit_are_not_added_up():
     guard = InvalidRewardMonitor(0.4, 2)
-    guard.observe(group(GOOD, TIMEOUT, RAISED))
-    guard.observe(group(GOOD, TIMEOUT, RAISED))
+    guard.observe("e", 3, {TIMEOUT: 1, RAISED: 1})
+    guard.observe("e", 3, {TIMEOUT: 1, RAISED: 1})
 
 
 def test_environments_are_counted_separately():
     guard = InvalidRewardMonitor(0.5, 2)
     for _ in range(2):
-        guard.observe(group(GOOD, environment="good"))
-    guard.observe(group(TIMEOUT, environment="bad"))
+        guard.observe("good", 1, {})
+    guard.observe("bad", 1, {TIMEOUT: 1})
     with pytest.raises(RunFailedError, match="bad"):
-        guard.observe(group(TIMEOUT, environment="bad"))
+        guard.observe("bad", 1, {TIMEOUT: 1})
 
 
-def test_failed_rollouts_count_by_their_own_reason():
-    guard = InvalidRewardMonitor(0.2, 1)
-    with pytest.raises(RunFailedError, match="failed:engine"):
-        guard.observe(group(GOOD, failures=[RolloutReason.ENGINE]))
-
-
-def test_a_greedy_completion_counts_like_any_other():
-    greedy = Completion(index=1, greedy=True, reward=TIMEOUT)
-    one = Group(prompt=Prompt(id="d:0:0", messages=[], environment="e"), completions=[Completion(index=0), greedy])
-    one.completions[0].reward = GOOD
-    guard = InvalidRewardMonitor(0.4, 2)
-    guard.observe(one)
-    with pytest.raises(RunFailedError, match=r"2 of the last 4 completions .* reward:timeout"):
-        guard.observe(one)
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("failed:engine", "fix the environment or the engine"),
+        ("truncated:wall_clock", "algorithm.truncation"),
+        ("rejected:too_old", "pacing.max_token_age"),
+        ("rejected:not_finite", "log-probs"),
+        ("rejected:no_token", "nothing was sampled"),
+        ("rejected:seq_mean_k1", "correction.reject"),
+    ],
+)
+def test_every_reason_has_a_remedy(reason, remedy):
+    with pytest.raises(RunFailedError, match=f"{reason}.*{remedy}"):
+        InvalidRewardMonitor(0.2, 1).observe(None, 2, {reason: 1})
 
 
 def test_groups_outside_the_window_do_not_count():
     guard = InvalidRewardMonitor(0.5, 2)
-    guard.observe(group(TIMEOUT, TIMEOUT))
+    guard.observe("e", 2, {TIMEOUT: 2})
     for _ in range(3):
-        guard.observe(group(GOOD, GOOD))
+        guard.observe("e", 2, {})

@@ -22,7 +22,13 @@ from workers.run.stall_detector import StallDetector
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Queue
 
-METRICS = {"sampled/reward_mean": 0.75, "valid_fraction": 0.98, "staleness/mean": 0.5, "tokens_per_second": 1234.5}
+METRICS = {
+    "reward/mean": 0.75,
+    "correction/k3_kl": 0.00125,
+    "valid_fraction": 0.98,
+    "staleness/mean": 0.5,
+    "tokens_per_second": 1234.5,
+}
 
 
 def stage(**fields) -> StageStatus:
@@ -61,8 +67,8 @@ PAUSED = {"paused": "ann@box", "paused_ms": "1767323045678"}
 def test_a_progress_line_has_only_known_values():
     line = format_line(view(METRICS, counts={"fed": 9, "trained": 4, "dropped:operator": 1}, is_open=4), RUNNING)
     assert line == (
-        "demo 1 min 01 s | running | step 3 | version 4 | reward 0.750 | valid 98.0% | staleness 0.50 | "
-        "tokens/s 1,234 | prompts 5 groups 0 scored 0 | trained 4 dropped 1 dead 0 outstanding 4 fed 9"
+        "demo 1 min 01 s | running | step 3 | version 4 | reward 0.750 | off-policy KL 0.0013 | valid 98.0% | "
+        "staleness 0.50 | tokens/s 1,234 | prompts 5 groups 0 scored 0 | trained 4 dropped 1 dead 0 outstanding 4 fed 9"
     )
     assert "reward" not in format_line(view(), RUNNING)
 
@@ -127,8 +133,8 @@ def test_missing_numbers_are_not_shown(value):
     assert metric_value({"reward/mean": value}, "reward") is None
 
 
-def test_the_displayed_reward_includes_filtered_groups_if_known():
-    assert metric_value({"reward/mean": 0.2, "sampled/reward_mean": 0.6}, "reward") == 0.6
+def test_the_displayed_reward_is_over_all_sampled_groups():
+    assert metric_value({"trained/reward_mean": 0.2, "reward/mean": 0.6}, "reward") == 0.6
     assert metric_value({"reward_mean": 0.2}, "reward") == 0.2
 
 

@@ -10,7 +10,7 @@ from workers.train.algorithms.grouping import Grouping
 
 TOKEN = [name for name, estimator in ESTIMATORS.items() if estimator.traits.level == "token"]
 BASELINES = ["optimal_token_baseline", "tir_optimal_token_baseline"]
-OPTIONS = {"discount": 1.0, "gae_lambda": 1.0, "whiten": False, "zero_tail": False, "epsilon": 1e-8}
+OPTIONS = {"discount": 1.0, "gae_lambda": 1.0, "whiten": False, "center": "tokens", "zero_tail": False, "epsilon": 1e-8}
 
 
 def sheet(mask, rewards, *, values=None, bootstrap=None, greedy=None, groups=None, valid=None, pi=None, weights=None):

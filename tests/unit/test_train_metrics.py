@@ -4,14 +4,15 @@ from array import array
 
 import pytest
 
-from stream.records import Completion, Failure, Group, Prompt, Row, Span
+from stream.records import Completion, Failure, Group, Prompt, RewardPart, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from workers import settings
+from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.advantages import dr_grpo
 from workers.train.algorithms.grouping import Grouping
 from workers.train.step.collation import collate
 from workers.train.step.group_checks import check_group, count_states, mask_batch
-from workers.train.step.metrics import step_metrics
+from workers.train.step.metrics import omit_constants, step_metrics
 
 SETTINGS = settings.Settings(
     model=settings.Model(path="none"),
@@ -99,7 +100,7 @@ def test_truncated_completions_are_counted_by_reason():
 
 def test_an_empty_mean_is_omitted():
     result = metrics(group(*INVALID))
-    assert result["reward/count"] == result["tokens/loss"] == 0
+    assert result["reward/count"] == result["trained/reward_count"] == result["tokens/loss"] == 0
     absent = ("reward/", "advantage/", "length/", "turns/", "staleness/", "truncated/reward")
     assert [name for name in result if name.startswith(absent)] == ["reward/count"]
 
@@ -108,9 +109,39 @@ def test_sampled_rewards_include_filtered_groups():
     tie = group(*[completion(i, 2, Measured(1.0)) for i in range(3)], *INVALID, name="q")
     checked = check_group(tie, SETTINGS, 7, VOCABULARY)
     result = metrics(group(*VALID), filtered=[checked.rewards], dropped={checked.drop_reason: 1})
-    assert (result["reward/mean"], result["reward/count"]) == (2.0, 3)
-    assert (result["sampled/reward_mean"], result["sampled/reward_count"]) == (1.5, 6)
+    assert (result["reward/mean"], result["reward/count"]) == (1.5, 6)
+    assert (result["reward/min"], result["reward/max"]) == (0.0, 5.0)
+    assert (result["trained/reward_mean"], result["trained/reward_count"]) == (2.0, 3)
     assert (result["groups/kept"], result["groups/dropped/zero_variance"]) == (1, 1)
+
+
+def test_reward_parts_are_averaged_over_completions_that_have_them():
+    """Two environments in one batch, and a filtered group."""
+
+    def scored(index, name, value):
+        return completion(index, 2, Measured(value), parts=[RewardPart(name=name, reward=Measured(value))])
+
+    chess = group(scored(0, "chess", 9.5), scored(1, "chess", 10.0), name="chess")
+    maths = group(scored(0, "maths", 0.0), scored(1, "maths", 1.0), name="maths")
+    tie = check_group(group(*[scored(i, "maths", 1.0) for i in range(2)], name="tie"), SETTINGS, 7, VOCABULARY)
+    result = metrics(chess, maths, filtered=[tie.rewards])
+    assert (result["reward/part/chess/mean"], result["reward/part/chess/min"]) == (9.75, 9.5)
+    assert (result["reward/part/maths/mean"], result["reward/part/maths/max"]) == (0.75, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("sections", "shown"),
+    [
+        ({}, False),
+        ({"train": {"updates_per_batch": 2}}, True),
+        ({"algorithm": {"proximal": "engine"}, "correction": {"weights": "none"}}, True),
+        ({"algorithm": {"proximal": "interpolate"}}, True),
+    ],
+)
+def test_ratio_metrics_are_omitted_where_they_cannot_move(sections, shown):
+    figures = {"loss": 0.5, "ratio/mean": 1.0, "ratio/max": 1.0, "kl/k1": 0.0, "kl/abs": 0.0, "clip_fraction": 0.0}
+    chosen = parse_settings({"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "r:f"}]} | sections)
+    assert omit_constants(figures, chosen) == (figures if shown else {"loss": 0.5})
 
 
 def test_groups_without_signal_are_counted():

@@ -61,7 +61,7 @@ from workers.train.algorithms.sequences import Sequences
 from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 from workers.train.step.collation import collate
 from workers.train.step.estimation import estimate_advantages
-from workers.train.step.group_checks import filter_reasons, mask_batch
+from workers.train.step.group_checks import check_group, filter_reasons, mask_batch
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
 MEAN = {"estimator": {"name": "grpo", "normalize_std": False}}
@@ -313,10 +313,11 @@ def test_failed_resets_are_not_zeros_in_the_baseline_and_stop_the_run():
     failed = Failure(reason=RolloutReason.ENV_RESET)
     group = group_of(completion(0, 1.0), *(completion(i, failure=failed) for i in range(1, 10)))
     assert trained(group)[:2] == ([0.0] * 10, [True] + [False] * 9)  # none of them is a 0 in the baseline
+    no_loss = check_group(group, parse_settings(LEAST), 0, 1_000_000).no_loss
     for _ in range(3):
-        guard.observe(group)
+        guard.observe("sessions", 10, no_loss)
     with pytest.raises(RunFailedError, match="failed:env_reset"):
-        guard.observe(group)
+        guard.observe("sessions", 10, no_loss)
 
 
 @pytest.mark.parametrize("box", ["[nan,0,1,1]", "[1,1,0,0]"])

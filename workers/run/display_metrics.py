@@ -4,11 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-DisplayMetric = Literal["reward", "valid", "staleness", "staleness_max", "tokens_per_second"]
+DisplayMetric = Literal["reward", "off_policy", "valid", "staleness", "staleness_max", "tokens_per_second"]
 
 _NAMES: dict[DisplayMetric, tuple[str, ...]] = {
-    # Preferred: the mean over all sampled groups, filtered ones included. Fallback: the mean over trained groups.
-    "reward": ("sampled/reward_mean", "reward/mean", "reward_mean"),
+    "reward": ("reward/mean", "reward_mean"),
+    "off_policy": ("correction/k3_kl",),
     "valid": ("valid_fraction",),
     "staleness": ("staleness/mean", "staleness_mean"),
     "staleness_max": ("staleness/max", "staleness_max"),

@@ -244,6 +244,8 @@ def _metric_values(view: RunStatus) -> list[tuple[str, str]]:
     metrics, items = view.metrics, []
     if (reward := metric_value(metrics, "reward")) is not None:
         items.append(("reward", f"{reward:.3f}"))
+    if (distance := metric_value(metrics, "off_policy")) is not None:
+        items.append(("off-policy KL", f"{distance:.4f}"))
     if (valid := metric_value(metrics, "valid")) is not None:
         items.append(("valid", f"{valid:.1%}"))
     if (mean := metric_value(metrics, "staleness")) is not None:

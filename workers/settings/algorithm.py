@@ -58,13 +58,14 @@ class Algorithm(Section, frozen=True):
     reward_scale: float = 1.0
     """Factor of every reward, after the bias."""
     reward_clip: PositiveFloat = float("inf")
-    """Rewards are clipped to ± this value, after bias and scale."""
+    """Rewards are clipped to ± this value, after bias and scale; with rewards per turn, the return of each turn is."""
     overlong_penalty: tuple[NonNegativeInt, NonNegativeFloat] = (0, 1.0)
     """`[tokens, penalty]`: over the last `tokens` tokens before `rollout.max_tokens` a penalty for length grows
-    from 0 to `penalty` (DAPO's soft overlong punishment); 0 tokens: none."""
+    from 0 to `penalty` (DAPO's soft overlong punishment), also of the greedy completion of `remax`; 0 tokens: none."""
     reward_normalization: tuple[MeanLevel, Level] = ("none", "none")
     """`[mean, std]`: subtract the mean and divide by the standard deviation of the group or the batch. The mean may
-    also be `group_leave_one_out` or `batch_leave_one_out`."""
+    also be `group_leave_one_out` or `batch_leave_one_out`. Rewards per turn are divided like the reward that they add
+    up to."""
     advantage_normalization: tuple[MeanLevel, Level] = ("none", "none")
     """As `reward_normalization`, over the advantages of tokens."""
     success_threshold: float = 1.0

@@ -4,9 +4,11 @@ There is one class for each name in `workers.train.algorithms.advantages.ESTIMAT
 parameters of the registered function (a test compares them); their defaults are defined here.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from workers.settings.section import EstimatorChoice, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
+
+Center = Literal["completions", "tokens"]
 
 
 class Grpo(EstimatorChoice, frozen=True, tag="grpo"):
@@ -33,11 +35,15 @@ class ReinforcePlusPlus(EstimatorChoice, frozen=True, tag="reinforce_plus_plus")
 
     within_group: ClassVar[bool] = False
     per_token: ClassVar[bool] = True
+    opt_out: ClassVar[str] = "one baseline for all prompts, so completions of hard prompts are below it on average"
 
     discount: Fraction = 1.0
     """Discount factor per trainable token."""
     whiten: bool = True
-    """Normalize to mean 0 and variance 1 over the batch's tokens."""
+    """Divide by the standard deviation over the batch's tokens, and subtract a mean (`center`)."""
+    center: Center = "completions"
+    """What the whitened advantages have mean 0 over: `completions`, each with its first token, so that a completion
+    does not gain by being invalid; or `tokens`, as in verl, where long completions count more."""
 
 
 class ReinforcePlusPlusBaseline(EstimatorChoice, frozen=True, tag="reinforce_plus_plus_baseline"):
@@ -45,12 +51,19 @@ class ReinforcePlusPlusBaseline(EstimatorChoice, frozen=True, tag="reinforce_plu
 
     within_group: ClassVar[bool] = False
 
+    center: Center = "completions"
+    """What the whitened advantages have mean 0 over: `completions`, each with its first token, so that a completion
+    does not gain by being invalid; or `tokens`, as in verl, where long completions count more."""
+
 
 class Gae(EstimatorChoice, frozen=True, tag="gae"):
     """Generalized advantage estimation, with a value head that is trained on the policy's last hidden states."""
 
     within_group: ClassVar[bool] = False
     per_token: ClassVar[bool] = True
+    opt_out: ClassVar[str] = (
+        "until the critic knows how hard each prompt is, hard prompts are below its value on average"
+    )
     trainer_options: ClassVar[tuple[str, ...]] = ("critic_width", "critic_learning_rate", "critic_value_clip")
 
     discount: Fraction = 1.0
@@ -58,7 +71,10 @@ class Gae(EstimatorChoice, frozen=True, tag="gae"):
     gae_lambda: Fraction = 0.95
     """Lambda: 0 uses one step, 1 the whole episode."""
     whiten: bool = True
-    """Normalize to mean 0 and variance 1 over the batch's tokens."""
+    """Divide by the standard deviation over the batch's tokens, and subtract a mean (`center`)."""
+    center: Center = "completions"
+    """What the whitened advantages have mean 0 over: `completions`, each with its first token, so that a completion
+    does not gain by being invalid; or `tokens`, as in verl, where long completions count more."""
     critic_width: PositiveInt = 128
     """Hidden units of the value head."""
     critic_learning_rate: NonNegativeFloat = 1e-3
@@ -72,10 +88,13 @@ class Remax(EstimatorChoice, frozen=True, tag="remax"):
 
     within_group: ClassVar[bool] = False
     per_token: ClassVar[bool] = True
+    opt_out: ClassVar[str] = "the greedy completion usually earns more than the average sampled one"
 
 
 class Opo(EstimatorChoice, frozen=True, tag="opo"):
     """OPO: reward minus the length-weighted mean of the group."""
+
+    opt_out: ClassVar[str] = "a baseline weighted by length, above the mean if long completions are the better ones"
 
 
 class Gpg(EstimatorChoice, frozen=True, tag="gpg"):
@@ -113,6 +132,9 @@ class Gdpo(EstimatorChoice, frozen=True, tag="gdpo"):
 
     epsilon: PositiveFloat = 1e-6
     """Added to each standard deviation."""
+    center: Center = "completions"
+    """What the whitened advantages have mean 0 over: `completions`, each with its first token, so that a completion
+    does not gain by being invalid; or `tokens`, as in verl, where long completions count more."""
 
 
 class OptimalTokenBaseline(EstimatorChoice, frozen=True, tag="optimal_token_baseline"):

@@ -95,7 +95,7 @@ class Abort(Section, frozen=True):
     """`[abort]`: conditions that stop the run with an error."""
 
     max_invalid_fraction: Fraction = 0.2
-    """Largest fraction of one environment's completions that may be invalid for one reason, over its last
-    4 x `train.batch_size` groups."""
+    """Largest fraction of one environment's completions that may bear no loss for one reason (unmeasured, failed,
+    excluded, too old, rejected, ...), over its last 4 x `train.batch_size` groups."""
     stall_timeout_s: Seconds = 600.0
     """Longest time without a trained or dropped group while there is work."""

@@ -49,6 +49,9 @@ class EstimatorChoice(Choice, frozen=True):
     """It compares a completion only with the other completions of its group."""
     per_token: ClassVar[bool] = False
     """Each token has its own advantage."""
+    opt_out: ClassVar[str] = ""
+    """Why a policy may gain by being invalid from its first token on; empty if the average valid completion has no
+    negative advantage there."""
     reads: ClassVar[str] = "rewards"
     """What it computes with: `rewards`, `parts` (unmerged) or `correct` (right or wrong)."""
 

@@ -99,6 +99,32 @@ class Settings(Section, frozen=True, kw_only=True):
         return chosen if chosen != "auto" else self.loss.aggregation or "token-mean"
 
     @property
+    def ratios_move(self) -> bool:
+        """Ratios of the policy in training to the proximal policy may differ from 1."""
+        return self.algorithm.proximal != "recompute" or self.train.updates_per_batch > 1
+
+    @property
+    def opt_out_risks(self) -> list[str]:
+        """Settings under which completions that bear no loss may gain on the average valid one, each with the reason.
+
+        An invalid completion bears no loss, as if its advantage were 0. A policy that can cause failures learns to, if
+        the first token of a valid completion has a negative advantage on average.
+        """
+        estimator, algorithm = self.estimator, self.algorithm
+        risks = [f"estimator.name = '{estimator.name}': {estimator.opt_out}"] if estimator.opt_out else []
+        if estimator.options.get("center") == "tokens":
+            risks.append("estimator.center = 'tokens': long completions count more in the mean that is subtracted")
+        if self.aggregation == "seq-mean-token-mean":
+            risks.append(
+                "algorithm.aggregation = 'seq-mean-token-mean'"
+                + (f" (of loss.name = '{self.loss.name}')" if self.loss.aggregation else "")
+                + ": a token of a short completion weighs more"
+            )
+        if algorithm.advantage_normalization[0] != "none":
+            risks.append("algorithm.advantage_normalization subtracts a mean in which long completions count more")
+        return risks
+
+    @property
     def truncated_sampling(self) -> list[str]:
         """Keys of `rollout.sampling` by which the sampled distribution differs from the trained one."""
         return self.rollout.sampling.non_default("top_p", "top_k", "min_p", "min_tokens", "logit_bias")

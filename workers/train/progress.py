@@ -61,9 +61,9 @@ class Progress(Struct, kw_only=True):
             self.staleness_sum += metrics["staleness/mean"] * count
             self.staleness_count += count
             self.staleness_max = max(self.staleness_max, int(metrics["staleness/max"]))
-        count = int(metrics.get("sampled/reward_count", 0))
+        count = int(metrics.get("reward/count", 0))
         if count:
-            self.reward_sum += metrics["sampled/reward_mean"] * count
+            self.reward_sum += metrics["reward/mean"] * count
             self.reward_count += count
 
     def end_checkpoint_period(self) -> None:

@@ -66,6 +66,12 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
         make_learner: creates the policy and its optimizer.
     """
     settings = context.settings
+    if risks := settings.opt_out_risks:
+        log.warning(
+            "trainer.opt_out_possible",
+            settings=risks,
+            effect="a policy that can make its completions invalid may learn to (docs/masking.md)",
+        )
     discovery = await EngineDiscovery.from_settings(settings.engine, context.connection)
     async with (
         open_publisher(settings, discovery) as publisher,

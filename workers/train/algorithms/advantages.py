@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workers.train.algorithms.estimator_registry import ESTIMATORS, EstimatorTraits
 from workers.train.algorithms.grouping import Grouping
-from workers.train.algorithms.normalization import whiten
+from workers.train.algorithms.normalization import whiten_for_completions
 from workers.train.algorithms.rounding import tolerant_difference
 from workers.train.algorithms.token_advantages import TokenAdvantages
 
@@ -94,13 +94,21 @@ def rloo(rewards_C: Tensor, groups: Grouping) -> Tensor:
 @ESTIMATORS.register(
     "reinforce_plus_plus_baseline",
     EstimatorTraits(level="completion", shift_invariant=True, within_group=False, whitened=True),
-    formula="whiten(r - mean), over the batch's tokens",
+    formula="whiten(r - mean): variance 1 over the batch's tokens, mean 0 over its completions (`center`) or tokens",
     source="Hu et al. 2025, arXiv:2501.03262; verl core_algos",
 )
-def reinforce_plus_plus_baseline(rewards_C: Tensor, groups: Grouping, loss_lengths_C: Tensor) -> Tensor:
-    """Compare with the group's mean, then normalize to mean 0 and variance 1 over the tokens of L."""
-    advantages_C: Tensor = whiten(groups.centred(rewards_C), groups.valid_C, loss_lengths_C)
-    return advantages_C
+def reinforce_plus_plus_baseline(rewards_C: Tensor, groups: Grouping, loss_lengths_C: Tensor, *, center: str) -> Tensor:
+    """Compare with the group's mean, then normalize to variance 1 over the tokens of L.
+
+    Args:
+        rewards_C: rewards.
+        groups: of the completions.
+        loss_lengths_C: tokens that bear loss.
+        center: `completions` or `tokens`: what has mean 0.
+    """
+    return whiten_for_completions(
+        groups.centred(rewards_C), groups.valid_C, loss_lengths_C, loss_lengths_C > 0, center=center
+    )
 
 
 @ESTIMATORS.register(
@@ -200,26 +208,35 @@ def passk(groups: Grouping, correct_C: Tensor, *, k: int) -> Tensor:
 @ESTIMATORS.register(
     "gdpo",
     EstimatorTraits(level="completion", shift_invariant=True, within_group=False, whitened=True),
-    formula="whiten(sum_p w_p (r_p - mean_p) / (std_p + eps)), over the batch's tokens",
+    formula="whiten(sum_p w_p (r_p - mean_p) / (std_p + eps)), as reinforce_plus_plus_baseline",
     source="Liu et al. 2026, arXiv:2601.05242; verl core_algos",
 )
 def gdpo(
-    parts_PC: Tensor, part_weights_P: Tensor, groups: Grouping, loss_lengths_C: Tensor, *, epsilon: float
+    parts_PC: Tensor,
+    has_part_PC: Tensor,
+    part_weights_P: Tensor,
+    groups: Grouping,
+    loss_lengths_C: Tensor,
+    *,
+    epsilon: float,
+    center: str,
 ) -> Tensor:
     """Apply GRPO to each part of the reward, add up by weight, then normalize over the tokens of L.
 
     Args:
-        parts_PC: parts of the rewards; a completion in B has all of them.
+        parts_PC: parts of the rewards.
+        has_part_PC: bool, parts that a completion has; it is compared in these only.
         part_weights_P: weight of each part.
         groups: of the completions.
         loss_lengths_C: tokens that bear loss.
         epsilon: added to each standard deviation.
+        center: `completions` or `tokens`: what has mean 0.
     """
     total_C = torch.zeros_like(groups.valid_C, dtype=torch.float64)
-    for part_C, weight in zip(parts_PC, part_weights_P.double(), strict=True):
-        total_C += weight * grpo(part_C, groups, normalize_std=True, leave_one_out=False, epsilon=epsilon)
-    advantages_C: Tensor = whiten(total_C, groups.valid_C, loss_lengths_C)
-    return advantages_C
+    for part_C, has_C, weight in zip(parts_PC, has_part_PC, part_weights_P.double(), strict=True):
+        having = Grouping(groups.codes_C, groups.valid_C & has_C, groups.num_groups)
+        total_C += weight * grpo(part_C, having, normalize_std=True, leave_one_out=False, epsilon=epsilon)
+    return whiten_for_completions(total_C, groups.valid_C, loss_lengths_C, loss_lengths_C > 0, center=center)
 
 
 @ESTIMATORS.register(

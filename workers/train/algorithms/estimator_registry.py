@@ -38,6 +38,7 @@ ESTIMATORS: Final[Registry[EstimatorTraits]] = Registry(
         "lengths_C": "int64, tokens of each completion that no rule rejected; anything outside B",
         "loss_lengths_C": "int64, tokens of each completion that bear loss; 0 outside L",
         "parts_PC": "float64, parts of the rewards; anything outside B",
+        "has_part_PC": "bool, parts that each completion has; anything outside B",
         "part_weights_P": "float64, weight of each part",
         "correct_C": "bool, completions whose reward reaches the success threshold; anything outside B",
         "token_rewards_CT": "float, reward credited to each token; anything outside the mask",

@@ -17,6 +17,8 @@ from workers.train.algorithms.rounding import tolerant_difference
 
 LEVELS: Final = ("none", "group", "batch")
 """Scopes of a mean or a standard deviation."""
+CENTERS: Final = ("completions", "tokens")
+"""What counts once in the mean that whitening subtracts."""
 
 NORMALIZERS: Final[Registry[None]] = Registry(
     "normalizer",
@@ -80,6 +82,39 @@ def whiten(
     return whitened if shift else torch.where(mask, whitened + mean + origin, 0.0)
 
 
+def whiten_for_completions(
+    values: Tensor, mask: Tensor, weights: Tensor | None, counted: Tensor, *, center: str
+) -> Tensor:
+    """Whiten advantages over tokens, around the mean over completions or over tokens.
+
+    With `completions`, whether to begin a completion at all is compared fairly: the mean advantage of the first tokens
+    of those that bear loss is 0. A mean over tokens is nearer to the rewards of long completions. If these are the good
+    ones, then the first token of a valid completion has a negative advantage on average, and completions that bear no
+    loss gain on valid ones.
+
+    Args:
+        values: one per completion, or one per token.
+        mask: bool, values to whiten.
+        weights: number of tokens that each value stands for; None for one each.
+        counted: bool, one value of each completion that bears loss: its own, or that of its first token.
+        center: `completions` or `tokens`.
+
+    Returns:
+        float64, of the same shape; 0 outside the mask.
+
+    Raises:
+        ValueError: unknown `center`.
+    """
+    if center not in CENTERS:
+        raise ValueError(f"unknown center {center!r}; use one of {', '.join(CENTERS)}")
+    whitened: Tensor = whiten(values, mask, weights)
+    if center == "tokens":
+        return whitened
+    counted = counted & mask
+    mean = torch.where(counted, whitened, 0.0).sum() / counted.sum().clamp(min=1)
+    return torch.where(mask, whitened - mean, 0.0)
+
+
 @NORMALIZERS.register(
     "normalize",
     None,
@@ -116,6 +151,34 @@ def normalize(
     Raises:
         ValueError: unknown scope.
     """
+    centred_C, divisor_C = center_and_divisor(
+        values_C,
+        groups,
+        loss_C,
+        mean=mean,
+        std=std,
+        leave_one_out=leave_one_out,
+        unbiased=unbiased,
+        epsilon=epsilon,
+    )
+    return centred_C / divisor_C
+
+
+def center_and_divisor(
+    values_C: Tensor,
+    groups: Grouping,
+    loss_C: Tensor | None = None,
+    *,
+    mean: str,
+    std: str,
+    leave_one_out: bool,
+    unbiased: bool,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    """Return the two halves of `normalize`: deviations from the mean, and the divisor of each completion's.
+
+    The divisor leads other amounts of the same completion, such as the rewards of its turns, into the same unit.
+    """
     pools = {
         "group": lambda: _Pool(
             groups.valid_C,
@@ -125,7 +188,7 @@ def normalize(
         ),
         "batch": lambda: _batch(groups.valid_C if loss_C is None else groups.valid_C & loss_C),
     }
-    return _normalized(values_C, groups.valid_C, pools, mean, std, leave_one_out, unbiased, epsilon)
+    return _center_and_divisor(values_C, groups.valid_C, pools, mean, std, leave_one_out, unbiased, epsilon)
 
 
 @NORMALIZERS.register(
@@ -177,7 +240,8 @@ def normalize_tokens(
         "group": lambda: _Pool(mask_RT, number=total(mask_RT), total=total, max=group_max),
         "batch": lambda: _batch(mask_RT),
     }
-    return _normalized(values_RT, mask_RT, pools, mean, std, leave_one_out, unbiased, epsilon)
+    centred_RT, divisor = _center_and_divisor(values_RT, mask_RT, pools, mean, std, leave_one_out, unbiased, epsilon)
+    return centred_RT / divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +263,7 @@ def _batch(counted: Tensor) -> _Pool:
     return _Pool(counted, number=counted.sum(), total=lambda x: torch.where(counted, x, 0.0).sum(), max=batch_max)
 
 
-def _normalized(
+def _center_and_divisor(
     values: Tensor,
     valid: Tensor,
     pools: Mapping[str, Callable[[], _Pool]],
@@ -208,7 +272,7 @@ def _normalized(
     leave_one_out: bool,
     unbiased: bool,
     epsilon: float,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     for level in (mean, std):
         if level not in LEVELS:
             raise ValueError(f"unknown scope {level!r}; use one of {', '.join(LEVELS)}")
@@ -217,11 +281,11 @@ def _normalized(
     if mean != "none":
         centred = _centred(centred, valid, used[mean], leave_one_out)
     if std == "none":
-        return centred
+        return centred, torch.ones_like(centred)
     number = used[std].number
     deviation = (used[std].total(centred.square()) / _nonzero(number - 1 if unbiased else number)).sqrt()
     deviation = torch.where(number > (1 if unbiased else 0), deviation, 1.0)
-    return centred / (deviation + epsilon).clamp(min=_SMALLEST)
+    return centred, (deviation + epsilon).clamp(min=_SMALLEST).expand_as(centred)
 
 
 def _centred(values: Tensor, valid: Tensor, pool: _Pool, leave_one_out: bool) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from workers.train.algorithms.completion_layout import LeftPacking
 from workers.train.algorithms.estimator_registry import ESTIMATORS, EstimatorTraits
 from workers.train.algorithms.grouping import Grouping
-from workers.train.algorithms.normalization import whiten
+from workers.train.algorithms.normalization import whiten_for_completions
 
 
 class TokenAdvantages(NamedTuple):
@@ -45,6 +45,7 @@ def gae(
     discount: float,
     gae_lambda: float,
     whiten: bool,
+    center: str,
 ) -> TokenAdvantages:
     """Compute generalized advantage estimates.
 
@@ -55,7 +56,9 @@ def gae(
         bootstrap_C: the critic's value after a truncated completion; 0 after a real end.
         discount: of later rewards, per token that counts.
         gae_lambda: from one-step (0) to whole-episode (1) estimates.
-        whiten: normalize the advantages over the whole batch.
+        whiten: normalize the advantages to variance 1 over the batch's tokens.
+        center: `completions` or `tokens`: of what the whitened advantages have mean 0; a completion counts with its
+            first token.
     """
     rewards_TC, mask_TC = _time_major(token_rewards_CT, mask_CT), mask_CT.t().contiguous()
     values_TC = _time_major(values_CT, mask_CT)
@@ -67,7 +70,7 @@ def gae(
         advantage_C = torch.where(mask_TC[t], error_C + discount * gae_lambda * advantage_C, advantage_C)
         later_C = torch.where(mask_TC[t], values_TC[t], later_C)
         advantages_TC[t] = advantage_C
-    return _masked_result(advantages_TC.t(), (advantages_TC + values_TC).t(), mask_CT, whiten)
+    return _masked_result(advantages_TC.t(), (advantages_TC + values_TC).t(), mask_CT, whiten=whiten, center=center)
 
 
 @ESTIMATORS.register(
@@ -76,21 +79,25 @@ def gae(
     formula="A_t = G_t = r_t + discount G_t+1, whitened",
     source="Hu et al. 2025, arXiv:2501.03262; verl core_algos",
 )
-def reinforce_plus_plus(token_rewards_CT: Tensor, mask_CT: Tensor, *, discount: float, whiten: bool) -> TokenAdvantages:
+def reinforce_plus_plus(
+    token_rewards_CT: Tensor, mask_CT: Tensor, *, discount: float, whiten: bool, center: str
+) -> TokenAdvantages:
     """Compute the discounted reward to go.
 
     Args:
         token_rewards_CT: reward credited to each token.
         mask_CT: bool, tokens that count.
         discount: of later rewards, per token that counts.
-        whiten: normalize the advantages over the whole batch.
+        whiten: normalize the advantages to variance 1 over the batch's tokens.
+        center: `completions` or `tokens`: of what the whitened advantages have mean 0; a completion counts with its
+            first token.
     """
     rewards_TC, mask_TC = _time_major(token_rewards_CT, mask_CT), mask_CT.t().contiguous()
     returns_TC, return_C = torch.zeros_like(rewards_TC), rewards_TC.new_zeros(len(mask_CT))
     for t in range(len(mask_TC) - 1, -1, -1):
         return_C = torch.where(mask_TC[t], rewards_TC[t] + discount * return_C, return_C)
         returns_TC[t] = return_C
-    return _masked_result(returns_TC.t(), returns_TC.t(), mask_CT, whiten)
+    return _masked_result(returns_TC.t(), returns_TC.t(), mask_CT, whiten=whiten, center=center)
 
 
 @ESTIMATORS.register(
@@ -229,9 +236,12 @@ def _baseline(
     return torch.where(tail_CT, 0.0, baseline_CT)
 
 
-def _masked_result(advantages_CT: Tensor, returns_CT: Tensor, mask_CT: Tensor, whitened: bool) -> TokenAdvantages:
-    """Mask both, and whiten the advantages if `whitened`."""
+def _masked_result(
+    advantages_CT: Tensor, returns_CT: Tensor, mask_CT: Tensor, *, whiten: bool, center: str
+) -> TokenAdvantages:
+    """Mask both, and whiten the advantages if `whiten`."""
     returns_CT = torch.where(mask_CT, returns_CT, 0.0)
-    return TokenAdvantages(
-        whiten(advantages_CT, mask_CT) if whitened else torch.where(mask_CT, advantages_CT, 0.0), returns_CT
-    )
+    if not whiten:
+        return TokenAdvantages(torch.where(mask_CT, advantages_CT, 0.0), returns_CT)
+    first_CT = mask_CT & (mask_CT.cumsum(dim=1) == 1)
+    return TokenAdvantages(whiten_for_completions(advantages_CT, mask_CT, None, first_CT, center=center), returns_CT)

@@ -43,6 +43,7 @@ class Collector:
         self.consumer = consumer
         self.pop_dropped = checker.pop_dropped
         self.pop_logged = checker.pop_logged
+        self.observe_step = checker.observe_step
         self._settings = settings
         self._waits_for_stragglers = settings.pacing.stale_policy == "wait"
         self._stragglers = StragglerWait(settings.pacing.straggler_timeout_s)

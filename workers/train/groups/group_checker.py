@@ -1,6 +1,7 @@
 """Decides whether a scored group is worth training on, and counts the groups that are not."""
 
 from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 
 from stream.records import Group
 from stream.trainer.outcomes import Dropped
@@ -9,7 +10,7 @@ from workers.settings import Settings
 from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 from workers.train.groups.reward_log import RewardLog
 from workers.train.progress import Progress
-from workers.train.step.group_checks import CheckedGroup, GroupRewards, check_group
+from workers.train.step.group_checks import CheckedGroup, GroupRewards, check_group, unusable_greedy
 
 _FILTERED_STEPS = 4
 """Number of steps' worth of dropped groups whose rewards are kept for the next step's metrics."""
@@ -39,17 +40,30 @@ class GroupChecker:
 
         Raises:
             RecordError: the group cannot be trained on as it is.
-            RunFailedError: too many completions are invalid for one reason (`InvalidRewardMonitor`).
+            RunFailedError: the group is dropped, and too many completions bear no loss (`InvalidRewardMonitor`).
         """
         checked = check_group(group, self._settings, version, self._vocab_size)
-        self._monitor.observe(group)
         self._reward_log.observe(group)
         if checked.drop_reason is None:
             return checked
+        self._observe(group, checked.no_loss)
         self._dropped[checked.drop_reason] += 1
         self._filtered.append(checked.rewards)
         self._progress.count_states(checked.states)
         return Dropped(checked.drop_reason)
+
+    def observe_step(self, groups: Sequence[Group], no_loss: Mapping[str, Mapping[str, int]]) -> None:
+        """Count completions that bore no loss in a step, where correction may have rejected more than `check` did.
+
+        Args:
+            groups: of the step.
+            no_loss: by prompt id and reason (`StepReport.no_loss`).
+
+        Raises:
+            RunFailedError: too many completions bear no loss for one reason.
+        """
+        for group in groups:
+            self._observe(group, no_loss.get(group.prompt.id, {}))
 
     def pop_dropped(self) -> tuple[dict[DropReason, int], list[GroupRewards]]:
         """Return the groups dropped since the previous call, by reason, and the rewards of the last of them."""
@@ -57,3 +71,8 @@ class GroupChecker:
         filtered = list(self._filtered)
         self._filtered.clear()
         return counts, filtered
+
+    def _observe(self, group: Group, no_loss: Mapping[str, int]) -> None:
+        counts = Counter(no_loss)
+        counts.update(unusable_greedy(group, self._settings))
+        self._monitor.observe(group.prompt.environment, len(group.completions), counts)

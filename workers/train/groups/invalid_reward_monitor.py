@@ -1,22 +1,35 @@
-"""Stops a run whose rewards are no longer measured.
+"""Stops a run in which too many completions bear no loss.
 
 Invalid completions are excluded from training. A policy could learn to exploit that, and a verifier that fails would go
-unnoticed. So this monitor counts invalid completions by environment and reason over a window of groups, and ends the
-run above a limit. Greedy completions count like all others.
+unnoticed. So this monitor counts completions without loss by environment and reason over a window of groups, and ends
+the run above a limit. It makes no difference why: the reward is unmeasured, the rollout failed, the completion is
+truncated under the policy `exclude` or `baseline_only`, it has no row, or no token is left (too old, log-probs not
+finite, rejected by a rule of the correction). A greedy completion counts if it cannot be a baseline.
 """
 
 from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Final
 
 from stream.errors import RunFailedError
-from stream.records import Completion, Group
-from stream.validity import Unmeasured
+
+_REMEDIES: Final = {
+    "reward": "fix the reward function",
+    "failed": "fix the environment or the engine",
+    "truncated": "raise the limit that truncates, or choose another policy in algorithm.truncation",
+    "rejected:too_old": "raise pacing.max_token_age, or publish more often",
+    "rejected:not_finite": "find out why the engine's log-probs are not finite",
+    "rejected:no_token": "find out why nothing was sampled",
+    "rejected": "widen the bounds in correction.reject",
+}
+"""By the reason, or what precedes its colon."""
 
 
 class InvalidRewardMonitor:
-    """Counts invalid completions in the last groups of each environment.
+    """Counts completions without loss in the last groups of each environment.
 
     Args:
-        max_invalid_fraction: largest fraction of completions that may be invalid for one reason.
+        max_invalid_fraction: largest fraction of completions that may bear no loss for one reason.
         window: number of groups counted together.
     """
 
@@ -25,15 +38,20 @@ class InvalidRewardMonitor:
         self._window = window
         self._recent: dict[str, deque[tuple[int, Counter[str]]]] = {}
 
-    def observe(self, group: Group) -> None:
+    def observe(self, environment: str | None, completions: int, no_loss: Mapping[str, int]) -> None:
         """Count one group.
+
+        Args:
+            environment: of the group.
+            completions: their number.
+            no_loss: completions that bear no loss, by reason.
 
         Raises:
             RunFailedError: over a full window, one reason exceeds the limit.
         """
-        environment = group.prompt.environment or "no environment"
+        environment = environment or "no environment"
         recent = self._recent.setdefault(environment, deque(maxlen=self._window))
-        recent.append((len(group.completions), Counter(filter(None, map(_invalid_state, group.completions)))))
+        recent.append((completions, Counter(no_loss)))
         if len(recent) == self._window:
             self._check(environment, recent)
 
@@ -43,17 +61,11 @@ class InvalidRewardMonitor:
         for reason, n in reasons.most_common(1):
             if n > self._max_invalid_fraction * completions:
                 raise RunFailedError(
-                    f"{n} of the last {completions} completions of {environment} are invalid for one reason, {reason}, "
-                    f"more than abort.max_invalid_fraction = {self._max_invalid_fraction:g} allows. Their rewards "
-                    "are unmeasured, "
-                    "so the run stops instead of training on the rest; fix the reward function, or raise the limit"
+                    f"{n} of the last {completions} completions of {environment} bear no loss for one reason, {reason},"
+                    f" more than abort.max_invalid_fraction = {self._max_invalid_fraction:g} allows. The run stops "
+                    f"instead of training on the rest; {_remedy(reason)}, or raise the limit"
                 )
 
 
-def _invalid_state(completion: Completion) -> str | None:
-    failure, reward = completion.failure, completion.reward
-    if failure is not None:
-        return f"failed:{failure.reason}"
-    if reward is None or isinstance(reward, Unmeasured):
-        return f"reward:{reward.reason if reward else 'missing'}"
-    return None
+def _remedy(reason: str) -> str:
+    return _REMEDIES.get(reason) or _REMEDIES[reason.partition(":")[0]]

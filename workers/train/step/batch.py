@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from workers.train.algorithms.masks import CompletionFacts
-from workers.train.step.reward_parts import PartKey
+from workers.train.step.reward_parts import PartKey, PartTable
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -55,12 +55,16 @@ class Batch:
     """float64, reward of the group's greedy completion; 0 unless `greedy_measured_G`."""
     greedy_measured_G: Tensor
     """bool: the group has a greedy completion, its rollout did not fail, and its reward is finite."""
+    greedy_lengths_G: Tensor
+    """int64, sampled tokens of the greedy completion."""
     greedy_truncated_G: Tensor
     """int64, why the greedy completion was truncated: code into `TRUNCATION_REASONS`, or `NONE`."""
     part_keys: tuple[PartKey, ...]
     """Name and weight of each part of the rewards, in order of first appearance."""
     parts_PC: Tensor
     """float64, unweighted value of each part; 0 where absent or unmeasured. Parts per turn are added up."""
+    has_part_PC: Tensor
+    """bool: the completion has this part, and it is measured."""
     part_weights_P: Tensor
     """float64."""
     turn_rewards_RT: Tensor
@@ -73,12 +77,14 @@ class Batch:
         return self.facts.group_ids_C[self.completion_ids_R]
 
     @property
+    def parts(self) -> PartTable:
+        """The parts of the rewards."""
+        return PartTable(self.part_keys, self.parts_PC, self.has_part_PC)
+
+    @property
     def part_names(self) -> tuple[str, ...]:
         """Names of the parts; a name that occurs again with another weight is `name@weight`."""
-        names: list[str] = []
-        for name, weight in self.part_keys:
-            names.append(f"{name}@{weight:g}" if name in names else name)
-        return tuple(names)
+        return self.parts.names
 
     def to(self, device: torch.device, logprobs: torch.dtype = torch.float32) -> Self:
         """Return the batch on another device, with its log-probs in the dtype of the model's."""

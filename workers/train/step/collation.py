@@ -14,7 +14,7 @@ from stream.records import Completion, Group, Row
 from stream.validity import Measured, RewardReason
 from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, CompletionFacts
 from workers.train.step.batch import Batch
-from workers.train.step.reward_parts import greedy_completion, measured_value, part_table, turn_rewards
+from workers.train.step.reward_parts import greedy_completion, measured_value, merge_tables, part_table, turn_rewards
 
 
 def collate(groups: Sequence[Group]) -> Batch:
@@ -54,9 +54,11 @@ def collate(groups: Sequence[Group]) -> Batch:
         prompt_ids=tuple(group.prompt.id for group in groups),
         greedy_rewards_G=torch.tensor([reward or 0.0 for reward in greedy_rewards], dtype=torch.float64),
         greedy_measured_G=torch.tensor([reward is not None for reward in greedy_rewards], dtype=torch.bool),
+        greedy_lengths_G=torch.tensor([_sampled_tokens(c) for c in greedy], dtype=torch.int64),
         greedy_truncated_G=_codes(TRUNCATION_REASONS, [c and c.truncated for c in greedy]),
         part_keys=parts.keys,
         parts_PC=parts.values_PC,
+        has_part_PC=parts.has_part_PC,
         part_weights_P=parts.weights_P,
         turn_rewards_RT=turn_rewards([(groups[code].prompt.id, c) for code, c in completions], last_tokens, shape),
     )
@@ -76,11 +78,7 @@ def merge_batches(batches: Sequence[Batch]) -> Batch:
     def joined(name: str) -> Tensor:
         return torch.cat([getattr(batch, name) for batch in batches])
 
-    keys = tuple(dict.fromkeys(key for batch in batches for key in batch.part_keys))
-    parts_PC = torch.zeros(len(keys), first_completion[-1], dtype=torch.float64)
-    for batch, start in zip(batches, first_completion, strict=False):
-        for key, values_C in zip(batch.part_keys, batch.parts_PC, strict=True):
-            parts_PC[keys.index(key), start : start + len(values_C)] = values_C
+    parts = merge_tables([batch.parts for batch in batches])
     return Batch(
         tokens_RT=rows("tokens_RT"),
         sampled_RT=rows("sampled_RT"),
@@ -94,10 +92,12 @@ def merge_batches(batches: Sequence[Batch]) -> Batch:
         prompt_ids=tuple(prompt for batch in batches for prompt in batch.prompt_ids),
         greedy_rewards_G=joined("greedy_rewards_G"),
         greedy_measured_G=joined("greedy_measured_G"),
+        greedy_lengths_G=joined("greedy_lengths_G"),
         greedy_truncated_G=joined("greedy_truncated_G"),
-        part_keys=keys,
-        parts_PC=parts_PC,
-        part_weights_P=torch.tensor([weight for _, weight in keys], dtype=torch.float64),
+        part_keys=parts.keys,
+        parts_PC=parts.values_PC,
+        has_part_PC=parts.has_part_PC,
+        part_weights_P=parts.weights_P,
         turn_rewards_RT=rows("turn_rewards_RT"),
     )
 
@@ -173,7 +173,7 @@ def _fill_ranges(shape: tuple[int, int], starts: Sequence[int], ends: Sequence[i
 
 def _completion_facts(completions: Sequence[tuple[int, Completion]], num_groups: int) -> CompletionFacts:
     rewards = [completion.reward for _, completion in completions]
-    reasons = [_reward_reason(completion) for _, completion in completions]
+    reasons = [reward_reason(completion) for _, completion in completions]
     return CompletionFacts(
         group_ids_C=torch.tensor([code for code, _ in completions], dtype=torch.int64),
         num_groups=num_groups,
@@ -198,11 +198,15 @@ def _merge_facts(facts: Sequence[CompletionFacts]) -> CompletionFacts:
     )
 
 
-def _reward_reason(completion: Completion) -> RewardReason | None:
+def reward_reason(completion: Completion) -> RewardReason | None:
     """Return why the reward is unknown; `MISSING` for a completion that was never scored."""
     if isinstance(completion.reward, Measured):
         return None
     return RewardReason.MISSING if completion.reward is None else completion.reward.reason
+
+
+def _sampled_tokens(completion: Completion | None) -> int:
+    return 0 if completion is None else sum(row.sampled_count for row in completion.rows)
 
 
 def _codes(table: Sequence[object], values: Sequence[object]) -> Tensor:

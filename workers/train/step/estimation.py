@@ -1,8 +1,7 @@
-"""Advantages of a batch under a run's settings: shape and normalize rewards, estimate, put the result on tokens."""
+"""Advantages of a batch under a run's settings: estimate from shaped rewards, put the result on tokens."""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -11,10 +10,10 @@ from workers.settings import Normalization, Settings
 from workers.train.algorithms.advantages import ESTIMATORS, TokenAdvantages, estimate
 from workers.train.algorithms.completion_layout import CompletionLayout
 from workers.train.algorithms.grouping import Grouping
-from workers.train.algorithms.masks import NONE, TRUNCATION_REASONS, Masks
-from workers.train.algorithms.normalization import normalize, normalize_tokens
-from workers.train.algorithms.shaping import clip_rewards, overlong_penalty, shift_and_scale
+from workers.train.algorithms.masks import NONE, Masks
+from workers.train.algorithms.normalization import normalize_tokens
 from workers.train.step.batch import Batch, ForwardStatistics
+from workers.train.step.shaped_rewards import ShapedRewards
 
 FROM_FORWARD_STATISTICS = ("values_CT", "bootstrap_C", "old_logprobs_CT", "sum_pi_squared_CT")
 """Estimator inputs that need a pass of the model."""
@@ -67,26 +66,20 @@ def estimate_advantages(
         returns_RT = None
     normalization = Normalization.from_levels(settings.algorithm.advantage_normalization)
     if normalization != Normalization():
-        options = _normalization_options(normalization)
-        tokens_RT, values_C = normalize_tokens(tokens_RT, masks.loss_tokens_RT, batch.group_ids_R, **options), None
+        values_C = None
+        tokens_RT = normalize_tokens(
+            tokens_RT,
+            masks.loss_tokens_RT,
+            batch.group_ids_R,
+            mean=normalization.mean,
+            std=normalization.std,
+            leave_one_out=normalization.leave_one_out,
+            unbiased=normalization.unbiased,
+            epsilon=normalization.epsilon,
+        )
     if values_C is None:
         values_C = _mean_over_tokens(tokens_RT, masks.loss_tokens_RT, ids_R, len(masks.loss_C))
     return Advantages(values_C, tokens_RT, returns_RT)
-
-
-def greedy_baseline(batch: Batch, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Return each group's greedy reward under the truncation policy, and whether it can serve as a baseline.
-
-    Returns:
-        float64 (G), 0 where it cannot, and bool (G).
-    """
-    policies = [settings.truncation_policy(reason) for reason in TRUNCATION_REASONS]
-    excluded = torch.tensor([policy == "exclude" for policy in policies] + [False])
-    zeroed = torch.tensor([policy == "zero_reward" for policy in policies] + [False])
-    code_G = batch.greedy_truncated_G.cpu()  # index -1, the code of "not truncated", reads the last entry
-    device = batch.greedy_rewards_G.device
-    usable_G = batch.greedy_measured_G & ~excluded[code_G].to(device)
-    return torch.where(usable_G & ~zeroed[code_G].to(device), batch.greedy_rewards_G, 0.0), usable_G
 
 
 class _EstimatorInputs:
@@ -102,37 +95,15 @@ class _EstimatorInputs:
     ) -> None:
         self._batch, self._masks, self._settings = batch, masks, settings
         self._statistics, self._weights_RT = statistics, weights_RT
+        self._shaped = ShapedRewards(batch, masks, settings)
 
-    @cached_property
+    @property
     def groups(self) -> Grouping:
-        facts = self._batch.facts
-        return Grouping(facts.group_ids_C, self._masks.baseline_C, facts.num_groups)
+        return self._shaped.groups
 
-    @cached_property
+    @property
     def rewards_C(self) -> Tensor:
-        masks, algorithm = self._masks, self._settings.algorithm
-        normalization = Normalization.from_levels(algorithm.reward_normalization)
-        tail, factor = algorithm.overlong_penalty
-        rewards_C = masks.rewards_C
-        if tail:
-            rewards_C = rewards_C + overlong_penalty(
-                self._count(self._batch.sampled_RT),
-                masks.penalised_C,
-                max_length=self._settings.rollout.max_tokens,
-                tail=tail,
-                factor=factor,
-            )
-        rewards_C = self._scaled(rewards_C, masks.baseline_C)
-        if normalization == Normalization():
-            return rewards_C
-        normal_C: Tensor = normalize(rewards_C, self.groups, masks.loss_C, **_normalization_options(normalization))
-        return normal_C
-
-    def _scaled(self, rewards: Tensor, known: Tensor) -> Tensor:
-        algorithm = self._settings.algorithm
-        scaled: Tensor = shift_and_scale(rewards, known, bias=algorithm.reward_bias, scale=algorithm.reward_scale)
-        clipped: Tensor = clip_rewards(scaled, known, limit=algorithm.reward_clip)
-        return clipped
+        return self._shaped.rewards_C
 
     @cached_property
     def lengths_C(self) -> Tensor:
@@ -145,6 +116,10 @@ class _EstimatorInputs:
     @property
     def parts_PC(self) -> Tensor:
         return self._batch.parts_PC
+
+    @property
+    def has_part_PC(self) -> Tensor:
+        return self._batch.has_part_PC
 
     @property
     def part_weights_P(self) -> Tensor:
@@ -165,19 +140,26 @@ class _EstimatorInputs:
 
     @cached_property
     def token_rewards_CT(self) -> Tensor:
-        """Each turn's reward on that turn's last token, and the rest of the reward on the completion's last token."""
-        masks, ids_R = self._masks, self._batch.completion_ids_R
+        """Each turn's reward on that turn's last token, and the rest of the reward on the completion's last token.
+
+        The sum from each token on is shaped like a completion's reward (`ShapedRewards.returns`), so that turns and
+        totals have one unit.
+        """
+        masks, ids_R, layout = self._masks, self._batch.completion_ids_R, self.layout
         rewarded_R = (masks.loss_C & ~masks.zeroed_C)[ids_R]
         turns_RT = torch.where(masks.loss_tokens_RT & rewarded_R.unsqueeze(1), self._batch.turn_rewards_RT, 0.0)
-        turns_RT = turns_RT * self._settings.algorithm.reward_scale
+        if not turns_RT.any():
+            return layout.on_last_token(torch.where(masks.loss_C, self.rewards_C, 0.0))
         turns_C = self.rewards_C.new_zeros(len(masks.loss_C)).index_add(0, ids_R, turns_RT.sum(dim=1))
-        rest_C = torch.where(masks.loss_C, self.rewards_C, 0.0) - turns_C
-        return self.layout.to_dense(turns_RT) + self.layout.on_last_token(rest_C)
+        rest_C = torch.where(masks.loss_C, self._shaped.penalized_C, 0.0) - turns_C
+        measured_CT = layout.to_dense(turns_RT) + layout.on_last_token(rest_C)
+        returns_CT = self._shaped.returns(measured_CT.flip(1).cumsum(dim=1).flip(1))
+        later_CT = torch.where(layout.last_CT, 0.0, returns_CT.roll(-1, dims=1))
+        return torch.where(layout.mask_CT, returns_CT - later_CT, 0.0)
 
     @property
     def greedy_C(self) -> Tensor:
-        rewards_G, usable_G = greedy_baseline(self._batch, self._settings)
-        return self._scaled(rewards_G, usable_G)[self._batch.facts.group_ids_C]
+        return self._shaped.greedy_G[self._batch.facts.group_ids_C]
 
     @cached_property
     def values_CT(self) -> Tensor:
@@ -218,24 +200,6 @@ class _EstimatorInputs:
         """Count these tokens over all rows of each completion."""
         zeros_C = torch.zeros_like(self._batch.facts.group_ids_C)
         return zeros_C.index_add(0, self._batch.completion_ids_R, mask_RT.sum(dim=1))
-
-
-class _NormalizationOptions(TypedDict):
-    mean: str
-    std: str
-    leave_one_out: bool
-    unbiased: bool
-    epsilon: float
-
-
-def _normalization_options(normalization: Normalization) -> _NormalizationOptions:
-    return {
-        "mean": normalization.mean,
-        "std": normalization.std,
-        "leave_one_out": normalization.leave_one_out,
-        "unbiased": normalization.unbiased,
-        "epsilon": normalization.epsilon,
-    }
 
 
 def _mean_over_tokens(values_RT: Tensor, mask_RT: Tensor, ids_R: Tensor, num_completions: int) -> Tensor:

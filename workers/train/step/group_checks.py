@@ -27,9 +27,10 @@ from workers.train.algorithms.masks import (
     too_old_tokens,
 )
 from workers.train.step.batch import Batch
-from workers.train.step.collation import collate
-from workers.train.step.estimation import estimate_advantages, greedy_baseline
-from workers.train.step.reward_parts import with_bounded_rewards
+from workers.train.step.collation import collate, reward_reason
+from workers.train.step.estimation import estimate_advantages
+from workers.train.step.reward_parts import PartTable, greedy_completion, measured_value, with_bounded_rewards
+from workers.train.step.shaped_rewards import greedy_baseline
 
 
 class GroupRewards(NamedTuple):
@@ -39,6 +40,8 @@ class GroupRewards(NamedTuple):
     """float64; 0 outside B."""
     baseline_C: Tensor
     """bool, B."""
+    parts: PartTable
+    """Parts of the rewards."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -52,6 +55,8 @@ class CheckedGroup:
     rewards: GroupRewards
     states: Counter[str]
     """Number of completions by state, as `count_states`."""
+    no_loss: Counter[str]
+    """Number of completions that bear no loss, as `count_no_loss`."""
 
 
 def check_group(group: Group, settings: Settings, version: int, vocab_size: int) -> CheckedGroup:
@@ -67,8 +72,9 @@ def check_group(group: Group, settings: Settings, version: int, vocab_size: int)
     return CheckedGroup(
         batch=batch,
         drop_reason=filter_reasons(batch, masks, settings)[0],
-        rewards=GroupRewards(masks.rewards_C, masks.baseline_C),
+        rewards=GroupRewards(masks.rewards_C, masks.baseline_C, batch.parts),
         states=count_states(batch.facts, masks),
+        no_loss=count_no_loss(batch, masks).get(group.prompt.id, Counter()),
     )
 
 
@@ -132,6 +138,40 @@ def drop_groups(batch: Batch, masks: Masks, reasons: Sequence[DropReason | None]
 
 def count_states(facts: CompletionFacts, masks: Masks) -> Counter[str]:
     """Count completions by state; each counts once, under the first of its facts in the order of `_state`."""
+    return Counter(_states(facts, masks))
+
+
+def count_no_loss(batch: Batch, masks: Masks) -> dict[str, Counter[str]]:
+    """Count completions that bear no loss, by prompt id and reason.
+
+    A valid completion of a group that was dropped does not count: the reasons of its siblings do.
+    """
+    facts, counts = batch.facts, dict[str, Counter[str]]()
+    truncated = facts.truncation_reason_C.tolist()
+    columns = zip(facts.group_ids_C.tolist(), _states(facts, masks), truncated, masks.loss_C.tolist(), strict=True)
+    for group, state, reason, has_loss in columns:
+        if not has_loss and not state.startswith("dropped:"):
+            # In B but not in L: truncated under the policy `baseline_only`.
+            why = f"truncated:{TRUNCATION_REASONS[reason]}" if state == "valid" else state
+            counts.setdefault(batch.prompt_ids[group], Counter())[why] += 1
+    return counts
+
+
+def unusable_greedy(group: Group, settings: Settings) -> list[str]:
+    """Return why the group's greedy completion cannot be a baseline; empty if it can, or if there is none."""
+    greedy = greedy_completion(group)
+    if greedy is None:
+        return []
+    if greedy.failure is not None:
+        return [f"failed:{greedy.failure.reason}"]
+    if measured_value(greedy.reward) is None:
+        return [f"reward:{reward_reason(greedy)}"]
+    if greedy.truncated is not None and settings.truncation_policy(greedy.truncated) == "exclude":
+        return [f"truncated:{greedy.truncated}"]
+    return []
+
+
+def _states(facts: CompletionFacts, masks: Masks) -> list[str]:
     columns = zip(
         facts.drop_reason_C.tolist(),
         facts.rollout_reason_C.tolist(),
@@ -141,7 +181,7 @@ def count_states(facts: CompletionFacts, masks: Masks) -> Counter[str]:
         masks.baseline_C.tolist(),
         strict=True,
     )
-    return Counter(_state(*column, rules=masks.rules) for column in columns)
+    return [_state(*column, rules=masks.rules) for column in columns]
 
 
 def _state(

@@ -22,8 +22,14 @@ from workers.train.distributed.sharding import gather_full
 from workers.train.model.critic import Critic, hidden_size
 from workers.train.model.trainable_model import TrainableModel
 from workers.train.step.batch import Batch
-from workers.train.step.group_checks import GroupRewards
-from workers.train.step.metrics import StepAccumulator, StepReport, correction_step_metrics, step_metrics
+from workers.train.step.group_checks import GroupRewards, count_no_loss
+from workers.train.step.metrics import (
+    StepAccumulator,
+    StepReport,
+    correction_step_metrics,
+    omit_constants,
+    step_metrics,
+)
 from workers.train.step.model_runner import ModelRunner
 from workers.train.step.optimizer import Optimizer
 from workers.train.step.policy_comparison import CompleteComparison
@@ -135,11 +141,16 @@ class Learner:
         if trained:
             metrics |= correction_step_metrics(prepared, self.settings)
         metrics |= {"step": self.steps, "version": version, "learning_rate": learning_rate, "trained": int(trained)}
-        metrics |= accumulator.metrics(prepared.loss_weights.totals.tokens)
+        metrics |= omit_constants(accumulator.metrics(prepared.loss_weights.totals.tokens), self.settings)
         metrics["seconds"] = time.perf_counter() - started
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return StepReport(
-            trained=trained, skipped=skipped, dropped=prepared.drop_reasons, loss=float(metrics["loss"]), metrics=finite
+            trained=trained,
+            skipped=skipped,
+            dropped=prepared.drop_reasons,
+            loss=float(metrics["loss"]),
+            metrics=finite,
+            no_loss=count_no_loss(prepared.batch, prepared.masks),
         )
 
     def save_weights(self, folder: Path) -> None:

@@ -1,9 +1,11 @@
 """Metrics of a step: a flat mapping from name to number.
 
-Only counters include invalid data, and a mean over nothing is omitted, never 0. `STEP_METRICS` lists every name with
-what it is measured over; a name that ends in `*` stands for one counter per state or reason.
+Only counters include invalid data, and a mean over nothing is omitted, never 0. So are figures that cannot move under
+the run's settings (`omit_constants`). `STEP_METRICS` lists every name with what it is measured over; a name that ends
+in `*` stands for one counter per state or reason.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,6 +23,7 @@ from workers.train.step.batch import Batch
 from workers.train.step.group_checks import GroupRewards, count_states
 from workers.train.step.policy_comparison import CompleteComparison, compare_policies
 from workers.train.step.prepared_batch import PreparedBatch
+from workers.train.step.reward_parts import merge_tables
 
 Metrics = dict[str, float | int]
 
@@ -32,14 +35,17 @@ STEP_METRICS: Final[dict[str, str]] = {
     "seconds": "wall time of the step",
     "loss": "mean over loss tokens, and over the updates of the batch",
     "grad_norm": "before clipping; mean over updates",
-    "reward/mean": "completions in B, after the truncation policy",
-    "reward/std": "completions in B, sample standard deviation; two or more",
-    "reward/min": "completions in B",
-    "reward/max": "completions in B",
-    "reward/count": "number of completions in B that the four above are over",
-    "reward/part/*": "one part of the reward, `NAME/mean`, `/std`, `/min`, `/max`: completions in B",
-    "sampled/reward_mean": "completions in B of trained and of filtered groups: what the policy earns",
-    "sampled/reward_count": "number of completions that the mean is over",
+    "reward/mean": "what the policy earns: completions in B of trained and of filtered groups, after the truncation "
+    "policy",
+    "reward/std": "the same completions, sample standard deviation; two or more",
+    "reward/min": "the same completions",
+    "reward/max": "the same completions",
+    "reward/count": "number of completions that the four above are over",
+    "reward/part/*": "one part of the reward, `NAME/mean`, `/std`, `/min`, `/max`: those of the same completions that "
+    "have this part",
+    "trained/reward_mean": "completions in B of trained groups: without the groups whose completions all earned the "
+    "same, if these are filtered",
+    "trained/reward_count": "number of completions that the mean is over",
     "pass@*": "trained and filtered groups with K completions; `pass@K/valid`: of those in B; `pass@K/all`: of all, "
     "with invalid ones counted as wrong",
     "advantage/mean": "completions in L",
@@ -66,6 +72,9 @@ STEP_METRICS: Final[dict[str, str]] = {
     "tokens/not_finite": "of those, tokens whose rollout log-prob is not finite",
     "staleness/mean": "versions between sampling and training, over loss tokens",
     "staleness/max": "versions between sampling and training, over loss tokens",
+    "correction/*": "how far off-policy the batch was: distance between trainer and engine when it was prepared, over "
+    "loss tokens and the completions that have them: weights, effective sample size, perplexities, KL (see "
+    "`algorithms.correction_metrics`)",
     "clip_fraction": "loss tokens where the bounded term applies, over all updates",
     "clip_fraction_lower": "loss tokens where the bound for negative advantages applies, over all updates",
     "ratio/mean": "policy in training by proximal policy, loss tokens, over all updates",
@@ -73,13 +82,12 @@ STEP_METRICS: Final[dict[str, str]] = {
     "kl/k1": "estimate of KL(proximal, in training) from log-ratios, loss tokens, over all updates",
     "kl/k3": "the same divergence by exp(d) - 1 - d, which is never negative",
     "kl/abs": "mean absolute log-ratio of the same policies, for losses that penalise it",
-    "correction/*": "distance between trainer and engine when the batch was prepared, over loss tokens and the "
-    "completions that have them: weights, effective sample size, perplexities, KL (see "
-    "`algorithms.correction_metrics`)",
     "reference/kl": "divergence from the reference policy, loss tokens, over all updates",
     "value/*": "of the critic, loss tokens, over all updates",
     "entropy": "nats, of the distributions that loss tokens were drawn from, under the old policy",
 }
+
+_FROM_RATIOS: Final = ("ratio/", "kl/", "clip_fraction")
 
 COLLECTION_METRICS: Final[dict[str, str]] = {
     "attempt/seconds": "from claim to end of rollout, mean over the batch's groups",
@@ -106,6 +114,8 @@ class StepReport:
     """Mean over updates; 0.0 if nothing was valid; may be NaN if the step was skipped."""
     metrics: Metrics
     """By the names in `STEP_METRICS`."""
+    no_loss: dict[str, Counter[str]] = field(default_factory=dict)
+    """Completions of the batch that bore no loss, by prompt id and reason."""
 
 
 @dataclass(slots=True, eq=False)
@@ -150,22 +160,22 @@ def step_metrics(
         advantages_C: of the batch.
         settings: of the run.
         version: the policy version in training.
-        filtered: rewards of groups that the filters dropped, which count in `sampled/*` and `pass@*`.
+        filtered: rewards of groups that the filters dropped, which count in `reward/*` and `pass@*`.
         dropped: number of dropped groups by reason.
     """
     facts = batch.facts
     truncated_C = masks.baseline_C & (facts.truncation_reason_C != NONE)
     lengths_C = _sampled_lengths(batch)
-    rewards = masks.rewards_C[masks.baseline_C]
-    sampled_rewards = torch.cat([rewards.cpu(), *(group.rewards_C[group.baseline_C] for group in filtered)])
+    trained = masks.rewards_C[masks.baseline_C]
+    sampled = torch.cat([trained.cpu(), *(group.rewards_C[group.baseline_C] for group in filtered)])
     too_old_RT = too_old_tokens(batch.sampled_RT, batch.versions_RT, version, settings.pacing.max_token_age)
     metrics: Metrics = {
-        **_summary("reward", rewards),
-        "reward/count": len(rewards),
-        **_part_metrics(batch, masks),
+        **_summary("reward", sampled),
+        "reward/count": len(sampled),
+        **_part_metrics(batch, masks, filtered),
+        **_mean("trained/reward_mean", trained),
+        "trained/reward_count": len(trained),
         **_pass_at_k(facts, masks, filtered, settings.algorithm.success_threshold),
-        **_mean("sampled/reward_mean", sampled_rewards),
-        "sampled/reward_count": len(sampled_rewards),
         **_summary("advantage", advantages_C[masks.loss_C]),
         **_mean("truncated/reward_mean", masks.rewards_C[truncated_C]),
         **_mean("truncated/length_mean", lengths_C[truncated_C]),
@@ -218,10 +228,22 @@ def _group_counts(facts: CompletionFacts, masks: Masks, dropped: Mapping[DropRea
     }
 
 
-def _part_metrics(batch: Batch, masks: Masks) -> Metrics:
-    metrics: Metrics = {}
-    for name, values_C in zip(batch.part_names, batch.parts_PC, strict=True):
-        metrics |= _summary(f"reward/part/{name}", values_C[masks.baseline_C])
+def omit_constants(metrics: Mapping[str, float], settings: Settings) -> dict[str, float]:
+    """Leave out ratios, and what is derived from them, if the settings keep them at 1.
+
+    With `algorithm.proximal = "recompute"` and a single update, ratios compare the policy in training with itself. How
+    far the batch is off-policy is then in `correction/*` alone.
+    """
+    if settings.ratios_move:
+        return dict(metrics)
+    return {name: value for name, value in metrics.items() if not name.startswith(_FROM_RATIOS)}
+
+
+def _part_metrics(batch: Batch, masks: Masks, filtered: Sequence[GroupRewards]) -> Metrics:
+    tables = [batch.parts.select(masks.baseline_C), *(group.parts.select(group.baseline_C) for group in filtered)]
+    parts, metrics = merge_tables(tables), Metrics()
+    for name, values_C, has_C in zip(parts.names, parts.values_PC, parts.has_part_PC, strict=True):
+        metrics |= _summary(f"reward/part/{name}", values_C[has_C])
     return metrics
 
 

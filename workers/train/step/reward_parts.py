@@ -3,7 +3,8 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, Self
 
 import torch
 from msgspec import structs
@@ -18,11 +19,31 @@ PartKey = tuple[str, float]
 
 
 class PartTable(NamedTuple):
-    """The parts of every completion's reward: `keys` (P), and `values_PC` and `weights_P` in float64."""
+    """The parts of every completion's reward."""
 
     keys: tuple[PartKey, ...]
+    """Name and weight of each part, in order of first appearance."""
     values_PC: Tensor
-    weights_P: Tensor
+    """float64, unweighted; 0 where absent or unmeasured. Parts per turn are added up."""
+    has_part_PC: Tensor
+    """bool: the completion has this part, and it is measured."""
+
+    @property
+    def weights_P(self) -> Tensor:
+        """float64."""
+        return torch.tensor([weight for _, weight in self.keys], dtype=torch.float64, device=self.values_PC.device)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parts; a name that occurs again with another weight is `name@weight`."""
+        names: list[str] = []
+        for name, weight in self.keys:
+            names.append(f"{name}@{weight:g}" if name in names else name)
+        return tuple(names)
+
+    def select(self, chosen_C: Tensor) -> Self:
+        """Return the table of some completions (bool or indices)."""
+        return self._replace(values_PC=self.values_PC[:, chosen_C], has_part_PC=self.has_part_PC[:, chosen_C])
 
 
 def with_bounded_rewards(group: Group) -> Group:
@@ -65,18 +86,36 @@ def part_table(completions: Sequence[Completion]) -> PartTable:
 
     A completion's parts of one name and weight, such as those of its turns, are added up. The same name with another
     weight (from a run that was resumed with other settings) is a part of its own, so the weighted sum over parts equals
-    each completion's reward. Values are unweighted, and 0 where a part is absent or unmeasured.
+    each completion's reward.
     """
     rows: dict[PartKey, int] = {}
     sums: defaultdict[tuple[int, int], float] = defaultdict(float)
     for column, completion in enumerate(completions):
         for part in completion.parts:
             row = rows.setdefault((part.name, part.weight), len(rows))
-            sums[row, column] += measured_value(part.reward) or 0.0
+            value = measured_value(part.reward)
+            if value is not None:
+                sums[row, column] += value
     values_PC = torch.zeros(len(rows), len(completions), dtype=torch.float64)
     at = torch.tensor(list(sums), dtype=torch.int64).view(-1, 2)
     values_PC[at[:, 0], at[:, 1]] = torch.tensor(list(sums.values()), dtype=torch.float64)
-    return PartTable(tuple(rows), values_PC, torch.tensor([weight for _, weight in rows], dtype=torch.float64))
+    has_part_PC = torch.zeros(values_PC.shape, dtype=torch.bool)
+    has_part_PC[at[:, 0], at[:, 1]] = True
+    return PartTable(tuple(rows), values_PC, has_part_PC)
+
+
+def merge_tables(tables: Sequence[PartTable]) -> PartTable:
+    """Return the table of all their completions, in order."""
+    keys = tuple(dict.fromkeys(key for table in tables for key in table.keys))
+    counts = [table.values_PC.shape[1] for table in tables]
+    values_PC = torch.zeros(len(keys), sum(counts), dtype=torch.float64)
+    has_part_PC = torch.zeros(values_PC.shape, dtype=torch.bool)
+    for table, end, count in zip(tables, accumulate(counts), counts, strict=True):
+        for part, key in enumerate(table.keys):
+            row = keys.index(key)
+            values_PC[row, end - count : end] = table.values_PC[part]
+            has_part_PC[row, end - count : end] = table.has_part_PC[part]
+    return PartTable(keys, values_PC, has_part_PC)
 
 
 def turn_rewards(
