@@ -110,6 +110,7 @@ async def test_surprising_behaviour_is_a_warning(function, code, warning):
         ("def f(answer, **columns): ...", True),
         ("def f(): ...", False),
         ("def f(size=3): ...", False),
+        ("from typing import Callable\ndef f(size=3) -> Callable: ...", True),
         ("class f:\n    def reset(self): ...", False),
         ("class f:\n    def __call__(self, completions): ...", True),
         ("async def f(prompts, completions): ...", True),
@@ -118,6 +119,21 @@ async def test_surprising_behaviour_is_a_warning(function, code, warning):
 )
 def test_reward_functions_and_factories_are_distinguished(function, code, is_one):
     assert is_reward_function(function(code)) is is_one
+
+
+FACTORY = """
+from collections.abc import Callable
+
+def f(limit: int = 3) -> Callable:
+    return lambda completions, trainer_state, log_metric, **kwargs: [float(len(c) < limit) for c in completions]
+"""
+
+
+async def test_a_factory_of_a_reward_function_is_called_and_its_function_checked(function):
+    ref = function(FACTORY)
+    report = await check_reward(ref, {"answer": 7}, args={"limit": 5})
+    assert (report.ok, report.errors) == (True, [])
+    assert report.trials[0].reward == Measured(1.0)
 
 
 def test_the_command_detects_environments_and_reward_functions(function, capsys):

@@ -41,6 +41,8 @@ def is_reward_function(ref: str, args: Mapping[str, Any] = MappingProxyType({}))
         return not hasattr(target, "reset") and any("__call__" in vars(cls) for cls in target.__mro__[:-1])
     if not callable(target) or hasattr(target, "reset"):
         return False
+    if loading.is_factory(target, args):  # a factory of environments has the same form
+        return "Callable" in str(target.__annotations__.get("return", ""))
     names_, needed = _parameters(target)
     return bool(set(names_) & set(loading.CALL_PARAMETERS)) or bool(set(needed) - set(args))
 
