@@ -20,18 +20,20 @@ import anyio
 import structlog
 
 from stream.connection.run_connection import RunConnection
-from stream.connection.run_identity import identify_for_trainer, record_for_trainer
+from stream.connection.run_identity import identify_for_trainer, read_identity, record_for_trainer
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group
 from stream.trainer.archive import Archive
 from stream.trainer.consumer import Checked, Consumer
 from stream.trainer.folder_lock import RunFolderLock, last_token
 from stream.trainer.lease import TrainerLease
-from stream.trainer.ledger import Ledger
+from stream.trainer.ledger import Ledger, LedgerEvent, read_events
 from stream.trainer.outcomes import Dropped
 from stream.trainer.resume_point import ResumePoint
 
 log = structlog.get_logger()
+
+_CHANGE_ACCEPTED = "change_accepted"
 
 
 @asynccontextmanager
@@ -98,6 +100,7 @@ async def open_consumer(
     )
     try:
         requeued = await trainer_lease.recover(ledger, keep_cut=not resume.is_newest)
+        await anyio.to_thread.run_sync(_record_changes, ledger, ledger_path.parent, resume.step)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stage.renew_leases)
             yield Consumer(
@@ -144,6 +147,17 @@ async def consume(
     ):
         log.info("consumer.started", consumer=name, groups_again=consumer.requeued_groups)
         yield consumer
+
+
+def _record_changes(ledger: Ledger, folder: Path, step: int) -> None:
+    """Append an event for each accepted change of the run that the ledger does not have yet."""
+    identity = read_identity(folder)
+    if identity is None or not identity.changes:
+        return
+    recorded = sum(event.event == _CHANGE_ACCEPTED for event in read_events(ledger.path))
+    for change in identity.changes[recorded:]:
+        details = {"name": change.name, "before": change.before, "after": change.after, "at": change.at}
+        ledger.append_event(LedgerEvent(_CHANGE_ACCEPTED, step, details))
 
 
 def _keep_group(group: Group, _: int) -> Group:

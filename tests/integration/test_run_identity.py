@@ -15,6 +15,8 @@ from stream.connection.run_identity import read_identity, read_server_identity
 from stream.errors import RunMismatchError
 from stream.operator.run_status import read_status
 from stream.trainer.consume import consume, open_trainer_lease
+from stream.trainer.ledger import read_events, read_ledger
+from stream.trainer.resume_point import ResumePoint
 from workers.feed.worker import feed
 from workers.run.identity_check import NOTHING, Accept, check_folder, join_run, record_identity
 from workers.run.role_process import run_role
@@ -160,7 +162,7 @@ async def test_appended_rows_are_each_fed_once_after_the_others(make, connection
     await start(connection, longer)
 
 
-async def test_an_accepted_change_reaches_server_and_folder_once(make, connection):
+async def test_an_accepted_change_reaches_server_folder_and_ledger_once(make, connection):
     settings = make()
     await start(connection, settings)
     changed = make(reward="return [0.5]", rollout={"group_size": 2})
@@ -175,6 +177,17 @@ async def test_an_accepted_change_reaches_server_and_folder_once(make, connectio
     await join_run(connection, changed, "score", NOTHING)
     with pytest.raises(RunMismatchError):
         await join_run(connection, make("old"), "score", NOTHING)
+    ledger = settings.folder / "ledger.jsonl"
+    for _ in range(2):
+        async with consume(connection, ledger, ResumePoint(step=7)) as consumer:
+            await consumer.checkpoint(lambda _: None)
+    events = await anyio.to_thread.run_sync(read_events, ledger)
+    assert [(event.event, event.step, event.details["name"]) for event in events] == [
+        ("change_accepted", 7, "rewards.exact.code"),
+        ("change_accepted", 7, "rollout.group_size"),
+    ]
+    assert (events[1].details["before"], events[1].details["after"]) == ("4", "2")
+    assert (await anyio.to_thread.run_sync(read_ledger, ledger))[1] == []
 
 
 async def test_an_emptied_server_takes_the_folders_identity(make, connection):

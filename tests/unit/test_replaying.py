@@ -153,6 +153,14 @@ def made(whole, base, tmp_path):
     return copy
 
 
+def test_a_change_that_was_accepted_during_the_run_is_noted(made):
+    with made.ledger.open("ab") as file:
+        file.write(b'{"event": "change_accepted", "step": 2, "details": {"name": "rewards.exact.code"}}\n')
+    report = made.replay()
+    assert report.is_identical
+    assert report.notes == ["rewards.exact.code was changed at step 2; the replay used the values of the last start"]
+
+
 def test_a_replay_reproduces_every_checkpoint_bit_for_bit(made, capsys):
     report = made.replay()
     assert (report.is_identical, report.mismatch, report.notes) == (True, None, [])

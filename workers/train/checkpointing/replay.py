@@ -14,7 +14,7 @@ from msgspec import Struct
 from stream.errors import RunMismatchError
 from stream.records import Group
 from stream.trainer.archive import ArchivedGroups
-from stream.trainer.ledger import LedgerLine, read_ledger
+from stream.trainer.ledger import LedgerLine, read_events, read_ledger
 from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained, encode_outcome
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import Checkpoint, CheckpointStore
@@ -89,7 +89,7 @@ def replay(
         dropped=replayed.dropped,
         matches=replayed.matches,
         mismatch=difference,
-        notes=replayed.notes,
+        notes=[*replayed.notes, *_changes(folder)],
     )
 
 
@@ -204,6 +204,15 @@ def _lines(folder: Path, last: Checkpoint) -> list[LedgerLine]:
             "altered"
         )
     return [written for written in lines if written.record.has_group]
+
+
+def _changes(folder: Path) -> list[str]:
+    """Return a note for each change that was accepted during the run: the replay knows only the last settings."""
+    return [
+        f"{event.details.get('name')} was changed at step {event.step}; the replay used the values of the last start"
+        for event in read_events(folder / "ledger.jsonl")
+        if event.event == "change_accepted"
+    ]
 
 
 def _refuse_gaps(lines: Sequence[LedgerLine], archive: ArchivedGroups, settings: Settings) -> None:
