@@ -46,7 +46,8 @@ def audit(folder: Path, groups: int) -> Verdict:
     noted: list[list[str]] = [[] for _ in range(groups)]
     for text in (folder / "ledger.jsonl").read_bytes().splitlines():
         line = decode_record(text)
-        noted[row_of(line.prompt)].append(encode_outcome(line.outcome))
+        if line.has_group:
+            noted[row_of(line.prompt)].append(encode_outcome(line.outcome))
     buried: list[list[str]] = [[] for _ in range(groups)]
     for letter in dead:
         if not letter.ends_prompt:  # not the end of a prompt: entries added by others

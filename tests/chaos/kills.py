@@ -51,6 +51,10 @@ class RoleKiller:
     """Kills at which a checkpoint was durable and its groups not yet acknowledged."""
     limit: float = 0.0
     """How far the run may go for now, as a fraction of its prompts."""
+    looks: int = 0
+    """How often the run's account was read."""
+    unbalanced: list[dict[str, int]] = field(default_factory=list)
+    """Accounts that were read and did not balance."""
 
     @property
     def kept(self) -> bool:
@@ -106,12 +110,17 @@ class RoleKiller:
         while (view := await self._look(connection)) is None or _ended(view) < fraction * self.groups:
             await connection.wait_for_change("$", 0.5)
 
-    @staticmethod
-    async def _look(connection: RunConnection) -> RunStatus | None:
+    async def _look(self, connection: RunConnection) -> RunStatus | None:
+        """Read the run's status, and check that its account balances: at every moment, recoveries included."""
         try:
-            return await read_status(connection)
+            status = await read_status(connection)
         except PenstockError:  # no role has started
             return None
+        self.looks += 1
+        balance = status.balance
+        if balance["fed"] != sum(n for name, n in balance.items() if name != "fed") or balance["fed"] > self.groups:
+            self.unbalanced.append(balance)
+        return status
 
     async def _checkpoint_appears(self) -> None:
         """Wait for a new checkpoint folder; polls, because the gap to hit is a few milliseconds wide."""

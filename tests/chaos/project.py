@@ -15,7 +15,6 @@ END = 10
 LEASE_S = 2.0
 ASKED = "asked.txt"
 """File in the run's folder: the row of every request that the engine received, one per line."""
-_PLENTY = 100_000
 _TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message.role == 'nobody' -%}{{- raise_exception('nobody may speak here') -}}{%- endif -%}
@@ -42,8 +41,8 @@ def write_project(folder: Path, groups: int, seed: int, fsync: str = "everysec")
             | {"max_tokens": 16, "max_tokens_per_turn": 16},
             "score": {"workers": 2},
             "train": {"batch_size": 8, "save_every": 3},
-            # No retry budget runs out: each prompt has its intended end, however often its workers die.
-            "queue": {"lease_s": LEASE_S, "max_attempts": _PLENTY, "max_restarts": _PLENTY} | {"fsync": fsync},
+            # Budgets are the defaults: a kill from outside is charged neither to a process nor to a prompt.
+            "queue": {"lease_s": LEASE_S, "fsync": fsync},
             "abort": {"max_invalid_fraction": 0.6, "stall_timeout_s": 120.0},
         }
     )

@@ -29,6 +29,7 @@ if __name__ == "__main__":
 from tests.chaos import project
 from tests.chaos.audit import acquitted, audit
 from tests.chaos.kills import RoleKiller
+from tests.chaos.recount import recount
 from tests.chaos.schedule import schedule
 from workers.run.progress_display import choose_display
 from workers.run.run_folder import lock_folder, write_settings
@@ -65,8 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = msgspec.to_builtins(verdict)
     report |= {"kills": dict(sorted(role_killer.killed.items())), "between": role_killer.between}
     report |= {"fsync": options.fsync, "caught": dict(role_killer.caught), "again": _again(settings.folder)}
-    report |= {"seconds": seconds, "seed": options.seed}
+    report |= {"looks": role_killer.looks, "unbalanced": role_killer.unbalanced[:5]}
+    report |= {"recount": recount(settings.folder, options.groups), "seconds": seconds, "seed": options.seed}
     well = _complain(outcome, role_killer) and acquitted(verdict, options.groups)
+    well = well and not role_killer.unbalanced and not any(report["recount"][name] for name in ("lost", "twice"))
     print(json.dumps(report) if options.json else json.dumps(report, indent=4), flush=True)
     if not well:
         print(f"error: the run's folder is {folder}", file=sys.stderr)
