@@ -36,9 +36,8 @@ def recount(folder: Path, groups: int) -> dict[str, int]:
 
 def _weights(folder: Path) -> array:
     """Return how often each row was trained, from the newest checkpoint's only tensor."""
-    manifests = [json.loads(path.read_bytes()) | {"at": path.parent} for path in folder.glob("checkpoints/*/*.json")]
-    newest = max(manifests, key=lambda manifest: (manifest["fencing_token"], manifest["progress"]["step"]))
-    content = (newest["at"] / "model" / "model.safetensors").read_bytes()
+    newest = max(folder.glob("checkpoints/*/checkpoint.json"), key=lambda path: path.stat().st_mtime_ns)
+    content = (newest.parent / "model" / "model.safetensors").read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
     begin, end = json.loads(content[8 : 8 + size])["counts"]["data_offsets"]
     return array("f", content[8 + size + begin : 8 + size + end])

@@ -1,0 +1,176 @@
+"""Damage one file of a stopped run's folder at random, resume the run, and check that nothing was lost.
+
+    python tests/chaos/faults.py --faults 500 --seed S
+
+A fault flips a byte, truncates or removes a file, or puts an older version of it in its place. Then the run either
+ends as it would have without the fault, or is refused with a message that names the place, and its records are as the
+fault left them. Prints one line per failure and a summary; exits with 1 if there was a failure.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from stream.connection.run_connection import connect
+from stream.errors import PenstockError
+from stream.operator.run_control import stop
+from stream.operator.run_status import read_status
+from tests.chaos import project
+from tests.chaos.audit import acquitted, audit
+from tests.chaos.recount import recount
+from workers.run.run_command import raise_for_failure, supervise
+from workers.run.run_info import read_run_info
+from workers.settings import Settings
+from workers.settings.toml_file import load_settings
+
+KINDS = ("flip", "truncate", "remove", "older")
+RECORDS = ("ledger.jsonl", "checkpoints", "metrics.jsonl", "groups")
+"""What a refused run must not have changed."""
+
+
+@dataclass
+class Fault:
+    """One fault in one file."""
+
+    kind: str
+    file: Path
+    at: float
+    """Where in the file, as a fraction of its length."""
+
+    def apply(self, folder: Path, older: Path) -> bool:
+        """Damage the file; returns False if that changes nothing."""
+        path = folder / self.file
+        content = path.read_bytes()
+        place = int(self.at * len(content))
+        match self.kind:
+            case "flip" if content:
+                path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+            case "truncate" if content:
+                path.write_bytes(content[:place])
+            case "remove":
+                path.unlink()
+            case "older" if (older / self.file).is_file() and (older / self.file).read_bytes() != content:
+                shutil.copy(older / self.file, path)
+            case _:
+                return False
+        return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make a run, then apply the faults one by one; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--faults", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--groups", type=int, default=100, help="prompts of the run")
+    parser.add_argument("--every-file", action="store_true", help="flip one byte in every file instead")
+    options = parser.parse_args(arguments)
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    home = Path(tempfile.mkdtemp(prefix="penstock-faults-")).resolve()
+    settings = project.write_project(home, options.groups, options.seed)
+    folder, older, newer = settings.folder, home / "older", home / "newer"
+    for stage, fraction in ((older, 0.3), (newer, 0.6)):
+        resume(settings, int(fraction * options.groups))
+        shutil.copytree(folder, stage, symlinks=True)
+    chance, results = random.Random(options.seed), Counter[str]()
+    files = sorted(path.relative_to(newer) for path in newer.rglob("*") if path.is_file())
+    faults = [Fault("flip", file, chance.random()) for file in files if (newer / file).stat().st_size]
+    if not options.every_file:
+        faults = [Fault(chance.choice(KINDS), chance.choice(files), chance.random()) for _ in range(3 * options.faults)]
+    began = time.monotonic()
+    for fault in faults:
+        if not options.every_file and results.total() == options.faults:
+            break
+        shutil.rmtree(folder)
+        shutil.copytree(newer, folder, symlinks=True)
+        if fault.apply(folder, older):
+            result = judge(settings, folder, options.groups)
+            results[result.partition(":")[0]] += 1
+            if result.startswith("FAILED"):
+                print(f"{result}: {fault}", flush=True)
+            elif result.startswith("refused"):
+                print(f"{result[:300]}: {fault}", flush=True)
+    report = {"seed": options.seed, "seconds": round(time.monotonic() - began, 1), **results}
+    print(json.dumps(report), flush=True)
+    if not results["FAILED"]:
+        shutil.rmtree(home)
+    return 1 if results["FAILED"] else 0
+
+
+def judge(settings: Settings, folder: Path, groups: int) -> str:
+    """Resume the run; returns `resumed`, `refused: WHY`, or `FAILED: WHY`."""
+    before = _records(folder)
+    try:
+        failure = resume(settings)
+    except (PenstockError, OSError) as error:
+        failure = error if isinstance(error, PenstockError) else RuntimeError(f"{type(error).__name__}: {error}")
+    if failure is not None:
+        text = " ".join(str(failure).split())
+        if str(folder) not in text and folder.name not in text:
+            return f"FAILED: the message names no place: {text}"
+        if _records(folder) != before:
+            changed = before.keys() | _records(folder).keys()
+            return f"FAILED: it was refused after {len(changed)} files were changed: {text}"
+        return f"refused: {text}"
+    verdict, second = audit(folder, groups), recount(folder, groups)
+    if not acquitted(verdict, groups) or second["lost"] or second["twice"]:
+        return f"FAILED: {verdict} {second}"
+    return "resumed"
+
+
+def resume(settings: Settings, stop_at: int | None = None) -> PenstockError | None:
+    """Run to the end, or until so many prompts have ended; returns why the run failed.
+
+    Raises:
+        PenstockError: the run was refused before it began.
+    """
+    if stop_at is not None:
+        threading.Thread(target=anyio.run, args=(_stop_at, settings.folder, stop_at), daemon=True).start()
+    stored = settings.folder / "run.toml"
+    current = load_settings(stored) if stored.exists() else settings
+    result = supervise(current, quiet=True, make_roles=project.roles, make_engine=project.engine)
+    try:
+        if stop_at is None:
+            raise_for_failure(result, current)
+    except PenstockError as error:
+        return error
+    return result.outcome.failure
+
+
+async def _stop_at(folder: Path, ended: int) -> None:
+    while (live := read_run_info(folder)) is None or not live.engines:
+        await anyio.sleep(0.02)
+    async with connect(live.redis, live.run, create=False) as connection:
+        while True:
+            try:
+                balance = (await read_status(connection)).balance
+            except PenstockError:  # no role has started
+                balance = {}
+            if sum(n for name, n in balance.items() if name in {"trained", "dropped", "dead"}) >= ended:
+                break
+            await connection.wait_for_change("$", 0.2)
+        await stop(connection, "faults")
+
+
+def _records(folder: Path) -> dict[str, str]:
+    paths = [path for name in RECORDS for path in (folder / name, *(folder / name).rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
