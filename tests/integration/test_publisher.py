@@ -1,6 +1,7 @@
 """Weights published to scripted engines that fail half-way."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -91,6 +92,14 @@ async def test_if_no_engine_takes_the_weights_all_are_named():
     with pytest.raises(EngineUnavailableError) as caught:
         await publisher_of(urls, 0.3).push(Path("/w"), 1)
     assert all(url in str(caught.value) for url in urls)
+
+
+async def test_a_version_that_no_engine_took_is_never_announced():
+    announced = []
+    status = SimpleNamespace(started=lambda _value=None: announced.append(1))
+    with pytest.raises(EngineUnavailableError):
+        await publisher_of([dead_url()], 0.3).push(Path("/w"), 1, task_status=status)
+    assert not announced
 
 
 async def test_weights_that_every_engine_refuses_are_not_sent_again():

@@ -6,6 +6,7 @@ import anyio
 import pytest
 
 from stream.durable import create_folder_atomically
+from stream.errors import FencedError
 from stream.queue.stage import RetryPolicy, Stage
 from stream.trainer.consumer import Consumer
 from stream.trainer.lease import TrainerLease
@@ -60,6 +61,26 @@ async def test_a_version_number_that_an_engine_has_is_not_reused(tmp_path, consu
     ):
         await versions.publish(write, step=0, metrics={})
     assert (consumer.version, engine.version) == (8, "8")
+
+
+async def test_a_trainer_that_was_succeeded_while_it_wrote_pushes_nothing(tmp_path, connection):
+    """Engines do not check fencing tokens, so the trainer asks the server before it pushes."""
+    trainer_lease = await TrainerLease.acquire(connection, 0.2)
+    ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
+    stage = Stage(connection, "scored", "trainer", RetryPolicy())
+    consumer = Consumer(trainer_lease, stage, ledger, ResumePoint(), lambda group, _: group)
+
+    def write_slowly(path) -> None:
+        write(path)
+        anyio.from_thread.run(TrainerLease.acquire, connection, 5.0)  # waits until the lease of 0.2 s has expired
+
+    async with ScriptedEngine(lambda *_: [1]) as engine:
+        with pytest.raises(ExceptionGroup) as caught:
+            async with policy_versions(tmp_path / "weights", consumer, engine) as versions:
+                await versions.publish(write_slowly, step=0, metrics={})
+        assert caught.group_contains(FencedError)
+        assert engine.pushes == []
+    ledger.close()
 
 
 async def test_three_versions_stay_on_disk(tmp_path, consumer):

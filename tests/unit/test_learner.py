@@ -161,6 +161,17 @@ def test_a_recomputed_proximal_policy_is_the_policy_before_the_first_update(base
     assert twice["entropy"] == pytest.approx(first["entropy"])
 
 
+def test_two_updates_of_a_batch_equal_two_steps_of_one(base):
+    """No update sees the gradient of the update before."""
+    engine_is_proximal = {"algorithm": {"proximal": "engine"}, "correction": {"weights": "none"}}
+    once = learner(base, train={"updates_per_batch": 2}, **engine_is_proximal)
+    twice = learner(base, **engine_is_proximal)
+    once.step(collate([group()]), 3)
+    for _ in range(2):
+        twice.step(collate([group()]), 3)
+    assert torch.equal(weights(once), weights(twice))
+
+
 def test_the_engine_can_be_the_proximal_policy(base):
     chosen = {"algorithm": {"proximal": "engine"}, "correction": {"weights": "none"}}
     metrics = learner(base, **chosen).step(collate([group()]), 3).metrics

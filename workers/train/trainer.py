@@ -127,8 +127,9 @@ class Trainer:
         groups = [each.group for each in leased]
         dropped, filtered = self._collector.pop_dropped()
         report = await anyio.to_thread.run_sync(_train_step, self._learner, leased, version, dropped, filtered)
-        self._progress.count_step(report.metrics, len(groups) * report.trained, time.monotonic() - started)
-        await self._consumer.commit(leased, self._progress.step, _drop_reasons(report, leased))
+        reasons = _drop_reasons(report, leased)
+        self._progress.count_step(report.metrics, len(leased) - len(reasons), time.monotonic() - started)
+        await self._consumer.commit(leased, self._progress.step, reasons)
         self._collector.observe_step(groups, report.no_loss)
         await self._evaluation.end_if_complete()
         elapsed = time.monotonic() - started
