@@ -36,27 +36,36 @@ async def list_dead_letters(
     return [_parse_letter(entry_id.decode(), fields) for entry_id, fields in found]
 
 
-async def retry_dead_letters(connection: RunConnection, letter_ids: Sequence[str]) -> None:
-    """Put dead letters back into their stages, with no failures counted."""
-    await _resolve(connection, letter_ids, "retry")
+async def retry_dead_letters(connection: RunConnection, letter_ids: Sequence[str]) -> list[str]:
+    """Put dead letters back into their stages, with no failures counted.
+
+    Returns:
+        The ids of letters that are not there: another operator has resolved them meanwhile. Each letter is resolved
+        once, however many operators resolve it at the same time.
+    """
+    return await _resolve(connection, letter_ids, "retry")
 
 
-async def drop_dead_letters(connection: RunConnection, letter_ids: Sequence[str]) -> None:
-    """Delete dead letters; prompts that ended with one count as dropped by the operator."""
-    await _resolve(connection, letter_ids, "drop")
+async def drop_dead_letters(connection: RunConnection, letter_ids: Sequence[str]) -> list[str]:
+    """Delete dead letters; prompts that ended with one count as dropped by the operator. Returns as `retry`."""
+    return await _resolve(connection, letter_ids, "drop")
 
 
-async def _resolve(connection: RunConnection, letter_ids: Sequence[str], action: Literal["retry", "drop"]) -> None:
+async def _resolve(connection: RunConnection, letter_ids: Sequence[str], action: Literal["retry", "drop"]) -> list[str]:
+    absent = []
     for letter_id in letter_ids:
         answer = await connection.run_script("resolve_dead_letter", _check_id(connection, letter_id), action)
         if answer[0] == 0:
-            raise _unknown_letter(connection, letter_id)
+            absent.append(letter_id)
         if answer[0] == -1:
             raise PenstockError(f"dead letter {letter_id} has no entry to put back; drop it")
         if answer[0] == -2:
             raise PenstockError(
                 f"dead letter {letter_id} is of an evaluation, which has counted it as invalid; drop it"
             )
+    if len(absent) == len(letter_ids) == 1:
+        raise _unknown_letter(connection, absent[0])
+    return absent
 
 
 def _check_id(connection: RunConnection, letter_id: str) -> str:

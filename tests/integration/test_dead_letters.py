@@ -1,5 +1,6 @@
 """Dead letters are listed, retried, dropped, and counted."""
 
+import anyio
 import pytest
 
 from stream.errors import PenstockError
@@ -89,3 +90,28 @@ async def test_a_letter_without_an_entry_can_only_be_dropped(pipe):
         await retry_dead_letters(pipe.connection, [letter_id])
     await drop_dead_letters(pipe.connection, [letter_id])
     assert await list_dead_letters(pipe.connection) == []
+
+
+@pytest.mark.parametrize("verb", [retry_dead_letters, drop_dead_letters])
+async def test_operators_who_resolve_the_same_letters_at_once_resolve_each_once(pipe, verb):
+    prompts = [f"p{i}" for i in range(20)]
+    await pipe.feed(*prompts)
+    worker = pipe.stage("prompts")
+    for lease in (await worker.claim(20)).leases:
+        await worker.dead_letter(lease, "unreadable", "altered")
+    letters = [letter.id for letter in await list_dead_letters(pipe.connection)]
+    absent: list[str] = []
+
+    async def operate() -> None:
+        absent.extend(await verb(pipe.connection, letters))
+
+    async with anyio.create_task_group() as operators:
+        for _ in range(3):
+            operators.start_soon(operate)
+    assert len(absent) == 2 * len(letters), "each letter was there for one of the three"
+    balance = await pipe.balance()
+    if verb is retry_dead_letters:
+        assert sorted(lease.prompt_id for lease in (await worker.claim(100)).leases) == sorted(prompts)
+        assert (balance["outstanding"], balance["dead"]) == (20, 0)
+    else:
+        assert (balance["dropped"], balance["dead"]) == (20, 0)

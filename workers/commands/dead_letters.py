@@ -115,7 +115,7 @@ def _change_letters(
     redis: str,
     ids: Sequence[str],
     as_json: bool,
-    change: Callable[[RunConnection, Sequence[str]], Awaitable[None]],
+    change: Callable[[RunConnection, Sequence[str]], Awaitable[list[str]]],
     past_tense: str,
 ) -> None:
     location = find_run(target, redis)
