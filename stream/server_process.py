@@ -38,6 +38,7 @@ _STOP_TIMEOUT_S = 10.0
 _MAX_EXITS, _EXIT_WINDOW_S = 20, 600.0
 """How often it may exit within that time. A server that cannot start at all reaches this within seconds."""
 _RESTART_DELAY_S = 0.5
+_LEAST_FREE_BYTES = 1 << 19
 _LOG_TAIL_BYTES = 4096
 _DATA_ERRORS = (
     *("append only file", "append log file", "aof manifest", "aof file", "rdb file reading failure", "wrong signature"),
@@ -164,12 +165,13 @@ class _Server:
             code = await self._process.wait()
             if code not in (-signal.SIGKILL, -signal.SIGTERM):  # killed from outside, as often as anybody likes
                 deaths.append(time.monotonic())
+            problem = await anyio.to_thread.run_sync(_disk_problem, self._data)
             if len(deaths) == _MAX_EXITS and deaths[-1] - deaths[0] < _EXIT_WINDOW_S:
                 raise ServerError(
                     f"the private server died {_MAX_EXITS} times within {_EXIT_WINDOW_S / 60:g} minutes, the last "
-                    f"time with code {code}; see {self._data / 'server.log'}"
+                    f"time with code {code}; {problem + '; ' if problem else ''}see {self._data / 'server.log'}"
                 )
-            log.warning("private_server.restarted", code=code)
+            log.warning("private_server.restarted", code=code, why=problem or "see server.log")
             if len(deaths) > 1 and deaths[-1] - deaths[-2] < 2 * _RESTART_DELAY_S:
                 await anyio.sleep(_RESTART_DELAY_S)
             await anyio.to_thread.run_sync(server_data.cut_zeros, self._data)
@@ -190,6 +192,12 @@ class _Server:
             self._process.kill()
             await self._process.wait()
         return self._process.returncode == 0
+
+
+def _disk_problem(data: Path) -> str:
+    """Return why the server could not write, if its disk is full: then its log could not be written, either."""
+    free = shutil.disk_usage(data).free
+    return f"No space left on the disk of {data} ({free // 1024} KiB)" if free < _LEAST_FREE_BYTES else ""
 
 
 def _lock(data: Path) -> IO[str]:

@@ -1,0 +1,51 @@
+"""The disk under a private server is full: clients wait, the cause is logged, and nothing is lost."""
+
+import subprocess
+
+import anyio
+import pytest
+import structlog
+
+from stream.connection.run_connection import connect
+from stream.queue.feed import Feed
+from stream.records import Prompt
+from stream.server_process import private_server
+
+PROMPTS, PROMPT_BYTES = 40, 50_000
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system with room for about half of the prompts."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("this user may not mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("fsync", ["everysec", "always"])
+async def test_the_feeder_waits_for_room_and_every_prompt_is_fed_once(small_disk, run_name, fsync):
+    async with (
+        private_server(small_disk / "redis", fsync=fsync) as url,
+        connect(url, run_name, reconnect_s=30.0) as connection,
+    ):
+        feed = Feed(connection, max_queued_prompts=1000)
+
+        async def feed_all() -> None:
+            for i in range(PROMPTS):
+                prompt = Prompt(id=f"p{i:02}", messages=[{"role": "user", "content": "x" * PROMPT_BYTES}])
+                await feed.put([prompt], str(i or ""), str(i + 1))
+
+        with structlog.testing.capture_logs() as logs, anyio.fail_after(30):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(feed_all)
+                while not any("No space left" in str(event) for event in logs):
+                    await anyio.sleep(0.02)
+                remount = ["mount", "-o", "remount,size=64m", str(small_disk)]
+                await anyio.run_process(remount)
+        entries = await connection.redis.xrange(connection.key("prompts"))
+        assert [fields[b"prompt"].decode() for _, fields in entries] == [f"p{i:02}" for i in range(PROMPTS)]
+        assert (await connection.read_hash("counts"))["fed"] == str(PROMPTS)
