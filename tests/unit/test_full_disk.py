@@ -31,7 +31,7 @@ SUMMARY = summarize(_empty_status(), Progress(), Progress(), 1.0)
 
 def test_drawing_never_ends_a_run(tmp_path):
     pytest.importorskip("matplotlib")
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "sampled/reward_mean": 1.0}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 1.0}) + "\n")
     (tmp_path / "progress.png").symlink_to("/dev/full")
     run_command._draw(tmp_path)
     (tmp_path / "progress.png").unlink()
