@@ -31,7 +31,7 @@ class Sticky:
             time.sleep(3600)
         if number % 3 == 1:
             LEAK.append(b"leak" * {leak})
-            time.sleep({leak} / 2.5e7)
+            time.sleep({leak} / 1e7)  # memory is looked at once a second: the run must take longer than that
 
     def get_reward(self):
         return 1.0
