@@ -144,6 +144,15 @@ class Failure(Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class ToolRun(Struct, frozen=True, array_like=True):
+    """How one tool call went; kept for people (`penstock show`)."""
+
+    seconds: float
+    """Wall time of the call, without waiting for other tools of the turn; 0 if the call could not be made."""
+    is_error: bool = False
+    """The model read an error."""
+
+
 class Completion(Struct, kw_only=True):
     """One conversation: sampled tokens, messages and reward."""
 
@@ -169,6 +178,8 @@ class Completion(Struct, kw_only=True):
     turns: Count = 0
     tool_calls: Count = 0
     tool_errors: Count = 0
+    tool_runs: list[ToolRun] = field(default_factory=list)
+    """One for each tool message of `messages`, in their order; empty if the environment ran its own loop."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by activity: `reset`, `engine`, `tools`, `reward`, `total`."""
 

@@ -247,6 +247,8 @@ async def test_messages_show_the_whole_conversation():
     assert completion.messages[4]["content"].startswith("Error: this tool call could not be read")
     assert completion.messages[5] == {"role": "assistant", "content": "Done."}
     assert (completion.turns, completion.tool_calls, completion.tool_errors) == (3, 2, 2)
+    assert [run.is_error for run in completion.tool_runs] == [False, True, True]
+    assert [run.seconds > 0 for run in completion.tool_runs] == [True, True, False]
 
 
 async def test_the_row_equals_the_whole_conversation_rendered():
@@ -543,6 +545,7 @@ async def test_a_tool_timeout_is_text_for_the_model():
     completion = await completion_of([call("nap", '{"seconds": 1.0}'), "Done."], call_timeout_s=0.3)
     assert completion.messages[1]["content"] == "Error: nap did not answer within 0.3 s"
     assert (completion.failure, completion.truncated, completion.tool_errors) == (None, None, 1)
+    assert 0.3 <= completion.tool_runs[0].seconds < 1.0
     assert "did not answer within" in text_of(completion.rows[0].tokens)
 
 

@@ -5,7 +5,10 @@ failed and not the policy. After a failure, a timeout or a cancelled call the in
 the background, and the slot makes a new one at its next reset.
 """
 
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import anyio
@@ -114,22 +117,22 @@ class EnvironmentSlot:
             method, arguments = self._bind_call(call)
         except ToolArgumentError as mismatch:
             return ToolResult(replace_surrogates(f"Error: {mismatch}"), is_error=True)
-        if is_async(method):
+        async with nullcontext() if is_async(method) else self._sync_tools_lock:
+            started = time.perf_counter()
             outcome = await self._call(returning_tool_result(method), arguments, timeout_s)
-        else:
-            async with self._sync_tools_lock:
-                outcome = await self._call(returning_tool_result(method), arguments, timeout_s)
+            seconds = time.perf_counter() - started
         match outcome:
             case Ok(ToolResult() as result):
-                return result
+                return replace(result, seconds=seconds)
             case Ok():
                 raise AssertionError("returning_tool_result converts every result")
             case Failed(error) if _is_environment_failure(error):
                 return self._failure(RolloutReason.ENV_STEP, call.name, outcome)
             case Failed(error):
-                return ToolResult(f"Error: {describe_error(error)}", is_error=True)
-            case TimedOut(seconds):
-                return ToolResult(f"Error: {call.name} did not answer within {seconds:g} s", is_error=True)
+                return ToolResult(f"Error: {describe_error(error)}", is_error=True, seconds=seconds)
+            case TimedOut(limit_s):
+                text = f"Error: {call.name} did not answer within {limit_s:g} s"
+                return ToolResult(text, is_error=True, seconds=seconds)
 
     def _bind_call(self, call: ToolCall) -> tuple[Callable[..., Any], dict[str, Any]]:
         """Return the method and its arguments. An environment that declares its tools checks their arguments itself."""

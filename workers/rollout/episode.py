@@ -18,7 +18,7 @@ import anyio
 from envs.contract import Observation
 from envs.messages import is_empty_prompt
 from stream.errors import EngineError, EngineUnavailableError
-from stream.records import Completion, Failure, Message, Row
+from stream.records import Completion, Failure, Message, Row, ToolRun
 from stream.validity import RolloutReason, TruncationReason
 from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampled_turn import SampledTurn
@@ -147,6 +147,8 @@ class ConversationEpisode(BaseEpisode):
                 return result
         answers = [result for result in results if isinstance(result, ToolResult)]
         completion.tool_errors += len(turn.errors) + sum(answer.is_error for answer in answers)
+        completion.tool_runs += [ToolRun(answer.seconds, answer.is_error) for answer in answers]
+        completion.tool_runs += [ToolRun(0.0, is_error=True)] * len(turn.errors)
         messages = [
             tool_message(truncate_result(answer.content, self._limits.max_tokens), call.id, call.name)
             for call, answer in zip(allowed, answers, strict=True)

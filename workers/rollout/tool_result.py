@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -24,6 +24,8 @@ class ToolResult:
     is_error: bool = False
     parts: tuple[dict[str, Any], ...] = ()
     """Content parts, if the tool returned a list of them; `text` is then their text."""
+    seconds: float = field(default=0.0, compare=False)
+    """Wall time of the call; 0 if it could not be made."""
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
