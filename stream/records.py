@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
+from stream.causes import ErrorCause
 from stream.validity import Reward, RolloutReason, TruncationReason
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -137,11 +138,13 @@ class RewardPart(Struct, kw_only=True):
     """The model's turn, from 0, for a reward per turn; None for a reward of the whole completion."""
 
 
-class Failure(Struct, frozen=True, kw_only=True):
+class Failure(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The episode failed, so its tokens are not a sample of the policy's behaviour."""
 
     reason: RolloutReason
     detail: str = ""
+    cause: ErrorCause | None = None
+    """Where the environment's code raised or hung, if it did."""
 
 
 class ToolRun(Struct, frozen=True, array_like=True):

@@ -15,6 +15,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from stream.causes import ErrorCause
+
 MAX_REWARD: Final = 1e18
 """Largest absolute value of a measured reward; its square, and sums of squares, are finite in float32."""
 
@@ -79,11 +81,13 @@ class Measured(Struct, frozen=True, tag="measured", omit_defaults=True):
     """The reason's text."""
 
 
-class Unmeasured(Struct, frozen=True, tag="unmeasured"):
+class Unmeasured(Struct, frozen=True, tag="unmeasured", omit_defaults=True):
     """A reward without a value, with the reason and the error's text."""
 
     reason: RewardReason
     detail: str = ""
+    cause: ErrorCause | None = None
+    """Where user code raised or hung; None if it returned something that is no reward."""
 
 
 Reward = Measured | Unmeasured

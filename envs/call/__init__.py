@@ -10,6 +10,7 @@ raising, so nothing that user code raises, `SystemExit` included, reaches the wo
         case TimedOut(timeout_s): ...
 """
 
+from envs.call.causes import error_cause, outcome_cause
 from envs.call.outcomes import (
     Failed,
     Ok,
@@ -36,7 +37,9 @@ __all__ = [
     "call_inline",
     "describe_error",
     "describe_failure",
+    "error_cause",
     "filter_kwargs",
     "is_async",
+    "outcome_cause",
     "replace_surrogates",
 ]

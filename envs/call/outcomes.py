@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from traceback import FrameSummary
 from typing import Any
 
 _MAX_TEXT = 2000
@@ -30,6 +31,8 @@ class TimedOut:
     timeout_s: float
     interim: bytes | None = None
     """The interim result of a job whose process was killed."""
+    stack: tuple[FrameSummary, ...] = ()
+    """Where the function was when the deadline passed; empty if that is unknown."""
 
 
 Outcome = Ok | Failed | TimedOut

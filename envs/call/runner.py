@@ -4,11 +4,13 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from traceback import FrameSummary, extract_tb
 from typing import Any
 
 import anyio
 from anyio import CancelScope, CapacityLimiter, to_thread
 
+from envs.call.causes import stack_of_thread
 from envs.call.force_closable import ForceClosable
 from envs.call.outcomes import Failed, Ok, Outcome, TimedOut
 from envs.call.threads import ThreadCall
@@ -31,20 +33,26 @@ class CallRunner:
             return await self._with_deadline(
                 timeout_s, lambda scope: _await_outcome(partial(function, **arguments), scope)
             )
+        thread = ThreadCall(function, arguments)
         async with self._limiter:
-            return await self._with_deadline(timeout_s, lambda scope: self._in_thread(function, arguments, scope))
+            outcome = await self._with_deadline(timeout_s, lambda scope: self._in_thread(thread, scope))
+        if isinstance(outcome, TimedOut) and thread.thread_id is not None:
+            return TimedOut(timeout_s, stack=stack_of_thread(thread.thread_id))
+        return outcome
 
     async def _with_deadline(self, timeout_s: float, start: Callable[[CancelScope], Awaitable[Outcome]]) -> Outcome:
+        stack: tuple[FrameSummary, ...] = ()
         with anyio.move_on_after(timeout_s) as scope:
-            outcome = await start(scope)
+            try:
+                outcome = await start(scope)
+            except anyio.get_cancelled_exc_class() as error:
+                stack = tuple(extract_tb(error.__traceback__))
+                raise
             if not scope.cancel_called:  # user code may turn the cancellation into an error; that is a timeout too
                 return outcome
-        return TimedOut(timeout_s)
+        return TimedOut(timeout_s, stack=stack)
 
-    async def _in_thread(
-        self, function: Callable[..., Any], arguments: Mapping[str, Any], scope: CancelScope
-    ) -> Outcome:
-        thread = ThreadCall(function, arguments)
+    async def _in_thread(self, thread: ThreadCall, scope: CancelScope) -> Outcome:
         try:
             outcome = await to_thread.run_sync(thread.run, abandon_on_cancel=True, limiter=self._unlimited)
         except anyio.get_cancelled_exc_class():

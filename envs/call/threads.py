@@ -1,7 +1,7 @@
 """Calls in threads, and the threads that outlive their call's deadline."""
 
 from collections.abc import Callable, Mapping
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, Literal
 
 import anyio
@@ -54,6 +54,8 @@ class ThreadCall:
         self._lock = Lock()
         self._state: Literal["queued", "running", "finished", "cancelled"] = "queued"
         self._abandoned_in: AbandonedThreads | None = None
+        self.thread_id: int | None = None
+        """Thread that runs the function; None before it starts and after it has returned."""
 
     def run(self) -> Outcome:
         """Call the function, unless it was abandoned before it started. Runs in the thread."""
@@ -61,11 +63,13 @@ class ThreadCall:
             if self._state == "cancelled":
                 return TimedOut(0.0)
             self._state = "running"
+            self.thread_id = get_ident()
         try:
             return call_inline(self._function, self._arguments)
         finally:
             with self._lock:
                 self._state = "finished"
+                self.thread_id = None
                 if self._abandoned_in is not None:
                     self._abandoned_in.remove()
 

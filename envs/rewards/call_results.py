@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from envs.call import Failed, Ok, Outcome, TimedOut, describe_error
+from envs.call import Failed, Ok, Outcome, TimedOut, describe_error, outcome_cause
 from stream.validity import Measured, Reward, RewardReason, Unmeasured, measure
 
 
@@ -114,8 +114,8 @@ def to_reward(value: Any) -> Reward:
 def failure_reward(outcome: Failed | TimedOut) -> Unmeasured:
     """Return the reward of a call that failed or timed out."""
     if isinstance(outcome, Failed):
-        return Unmeasured(RewardReason.RAISED, describe_error(outcome.error))
-    return Unmeasured(RewardReason.TIMEOUT, f"did not return within {outcome.timeout_s:g} s")
+        return Unmeasured(RewardReason.RAISED, describe_error(outcome.error), outcome_cause(outcome))
+    return Unmeasured(RewardReason.TIMEOUT, f"did not return within {outcome.timeout_s:g} s", outcome_cause(outcome))
 
 
 def _type_description(value: object) -> str:

@@ -103,8 +103,9 @@ def test_invalid_input_is_a_clear_error(project, change, words):
     for word in words:
         assert word in result.stderr, result.stderr
     assert "Traceback" not in result.stderr
-    if result.stdout:  # the run started and failed: the summary shows its progress
-        assert balanced(json.loads(result.stdout))
+    if result.stdout:  # the preflight found it, so nothing was started
+        assert json.loads(result.stdout)["preflight"]["findings"]
+    assert not (project.run_folder / "logs").exists()
 
 
 @pytest.mark.full

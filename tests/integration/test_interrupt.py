@@ -58,7 +58,7 @@ def test_before_a_role_was_started(tmp_path, redis):
     run |= {"redis": f"unix://{tmp_path}/nothing.sock"} if redis == "absent" else {}
     table = {"run": run, "model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "a:b"}]}
     (tmp_path / "file.toml").write_text(dump_settings(parse_settings(table)))
-    process = penstock("run", str(tmp_path / "file.toml"), "--quiet", PENSTOCK_TEST_MARK=str(tmp_path))
+    process = penstock("run", str(tmp_path / "file.toml"), "--quiet", "--no-check", PENSTOCK_TEST_MARK=str(tmp_path))
     awaited = "redis.waiting" if redis == "absent" else "private_server.started"
     log, deadline = tmp_path / "run" / "logs" / "supervisor.log", time.monotonic() + 30
     while not (log.exists() and awaited in log.read_text()):
@@ -70,6 +70,27 @@ def test_before_a_role_was_started(tmp_path, redis):
     assert output == f"stopped; `penstock run {tmp_path / 'run' / 'run.toml'}` resumes\n"
     assert process.returncode == ExitCode.SUCCESS
     assert redis == "private" or time.monotonic() - began < 10, "it waited for the server"
+    assert processes_with(str(tmp_path)) == []
+
+
+def test_while_everything_is_checked(tmp_path):
+    """A reward function's import hangs: its process ends with the command, and no run was begun."""
+    (tmp_path / "rewards.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(tmp_path / 'reached')!r}).touch()\ntime.sleep(60)\n"
+    )
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n')
+    data, rewards = {"path": f"{tmp_path}/d.jsonl"}, [{"ref": f"{tmp_path}/rewards.py:b"}]
+    table = {"run": {"folder": str(tmp_path / "run")}, "model": {"path": "m"}, "data": data, "rewards": rewards}
+    (tmp_path / "file.toml").write_text(dump_settings(parse_settings(table)))
+    process = penstock("run", str(tmp_path / "file.toml"), PENSTOCK_TEST_MARK=str(tmp_path))
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "reached").exists():
+        assert time.monotonic() < deadline, process.poll()
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=30)[0] == "interrupted\n"
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert not (tmp_path / "run").exists()
     assert processes_with(str(tmp_path)) == []
 
 

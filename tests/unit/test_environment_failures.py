@@ -270,7 +270,7 @@ def test_a_tool_error_leaves_the_completion_valid_and_a_dead_tool_server_does_no
     assert refused.tool_replies == ["Error: ValueError: there is no tea"]
     assert (refused.is_valid, refused.reward_value) == (True, 0.0)
     dead = play(Shop, [call("buy", what="server"), "no tea"])
-    assert dead.failure == Failure(reason=RolloutReason.ENV_STEP, detail=dead.failure.detail)
+    assert dead.failure.reason is RolloutReason.ENV_STEP
     assert "the shop is gone" in dead.failure.detail
     assert (dead.is_valid, dead.reward, dead.completion.parts) == (False, None, [])
 

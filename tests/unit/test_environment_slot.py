@@ -232,7 +232,7 @@ async def test_a_reset_that_raises_or_times_out_fails_and_the_next_one_gets_a_ne
         for how, message in (("raise", "RuntimeError: no server"), ("hang", "did not return within 0.3 s")):
             async with pool.slot("env") as slot:
                 failure = await slot.reset({"how": how}, 0, 0, 0.3)
-                assert failure == Failure(reason=RolloutReason.ENV_RESET, detail=failure.detail)
+                assert failure == Failure(reason=RolloutReason.ENV_RESET, detail=failure.detail, cause=failure.cause)
                 assert message in failure.detail
         async with pool.slot("env") as slot:
             assert await slot.reset({"how": "well"}, 0, 0, 5) is None

@@ -170,7 +170,8 @@ async def test_a_call_that_raises_is_not_repeated_for_its_rows(granularity):
 
     function = RewardFunction(longest, "longest", call_options=CallOptions(granularity=granularity))
     rewards = await function(batch(answer=[1, 0, 2]), 5.0)
-    assert rewards == [Unmeasured(RewardReason.RAISED, "ZeroDivisionError: division by zero")] * 3
+    assert [(each.reason, each.detail) for each in rewards] == [("raised", "ZeroDivisionError: division by zero")] * 3
+    assert rewards[0].cause.place.startswith(f"{__file__}:")
     assert calls == [3]
 
 
@@ -185,7 +186,7 @@ async def test_a_row_that_raises_is_invalid_alone_if_the_function_is_called_by_r
     rewards = await function(batch(answer=[1, 0, 2]), 5.0)
     assert rewards[0] == Measured(1.0)
     assert rewards[2] == Measured(0.5)
-    assert rewards[1] == Unmeasured(RewardReason.RAISED, "ZeroDivisionError: division by zero")
+    assert (rewards[1].reason, rewards[1].detail) == ("raised", "ZeroDivisionError: division by zero")
     assert calls == [1, 1, 1]
 
 

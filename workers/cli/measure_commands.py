@@ -10,19 +10,37 @@ from workers.cli.command_group import exit_process, log_errors_only
 
 
 @click.command()
-@click.argument("ref")
+@click.argument("ref", metavar="REF|FILE")
 @click.option("fields", "--field", multiple=True, metavar="k=v", help="A column of the row; may be repeated.")
 @click.option(
     "arguments", "--args", multiple=True, metavar="k=v", help="An argument as in the settings; may be repeated."
 )
 @click.option("--env", "world", default="", metavar="REF", help="For a reward function that looks at environments.")
+@options.overrides
+@click.option("--report", type=click.Path(path_type=Path), metavar="PATH", help="FILE: also write the report as JSON.")
 @options.json
-def check(ref: str, fields: tuple[str, ...], arguments: tuple[str, ...], world: str, as_json: bool) -> None:
-    """Try the environment or the reward function REF without a model.
+def check(
+    ref: str,
+    fields: tuple[str, ...],
+    arguments: tuple[str, ...],
+    world: str,
+    overrides: tuple[str, ...],
+    report: Path | None,
+    as_json: bool,
+) -> None:
+    """Try the environment or the reward function REF without a model, or everything that the settings FILE names.
 
     Shows an environment's tools as a model sees them, the reward of an episode, the content of its snapshot, and every
     violation of the contract. A reward function is called with sample rows.
+
+    A settings FILE (.toml) is tested as `penstock run` tests it before it starts an engine: model, chat template, data,
+    environments, reward functions, lengths, disk, memory, Redis. All faults are reported at once.
     """
+    if ref.endswith(".toml"):
+        from workers.commands.check.run_check import check_settings_file
+
+        log_errors_only("check")
+        exit_process(check_settings_file(Path(ref), overrides, report, as_json=as_json))
     from workers.commands.check import check_reference
 
     sys.exit(check_reference(ref, fields, as_json, arguments, world))

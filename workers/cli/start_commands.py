@@ -62,6 +62,7 @@ def _demo_folder(seed: int, steps: int | None, control: str | None, engine: str 
 @options.overrides
 @options.json
 @click.option("--quiet", is_flag=True, help="Show no progress.")
+@click.option("--no-check", is_flag=True, help="Start without the preflight (`penstock check FILE`).")
 @options.accept_change
 @options.accept_data
 def run(
@@ -69,10 +70,13 @@ def run(
     overrides: tuple[str, ...],
     as_json: bool,
     quiet: bool,
+    no_check: bool,
     accepted: tuple[str, ...],
     accept_data: Literal["appended"] | None,
 ) -> None:
     """Start the run that FILE describes on this machine, or resume it.
+
+    First everything is tested that can be tested before an engine starts, as by `penstock check FILE`.
 
     Ctrl-C drains and stops; `penstock run runs/NAME/run.toml` resumes.
     """
@@ -80,7 +84,7 @@ def run(
     from workers.run.run_command import run
 
     accept = Accept(accepted, accept_data or "")
-    sys.exit(run(file, overrides, as_json=as_json, quiet=quiet, accept=accept))
+    sys.exit(run(file, overrides, as_json=as_json, quiet=quiet, accept=accept, check=not no_check))
 
 
 @click.command()

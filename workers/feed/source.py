@@ -242,7 +242,10 @@ def _check_prompt(row: Row, prompt: str, place: str) -> Row | DataError:
     if not prompt:
         return row
     if value is None:
-        return DataError(f"{place}: no column {prompt!r}; data.prompt names the column with the prompt")
+        columns = ", ".join(row) or "none"
+        return DataError(
+            f"{place}: no column {prompt!r}; data.prompt names the column with the prompt; there are: {columns}"
+        )
     if not (value.strip() if isinstance(value, str) else value):
         return DataError(f"{place}: the prompt in column {prompt!r} is empty")
     return row

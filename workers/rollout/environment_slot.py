@@ -24,6 +24,7 @@ from envs.call import (
     describe_error,
     describe_failure,
     is_async,
+    outcome_cause,
     replace_surrogates,
 )
 from envs.contract import Observation, is_observation
@@ -201,7 +202,9 @@ class EnvironmentSlot:
 
     def _failure(self, reason: RolloutReason, activity: str, outcome: Outcome) -> Failure:
         self.needs_replacement = True
-        return Failure(reason=reason, detail=f"{self.name}: {activity}: {describe_failure(outcome)}")
+        source = f"environment {self.name}, {activity}"
+        detail = f"{self.name}: {activity}: {describe_failure(outcome)}"
+        return Failure(reason=reason, detail=detail, cause=outcome_cause(outcome, source))
 
     def _validate_observation(self, value: Any) -> Observation | Failure:
         """Return what `reset` returned if a prompt can end with it."""

@@ -9,7 +9,8 @@ from msgspec import Struct
 from workers.settings import Settings
 
 ENGINE = "engine"
-_LIGHT_MODULES = ("workers.cli", "workers.feed.worker", "workers.rollout.worker", "workers.score.worker")
+LIGHT_MODULES = ("workers.cli", "workers.feed.worker", "workers.rollout.worker", "workers.score.worker")
+"""Modules of the roles that do without torch; the preflight uses the same ones."""
 _TORCH_MODULES = ("workers.cli", "workers.local_engine.server", "workers.train.worker")
 _HAS_GPU = Path("/dev/nvidiactl").exists()
 """Whether NVIDIA's driver is present. A process that has initialized CUDA must not be forked, and an import may
@@ -57,8 +58,8 @@ def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, .
         RoleSpec(
             role=role,
             index=index,
-            command=(*_penstock_command(), role, str(file), *addresses),
-            modules=_torch_modules() if role == "train" else _LIGHT_MODULES,
+            command=(*penstock_command(), role, str(file), *addresses),
+            modules=_torch_modules() if role == "train" else LIGHT_MODULES,
         )
         for role, count in wanted.items()
         for index in range(count)
@@ -69,7 +70,7 @@ def engine_spec(settings: Settings, file: Path, port: int) -> RoleSpec:
     """Return the spec of an engine that this run starts; port 0: any free port. It announces `listening on URL`."""
     return RoleSpec(
         role=ENGINE,
-        command=(*_penstock_command(), "serve", str(file), "--port", str(port)),
+        command=(*penstock_command(), "serve", str(file), "--port", str(port)),
         modules=_torch_modules() if settings.engine.server == "local" else (),
         listen_timeout_s=settings.engine.start_timeout_s + _EXTRA_START_S,
     )
@@ -79,6 +80,7 @@ def _torch_modules() -> tuple[str, ...]:
     return () if _HAS_GPU else _TORCH_MODULES
 
 
-def _penstock_command() -> tuple[str, ...]:
+def penstock_command() -> tuple[str, ...]:
+    """Return the beginning of a command line of `penstock`."""
     # -P: packages in the working directory must not hide Penstock's.
     return (sys.executable, "-P", "-m", "workers")

@@ -13,6 +13,9 @@ from msgspec import Struct
 from stream.errors import RunFailedError
 from workers.run.identity_check import NOTHING, Accept, FolderCheck, check_folder
 from workers.run.pinned import free_changes
+from workers.run.preflight.findings import render_findings
+from workers.run.preflight.preflight_process import print_report, run_preflight_process
+from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import choose_display, format_duration
 from workers.run.role_specs import MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
 from workers.run.run_folder import lock_folder, write_atomically, write_settings
@@ -43,6 +46,7 @@ def run(
     as_json: bool = False,
     quiet: bool = False,
     accept: Accept = NOTHING,
+    check: bool = True,
 ) -> ExitCode:
     """Start or resume the run that a settings file describes. Returns the exit code.
 
@@ -52,12 +56,22 @@ def run(
         as_json: print the summary as JSON.
         quiet: show no progress.
         accept: changes since the last start that would be refused otherwise.
+        check: test everything before an engine starts (`workers.run.preflight`).
 
     Raises:
         PenstockError: the run cannot start, or it failed.
     """
     settings = load_settings(file, overrides)
-    result = supervise(settings, quiet=quiet, accept=accept)
+    with ProcessLauncher() as launcher:
+        if check:
+            report = anyio.run(run_preflight_process, launcher, file, overrides)
+            if report.errors and as_json:
+                print(msgspec.json.encode({"preflight": report}).decode(), flush=True)  # noqa: T201
+            if report.errors or (report.warnings and not quiet):
+                print_report(render_findings(report))
+            if report.errors:
+                return ExitCode.USAGE
+        result = supervise(settings, quiet=quiet, accept=accept, launcher=launcher)
     outcome, summary = result.outcome, result.summary
     if summary is not None and as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)  # noqa: T201  (this is the command's output)
@@ -77,6 +91,7 @@ def supervise(
     make_roles: MakeRoleSpecs = role_specs,
     make_engine: MakeEngineSpec = engine_spec,
     accept: Accept = NOTHING,
+    launcher: ProcessLauncher | None = None,
 ) -> RunResult:
     """Supervise a run to its end, then write `summary.json` and `progress.png` to its folder.
 
@@ -86,6 +101,7 @@ def supervise(
         make_roles: returns the specs of all roles except engines.
         make_engine: returns the spec of an engine that the run starts.
         accept: changes since the last start that would be refused otherwise.
+        launcher: starts the processes; None: a new one.
 
     Raises:
         PenstockError: the run cannot start.
@@ -99,7 +115,7 @@ def supervise(
         with logs.log_to_file("run", folder / "logs" / "supervisor.log"):
             before, began = latest_progress(folder), time.monotonic()
             with choose_display(quiet) as display:
-                outcome = anyio.run(Supervisor(settings, file, display, make_roles, make_engine, check).run)
+                outcome = anyio.run(Supervisor(settings, file, display, make_roles, make_engine, check, launcher).run)
             summary = None
             if outcome.view is not None:
                 summary = summarize(outcome.view, before, latest_progress(folder), time.monotonic() - began)

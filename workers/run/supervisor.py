@@ -78,6 +78,7 @@ class Supervisor:
         make_roles: returns the specs of all roles except engines.
         make_engine: returns the spec of an engine that the run starts.
         check: what the run's folder must have in common with its server; None: nothing is compared.
+        launcher: starts processes, and is closed with the run; None: a new one.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Supervisor:
         make_roles: MakeRoleSpecs = role_specs,
         make_engine: MakeEngineSpec = engine_spec,
         check: FolderCheck | None = None,
+        launcher: ProcessLauncher | None = None,
     ) -> None:
         self._settings = settings
         self._file = file
@@ -96,7 +98,7 @@ class Supervisor:
         self._make_engine = make_engine
         self._check = check
         self._log_folder = settings.folder / "logs"
-        self._launcher = ProcessLauncher()
+        self._launcher = launcher or ProcessLauncher()
         self._children = ChildProcesses(settings.queue.shutdown_timeout_s + _EXIT_MARGIN_S)
         self._ending = RunEnding()
         self._started_at = time.monotonic()

@@ -85,7 +85,7 @@ async def add_reward_parts(
     found: dict[int, CallResult] = {}
 
     async def call(position: int, function: RewardFunction) -> None:
-        found[position] = await _measure(group, completions, function, factory, timeout_s)
+        found[position] = await measure_completions(group, completions, function, factory, timeout_s)
 
     async with anyio.create_task_group() as calls:
         for position, function in enumerate(functions):
@@ -99,13 +99,14 @@ async def add_reward_parts(
             group.logged_metrics = group.logged_metrics | {name: [*group.logged_metrics.get(name, ()), *values]}
 
 
-async def _measure(
+async def measure_completions(
     group: Group,
     completions: list[Completion],
     function: RewardFunction,
     factory: EnvironmentFactory | None,
     timeout_s: float,
 ) -> CallResult:
+    """Call one function on completions, with environments restored from their snapshots if there is a factory."""
     if factory is None:
         return await function.measure(await _build_batch(group, completions, None), timeout_s)
     thawed = await anyio.to_thread.run_sync(_thaw_all, completions, factory)

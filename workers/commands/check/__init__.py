@@ -1,7 +1,8 @@
-"""`penstock check REF`: try an environment or a reward function without a model, and report its problems.
+"""`penstock check`: try an environment, a reward function or all of a run's settings, and report the problems.
 
 =======================  ===============================================
-`check.py`               the command
+`check.py`               the command for an environment or a reward function
+`run_check.py`           the command for a settings file
 `environment_check.py`   plays an episode in an environment
 `reward_check.py`        calls a reward function with sample rows
 `check_report.py`        the report

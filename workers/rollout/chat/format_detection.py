@@ -39,6 +39,7 @@ def choose_tool_format(name: str, template: ChatTemplate, tools: Sequence[dict[s
 
     Raises:
         SettingsError: `auto`, and no format parses what the template writes.
+        DataError: `auto`, and the template cannot even render a user's message.
     """
     if name != "auto":
         return ToolFormatChoice(name, TOOL_FORMATS[name], "set by model.tool_format")
@@ -54,7 +55,7 @@ def choose_tool_format(name: str, template: ChatTemplate, tools: Sequence[dict[s
             f"no tool format reads what the chat template of {template.folder} writes, {_shorten(texts[0])!r}; "
             f"{_advice()}, or give the model a chat_template.jinja that writes one of them"
         )
-    prompt = _try_render(template, [{"role": "user", "content": "u"}], shown) or ""
+    prompt = template.render([{"role": "user", "content": "u"}], shown, add_generation_prompt=False)
     tagged = [(found, tag) for found, tag in _TAGS.items() if tag in prompt]
     if len(tagged) == 1:
         ((found, tag),) = tagged

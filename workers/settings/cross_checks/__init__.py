@@ -39,11 +39,13 @@ _CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
 
 
 def check_combinations(settings: Settings, source: str) -> None:
-    """Refuse the first combination that cannot work.
+    """Refuse combinations that cannot work, all at once.
 
     Raises:
-        SettingsError: names both keys and the remedy.
+        SettingsError: names for each of them both keys and the remedy.
     """
-    for check in _CHECKS:
-        for problem in check(settings):
-            raise SettingsError(f"{source}: {problem}")
+    problems = [problem for check in _CHECKS for problem in check(settings)]
+    if len(problems) > 1:
+        problems = [f"({i}) {problem}" for i, problem in enumerate(problems, 1)]
+    if problems:
+        raise SettingsError(f"{source}: {'; '.join(problems)}")

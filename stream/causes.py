@@ -1,0 +1,79 @@
+"""Where an error came from: a small record that travels from the process that saw it to the end of the run."""
+
+import re
+from pathlib import PurePath
+from typing import Final
+
+from msgspec import Struct
+
+MAX_TRACEBACK: Final = 3000
+"""Characters of a traceback; the beginning of a longer one is cut off."""
+_HEADER = "Traceback (most recent call last):"
+_CAUSED_BY = "caused by "
+_PLACE = re.compile(r" \((?P<file>.+), line (?P<line>\d+)\)$")
+
+
+class ErrorCause(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An exception in user code, or the place where user code hung."""
+
+    exception: str
+    """Type and message, for example `KeyError: 'answer'`."""
+    source: str = ""
+    """What was called, for example `reward function exact`, or the process that failed."""
+    file: str = ""
+    line: int = 0
+    """Place in the user's code; empty and 0 if it is unknown."""
+    traceback: str = ""
+    """Python's traceback without Penstock's own frames."""
+
+    @property
+    def place(self) -> str:
+        """File and line, for example `rewards.py:12`; empty if unknown."""
+        return f"{self.file}:{self.line}" if self.file else ""
+
+    @property
+    def headline(self) -> str:
+        """Source, exception and place in one line."""
+        source = f"{self.source}: " if self.source else ""
+        place = f" ({self.file}, line {self.line})" if self.file else ""
+        return f"{source}{' '.join(self.exception.split())}{place}"
+
+    @property
+    def short_headline(self) -> str:
+        """The headline with the file's name alone."""
+        source = f"{self.source}: " if self.source else ""
+        place = f" ({PurePath(self.file).name}, line {self.line})" if self.file else ""
+        return f"{source}{' '.join(self.exception.split())}{place}"
+
+    def render(self) -> str:
+        """Return the text that ends a failed process's output; `parse_cause` reads it back."""
+        return "\n".join(filter(None, [f"{_CAUSED_BY}{self.headline}", self.traceback.rstrip()]))
+
+
+def parse_cause(text: str) -> ErrorCause | None:
+    """Return the cause in the output of a process, after its last `error: ` line; None if it has none."""
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith(_CAUSED_BY)]
+    if not starts:
+        return None
+    headline = lines[starts[-1]].removeprefix(_CAUSED_BY)
+    file, line = "", 0
+    if found := _PLACE.search(headline):
+        file, line = found["file"], int(found["line"])
+        headline = headline[: found.start()]
+    source, separator, exception = headline.partition(": ")
+    return ErrorCause(
+        exception=exception if separator else headline,
+        source=source if separator else "",
+        file=file,
+        line=line,
+        traceback="\n".join(_traceback_lines(lines[starts[-1] + 1 :])),
+    )
+
+
+def _traceback_lines(lines: list[str]) -> list[str]:
+    """Return the lines of a traceback that the text begins with."""
+    if not lines or lines[0] != _HEADER:
+        return []
+    end = next((i for i, line in enumerate(lines[1:], 1) if not line.startswith(" ")), len(lines) - 1)
+    return lines[: end + 1]

@@ -1,0 +1,295 @@
+"""Thirty mistakes, each with the message that answers it before an engine starts."""
+
+import json
+import shutil
+import socket
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+import tomli_w
+
+from stream.errors import SettingsError
+from workers.demo.model import make_model
+from workers.run.preflight.findings import PreflightReport, render_findings
+from workers.run.preflight.machine_check import check_disk, check_memory
+from workers.run.preflight.model_check import ModelFacts
+from workers.run.preflight.preflight import run_preflight
+from workers.settings.toml_file import load_settings
+
+ENVIRONMENT = """
+class Counter:
+    def reset(self, target: int, **row) -> str:
+        self.n, self.target = 0, target
+        return f"Count to {target}."
+
+    def increment(self, by: int = 1) -> int:
+        "Add to the counter."
+        self.n += by
+        return self.n
+
+    def get_reward(self) -> float:
+        return float(self.n == self.target)
+"""
+REWARD = """
+def exact(completions, answer, **_):
+    return [float(text == gold) for text, gold in zip(completions, answer)]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "policy"
+    make_model(folder, seed=0)
+    return folder
+
+
+class Project:
+    """A user's folder that works, to make one mistake in."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.model = folder / "policy"
+        shutil.copytree(model, self.model)
+        self.table = {
+            "run": {"folder": str(folder / "run")},
+            "model": {"path": str(self.model)},
+            "data": {"path": str(folder / "prompts.jsonl"), "prompt": "question"},
+            "environments": {"counter": f"{folder}/world.py:Counter"},
+            "rewards": [{"ref": f"{folder}/rewards.py:exact"}],
+            "rollout": {"max_tokens": 64, "max_tokens_per_turn": 32, "call_timeout_s": 0.3},
+            "engine": {"max_model_len": 500},
+            "train": {"batch_size": 2},
+        }
+        self.rows([{"question": f"Say {i}.", "answer": str(i), "target": i} for i in range(4)])
+        (folder / "world.py").write_text(ENVIRONMENT)
+        (folder / "rewards.py").write_text(REWARD)
+
+    def rows(self, rows: list) -> None:
+        (self.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def edit(self, file: str, old: str, new: str) -> None:
+        path = self.folder / file
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+
+    def check(self) -> PreflightReport:
+        file = self.folder / "run.toml"
+        file.write_text(tomli_w.dumps(self.table))
+        return anyio.run(run_preflight, load_settings(file))
+
+
+@pytest.fixture
+def project(tmp_path, model):
+    return Project(tmp_path, model)
+
+
+def set_key(section: str, key: str, value: object, project: Project) -> None:
+    project.table.setdefault(section, {})[key] = value
+
+
+def set_reward(code: str, project: Project) -> None:
+    (project.folder / "rewards.py").write_text(code)
+
+
+def edit_world(old: str, new: str, project: Project) -> None:
+    project.edit("world.py", old, new)
+
+
+def only_adapter(project: Project) -> None:
+    (project.model / "config.json").rename(project.model / "adapter_config.json")
+
+
+def classifier(project: Project) -> None:
+    config = json.loads((project.model / "config.json").read_text())
+    (project.model / "config.json").write_text(
+        json.dumps(config | {"architectures": ["BertForSequenceClassification"]})
+    )
+
+
+def cut_weights(project: Project) -> None:
+    file = next(project.model.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lfs_pointer(project: Project) -> None:
+    next(project.model.glob("*.safetensors")).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+
+
+def pickled_weights(project: Project) -> None:
+    file = next(project.model.glob("*.safetensors"))
+    file.rename(project.model / "pytorch_model.bin")
+
+
+def no_template(project: Project) -> None:
+    (project.model / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((project.model / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (project.model / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def broken_template(project: Project) -> None:
+    (project.model / "chat_template.jinja").write_text("{{ messages[0].nothing.at_all }}")
+
+
+def long_prompt(project: Project) -> None:
+    project.rows([{"question": "word " * 900, "answer": "1", "target": 1}] * 4)
+
+
+def without_reward(project: Project) -> None:
+    project.table["rewards"] = []
+    project.edit("world.py", "def get_reward", "def _reward")
+
+
+MISTAKES = {
+    "a hub id": (partial(set_key, "model", "path", "Qwen/Qwen3-0.6B"), ["hf download Qwen/Qwen3-0.6B", "model.path"]),
+    "no such model folder": (partial(set_key, "model", "path", "/nowhere/model"), ["/nowhere/model", "no such folder"]),
+    "a LoRA adapter as model": (only_adapter, ["LoRA adapter", "merge"]),
+    "a classifier as policy": (classifier, ["BertForSequenceClassification", "causal"]),
+    "weights cut off": (cut_weights, ["is cut off", "bytes are missing", "copy or download"]),
+    "a Git LFS pointer": (lfs_pointer, ["git lfs pull"]),
+    "weights as pickle": (pickled_weights, ["pytorch_model.bin", "safetensors"]),
+    "no chat template": (no_template, ["no chat template", "instruction-tuned", "chat_template.jinja"]),
+    "a template that fails": (broken_template, ["chat template", "UndefinedError"]),
+    "no such data file": (partial(set_key, "data", "path", "a.jsonl"), ["a.jsonl", "no such file", "data.path"]),
+    "a CSV file": (partial(set_key, "data", "path", __file__), ["data.path", ".jsonl or .parquet"]),
+    "an empty data file": (lambda project: project.rows([]), ["prompts.jsonl", "has no rows"]),
+    "a wrong prompt column": (
+        partial(set_key, "data", "prompt", "prompt"),
+        ["no column 'prompt'", "data.prompt", "question, answer, target"],
+    ),
+    "rows that are not objects": (lambda project: project.rows([1, 2]), ["prompts.jsonl:", "not an object"]),
+    "an unknown environment in the data": (
+        lambda project: project.rows([{"question": "a", "environment": "maze", "answer": "1", "target": 1}]),
+        ["environment 'maze' is unknown", "'counter'"],
+    ),
+    "a renamed column that is missing": (
+        partial(set_key, "data", "columns", {"gold": "solution"}),
+        ["no column 'solution'", "data.columns"],
+    ),
+    "a misspelt class": (partial(edit_world, "class Counter", "class Count"), ["no 'Counter'", "did you mean Count?"]),
+    "an import that fails": (
+        partial(edit_world, "class Counter", "import nothing_here\nclass Counter"),
+        ["nothing_here", "world.py"],
+    ),
+    "a syntax error": (partial(edit_world, "class Counter", "class = Counter"), ["SyntaxError", "world.py"]),
+    "a constructor that raises": (
+        partial(edit_world, "    def reset", "    def __init__(self):\n        {}['a']\n\n    def reset"),
+        ["KeyError: 'a'", "world.py:4"],
+    ),
+    "a reset that raises": (partial(edit_world, "self.n, self.target = 0", "self.n, self.target = 0 / 0"), [
+        "reset", "ZeroDivisionError", "world.py:4"]),
+    "a reset that hangs": (
+        partial(edit_world, "self.n, self.target = 0", "__import__('time').sleep(1); self.n, self.target = 0"),
+        ["reset", "did not return within 0.3 s", "world.py:4"],
+    ),
+    "a reset that needs another column": (
+        partial(edit_world, "target: int, **row", "goal: int"),
+        ["reset needs 'goal'", "answer, target", "data.columns"],
+    ),
+    "a reset that returns an object": (
+        partial(edit_world, 'return f"Count to {target}."', "return object()"),
+        ["reset", "object returned", "a string"],
+    ),
+    "no reward at all": (without_reward, ["no get_reward and there are no [[rewards]]"]),
+    "a reward that does not exist": (partial(set_reward, "def exact_match(): pass"), ["no 'exact'", "exact_match"]),
+    "a reward that asks for another column": (
+        partial(set_reward, "def exact(completions, solution): return [1.0]"),
+        ["a column 'solution'", "answer, target", "data.columns"],
+    ),
+    "a reward that raises": (
+        partial(set_reward, "def exact(completions, **_):\n    return [1 / 0 for _ in completions]\n"),
+        ["ZeroDivisionError: division by zero", "rewards.py:2"],
+    ),
+    "a reward that returns one number": (
+        partial(set_reward, "def exact(completions, **_): return 1.0"),
+        ["measured nothing", "a list of 1 numbers expected"],
+    ),
+    "a reward that returns text": (
+        partial(set_reward, "def exact(completions, **_): return ['yes' for _ in completions]"),
+        ["not_numeric", "returned str, not a number"],
+    ),
+    "prompts longer than the context": (long_prompt, ["leaves no room for an answer", "engine.max_model_len"]),
+    "a server that is not there": (
+        partial(set_key, "run", "redis", "redis://127.0.0.1:1"),
+        ["Redis at redis://127.0.0.1:1", "run.redis"],
+    ),
+}  # fmt: skip
+
+
+def test_a_run_without_a_mistake_has_no_findings(project):
+    report = project.check()
+    assert not report.findings, render_findings(report)
+    assert {"environment counter", "reward exact", "Redis", "chat template with the tools of counter"} <= set(
+        report.checked
+    )
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_an_error_with_place_and_remedy(project, mistake):
+    make, words = MISTAKES[mistake]
+    make(project)
+    report = project.check()
+    text = "\n".join(f"{each.subject} ({each.place}): {each.problem}" for each in report.errors)
+    assert [word for word in words if word not in text] == [], text or render_findings(report)
+
+
+def test_all_faults_are_found_at_once(project):
+    project.table["model"]["path"] = "Qwen/Qwen3-0.6B"
+    edit_world("self.n, self.target = 0", "self.n, self.target = 0 / 0", project)
+    set_reward("def exact(completions, **_):\n    raise ValueError('bad')\n", project)
+    report = project.check()
+    assert [each.subject for each in report.errors] == ["model", "environment counter", "reward exact"]
+    text = render_findings(report)
+    assert 'rewards.py", line 2, in exact' in text
+    assert "/envs/" not in text.replace(str(project.folder), ""), "the traceback has frames of Penstock"
+    assert "3 errors found" in text
+
+
+def test_several_wrong_combinations_are_reported_together(project):
+    project.table["rollout"] |= {"max_tokens_per_turn": 100, "temperature": 0.0}
+    with pytest.raises(SettingsError) as caught:
+        project.check()
+    assert "max_tokens_per_turn (100)" in str(caught.value)
+    assert "rollout.temperature is 0" in str(caught.value)
+
+
+def test_a_completion_that_is_cut_off_is_a_warning(project):
+    project.table["rollout"]["max_tokens"] = 480
+    report = project.check()
+    assert not report.errors
+    assert "so completions are cut at" in report.warnings[0].problem
+
+
+def test_a_reward_that_fails_on_one_answer_is_a_warning(project):
+    set_reward(
+        "def exact(completions, **_):\n    return [float(c.split('boxed')[1] == '') for c in completions]\n", project
+    )
+    report = project.check()
+    assert not report.errors
+    assert "IndexError" in report.warnings[0].problem
+    assert report.warnings[0].place.endswith("rewards.py:2")
+
+
+def test_an_engine_that_does_not_answer_is_a_warning(project):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        project.table["engine"]["urls"] = [f"http://127.0.0.1:{taken.getsockname()[1]}"]
+        report = project.check()
+    assert not report.errors
+    assert "does not answer" in report.warnings[0].problem
+
+
+def test_a_disk_and_a_memory_that_are_too_small_are_errors(project, monkeypatch):
+    (project.folder / "run.toml").write_text(tomli_w.dumps(project.table))
+    settings, report = load_settings(project.folder / "run.toml"), PreflightReport()
+    facts = ModelFacts(parameters=10**15, max_positions=512)
+    check_disk(settings, facts, report)
+    monkeypatch.setattr("workers.run.preflight.machine_check._HAS_GPU", False)
+    check_memory(settings, facts, report)
+    assert [each.place for each in report.errors] == ["run.folder", "model.path"]
+
+
+def test_thirty_mistakes_are_answered():
+    assert len(MISTAKES) >= 30

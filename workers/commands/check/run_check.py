@@ -1,0 +1,41 @@
+"""The command `penstock check FILE.toml`: the preflight of a run, without the run."""
+
+from functools import partial
+from pathlib import Path
+
+import click
+import msgspec
+
+from workers.run.preflight.findings import render_findings
+from workers.run.preflight.preflight import run_preflight
+from workers.runtime.daemon_thread import run_in_daemon_thread
+from workers.runtime.exit_codes import ExitCode
+from workers.settings.toml_file import load_settings
+
+
+def check_settings_file(file: Path, overrides: tuple[str, ...], out: Path | None, *, as_json: bool) -> ExitCode:
+    """Test everything that a settings file names, and print the findings.
+
+    Args:
+        file: settings file.
+        overrides: values of single settings; they take precedence over the file.
+        out: also write the report to this file, as JSON.
+        as_json: print the report as JSON.
+
+    Returns:
+        `SUCCESS` if the run can work, else `FAILURE`.
+
+    Raises:
+        SettingsError: the settings are invalid.
+    """
+    report = run_in_daemon_thread(partial(run_preflight, load_settings(file, overrides)))
+    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    if out is not None:
+        out.write_bytes(encoded)
+    if as_json:
+        click.echo(encoded.decode())
+    else:
+        if report.findings:
+            click.echo(render_findings(report))
+        click.echo(f"checked in {report.seconds:.1f} s: {', '.join(report.checked)}")
+    return ExitCode.FAILURE if report.errors else ExitCode.SUCCESS

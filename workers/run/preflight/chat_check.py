@@ -1,0 +1,122 @@
+"""Checks the chat template with the tools of each environment, and that prompts leave room for an answer."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from stream.errors import PenstockError
+from stream.records import Prompt
+from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
+from workers.rollout.messages import append_observation
+from workers.run.preflight.environment_check import CheckedEnvironment
+from workers.run.preflight.findings import PreflightReport
+from workers.settings import Settings
+
+_MAX_PROMPTS: Final = 32
+"""Prompts of each environment that are rendered."""
+
+
+def check_chats(
+    settings: Settings,
+    prompts: list[Prompt],
+    environments: Mapping[str, CheckedEnvironment],
+    max_positions: int,
+    report: PreflightReport,
+) -> None:
+    """Report faults of the chat template, and prompts that are too long.
+
+    Args:
+        settings: of the run.
+        prompts: first prompts of the data.
+        environments: those that could be made.
+        max_positions: longest sequence of the model; 0 if unknown.
+        report: gets the findings.
+    """
+    folder = Path(settings.model.path)
+    factories = {name: environment.factory for name, environment in environments.items()}
+    names: list[str | None] = list(factories) or ([None] if not settings.environments else [])
+    for name in names:
+        try:
+            setup = load_chat_setups(settings, folder, {name: factories[name]} if name else {})[name]
+        except PenstockError as error:
+            report.error("chat template", "model.path", error)
+            continue
+        except Exception as error:  # noqa: BLE001  (a template is foreign code)
+            report.error("chat template", "model.path", f"{type(error).__name__}: {error}")
+            continue
+        if name:
+            _check_tools(name, setup, environments[name], settings, report)
+        _check_lengths(name, setup, prompts, environments.get(name or ""), settings, max_positions, report)
+        report.checked.append(f"chat template{f' with the tools of {name}' if name else ''}")
+    _check_max_positions(settings, max_positions, report)
+
+
+def _check_tools(
+    name: str, setup: ChatSetup, environment: CheckedEnvironment, settings: Settings, report: PreflightReport
+) -> None:
+    factory = environment.factory
+    if not factory.tools or not settings.data.chat_template_kwargs.get("tools", True):
+        return
+    prompt = setup.chat.renderer.render_prompt([{"role": "user", "content": "u"}])
+    if hidden := [tool.name for tool in factory.tools if tool.name not in prompt]:
+        report.warn(
+            f"environment {name}",
+            "model.path",
+            f"the chat template does not show the tool {hidden[0]} to the model; describe the tools in data.system, or "
+            "use a model whose template does",
+        )
+
+
+def _check_lengths(
+    name: str | None,
+    setup: ChatSetup,
+    prompts: list[Prompt],
+    environment: CheckedEnvironment | None,
+    settings: Settings,
+    max_positions: int,
+    report: PreflightReport,
+) -> None:
+    """Compare prompt and completion with `engine.max_model_len`."""
+    of_name = [prompt for prompt in prompts if prompt.environment == name][:_MAX_PROMPTS]
+    observation = environment.observation if environment else None
+    longest, row = 0, ""
+    for prompt in of_name:
+        messages = prompt.messages
+        if environment and (environment.prompt is prompt or not settings.data.prompt):
+            messages = append_observation(messages, observation)
+        try:
+            tokens = len(setup.chat.prompt_ids(messages))
+        except PenstockError as error:
+            report.error("chat template", "data.prompt", f"row {prompt.id}: {error}")
+            return
+        if tokens > longest:
+            longest, row = tokens, prompt.id
+    limit, wanted = settings.engine.max_model_len, settings.rollout.max_tokens
+    if settings.engine.urls or not longest:
+        return
+    key, enough = "engine.max_model_len", longest + wanted
+    can_grow = not max_positions or enough <= max_positions
+    remedy = f"set {key} = {_round_up(enough)}, or lower rollout.max_tokens" if can_grow else "lower rollout.max_tokens"
+    if longest >= limit:
+        problem = f"the prompt of row {row} has {longest} tokens, and {key} = {limit} leaves no room for an answer"
+        report.error("lengths", key, f"{problem}; {remedy if can_grow else 'shorten the prompts'}")
+    elif enough > limit:
+        cut = f"so completions are cut at {limit - longest} tokens; {remedy}"
+        sums = f"a prompt of {longest} tokens (row {row}) and rollout.max_tokens = {wanted}"
+        report.warn("lengths", key, f"{sums} are more than {key} = {limit}, {cut}")
+
+
+def _check_max_positions(settings: Settings, max_positions: int, report: PreflightReport) -> None:
+    limit = settings.engine.max_model_len
+    if max_positions and limit > max_positions and not settings.engine.urls:
+        add = report.error if settings.engine.server == "vllm" else report.warn
+        add(
+            "lengths",
+            "engine.max_model_len",
+            f"{limit} tokens are more than the {max_positions} that the model was made for (max_position_embeddings in "
+            f"its config.json); set it to {max_positions} or less",
+        )
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // 256) * 256

@@ -1,0 +1,162 @@
+"""Calls each reward function once, on scripted completions of a row of the data."""
+
+import inspect
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any, Final
+
+import anyio
+import msgspec
+
+from envs.call import describe_error, error_cause
+from envs.factory import EnvironmentFactory
+from envs.rewards import RewardFunction
+from envs.rewards.call_results import RowResult
+from envs.rewards.loading import CALL_PARAMETERS
+from stream.errors import PenstockError
+from stream.records import Completion, Group, Prompt
+from stream.validity import RewardReason, Unmeasured
+from workers.run.preflight.environment_check import CALL_TIMEOUT_S, CheckedEnvironment, load_user_code
+from workers.run.preflight.findings import PreflightReport
+from workers.runtime.reward_functions import load_reward_function, measure_completions
+from workers.settings import Settings
+
+_OPEN_TIMEOUT_S: Final = 5.0
+"""For a function that connects to a server before its first call."""
+_MAX_VALUE: Final = 200
+"""Characters of a column's value that a scripted completion quotes."""
+
+
+async def check_rewards(
+    settings: Settings,
+    prompts: list[Prompt],
+    environments: Mapping[str, CheckedEnvironment],
+    report: PreflightReport,
+) -> None:
+    """Report faults of `[[rewards]]`."""
+    for position, given in enumerate(settings.rewards):
+        name = given.name or given.ref.rpartition(":")[2]
+        subject, place = f"reward {name}", f"rewards[{position}].ref"
+        one_process = msgspec.structs.replace(given, processes=min(1, given.processes))
+        function, _ = await load_user_code(partial(load_reward_function, one_process), subject, place, report)
+        if function is None:
+            continue
+        prompt = next((each for each in prompts if function.applies_to(each.environment)), None)
+        if prompt is None or _lacks_column(function, prompt, environments, subject, place, report):
+            continue
+        if "environments" in _parameters(function.function) and not _has_snapshot(prompt, environments):
+            continue  # that the environment cannot be reset has been reported
+        await _call(function, prompt, environments, subject, place, report)
+        report.checked.append(subject)
+
+
+def _lacks_column(
+    function: RewardFunction,
+    prompt: Prompt,
+    environments: Mapping[str, CheckedEnvironment],
+    subject: str,
+    place: str,
+    report: PreflightReport,
+) -> bool:
+    """Report parameters without a default that no column has."""
+    given = {*prompt.fields, *CALL_PARAMETERS} - ({"environments"} if not environments else set())
+    missing = [name for name in _required_parameters(function.function) if name not in given]
+    for name in missing:
+        if name == "environments":
+            problem = "it asks for environments, but [environments] is empty"
+        else:
+            columns = ", ".join(prompt.fields) or "no columns beside the prompt"
+            problem = (
+                f"it asks for a column {name!r}, and a row of the data has {columns}; name the column that it is with "
+                f'data.columns = {{ {name} = "COLUMN" }}, or give the parameter a default'
+            )
+        report.error(subject, place, problem)
+    return bool(missing)
+
+
+async def _call(
+    function: RewardFunction,
+    prompt: Prompt,
+    environments: Mapping[str, CheckedEnvironment],
+    subject: str,
+    place: str,
+    report: PreflightReport,
+) -> None:
+    environment = environments.get(prompt.environment or "")
+    factory: EnvironmentFactory | None = (
+        environment.factory if environment is not None and environment.snapshot else None
+    )
+    group = _scripted_group(prompt, environment)
+    timeout_s = min(CALL_TIMEOUT_S, function.call_options.timeout_s or CALL_TIMEOUT_S)
+    try:
+        async with AsyncExitStack() as stack:
+            with anyio.move_on_after(_OPEN_TIMEOUT_S) as opening:
+                await stack.enter_async_context(function.open())
+            if opening.cancelled_caught:
+                report.warn(subject, place, f"it did not open within {_OPEN_TIMEOUT_S:g} s; its server may be down")
+                return
+            results = []
+            for i in range(len(group.completions)):  # one by one, so that one failure does not hide another
+                alone = msgspec.structs.replace(group, completions=[group.completions[i]])
+                found = await measure_completions(alone, alone.completions, function, factory, timeout_s)
+                results += found.rows
+    except PenstockError as error:
+        report.warn(subject, place, error)
+        return
+    except Exception as error:  # noqa: BLE001  (user code: entering it may raise anything)
+        report.error(subject, place, f"entering it raised {describe_error(error)}", error_cause(error, subject))
+        return
+    _report_results(results, group, prompt, subject, place, report)
+
+
+def _report_results(
+    results: list[RowResult], group: Group, prompt: Prompt, subject: str, place: str, report: PreflightReport
+) -> None:
+    failed = [(i, result) for i, result in enumerate(results) if isinstance(result, Unmeasured)]
+    if not failed:
+        return
+    first, reward = failed[0]
+    answer = group.completions[first].messages[-1]["content"]
+    is_outside = reward.reason in (RewardReason.UNAVAILABLE, RewardReason.TIMEOUT)
+    add = report.error if len(failed) == len(results) and not is_outside else report.warn
+    add(subject, place, f"{_describe(reward)}, for the answer {answer!r} to the row {prompt.id}", reward.cause)
+
+
+def _describe(reward: Unmeasured) -> str:
+    match reward.reason:
+        case RewardReason.RAISED:
+            return f"it raised {reward.detail}"
+        case _:
+            return f"it measured nothing: {reward.reason}: {reward.detail}"
+
+
+def _scripted_group(prompt: Prompt, environment: CheckedEnvironment | None) -> Group:
+    """Return a group with an answer that is wrong, and one that quotes the row's first columns."""
+    values = [str(value)[:_MAX_VALUE] for value in prompt.fields.values() if isinstance(value, str | int | float)]
+    answers = ["I do not know.", f"The answer is \\boxed{{{values[0]}}}." if values else "42"]
+    snapshot = None if environment is None else environment.snapshot
+    return Group(
+        prompt=prompt,
+        completions=[
+            Completion(index=i, messages=[{"role": "assistant", "content": text}], turns=1, snapshot=snapshot)
+            for i, text in enumerate(answers)
+        ],
+    )
+
+
+def _has_snapshot(prompt: Prompt, environments: Mapping[str, CheckedEnvironment]) -> bool:
+    environment = environments.get(prompt.environment or "")
+    return environment is not None and environment.snapshot is not None
+
+
+def _required_parameters(function: Any) -> list[str]:
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in _parameters(function).values() if p.kind in named and p.default is p.empty]
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a C function without a signature
+        return {}
