@@ -1,5 +1,6 @@
 """Shared by all tests: the event loop, a private server, a run per test, detection of blocking calls."""
 
+import gc
 import os
 import subprocess
 import tempfile
@@ -28,13 +29,16 @@ from stream.validity import Measured
 from tests.cases.rows import sampled_row
 from tests.preload.fixtures import preloaded, pytest_collection_finish  # noqa: F401  (a fixture, a hook)
 
+# Collecting imports torch and makes 6,000 tests: the collector would traverse them dozens of times, for nothing.
+gc.disable()
+
 # Several test processes share the cores; threads that wait for each other's share of small tensors slow all of them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("dev", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
     "ci",
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     print_blob=True,
@@ -53,6 +57,16 @@ LONG_S = 300.0
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slice", metavar="K/N", help="only one N-th of the tests, without those that take very long")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[object]:
+    """Collect without the garbage collector; afterwards it ignores what was made until then."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

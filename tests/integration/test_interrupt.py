@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 def penstock(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     """Start the command in a terminal's way: Ctrl-C reaches its whole process group."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "workers", *arguments],
+        # Tests that run in the background of a shell ignore SIGINT, and so would the processes they start.
+        ["env", "--default-signal=INT", sys.executable, "-P", "-m", "workers", *arguments],
         cwd=ROOT,
         env=os.environ | environment,
         stdout=subprocess.PIPE,

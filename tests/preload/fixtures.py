@@ -21,6 +21,8 @@ _started: list[subprocess.Popen[bytes]] = []
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let it import while other tests run."""
+    if session.config.option.collectonly:
+        return
     if any("preloaded" in getattr(item, "fixturenames", ()) for item in session.items) and is_used():
         start_fork_server()
 

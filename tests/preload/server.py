@@ -60,9 +60,12 @@ def import_everything() -> None:
         for path in sorted((ROOT / package).rglob("*.py"))
         if path.stem not in {"__main__", "__init__"}
     )
+    gc.disable()
     for name in (*ours, *MODULES):
         with suppress(ImportError):
             importlib.import_module(name)
+    gc.freeze()  # the processes to come share these pages, as long as no collection writes to them
+    gc.enable()
 
 
 class ForkServer:
@@ -214,8 +217,6 @@ def main(address: str, executable: str, parent: int) -> None:
     server = ForkServer(address, executable)  # clients may come while it imports
     try:
         import_everything()
-        gc.collect()
-        gc.freeze()
         server.serve(parent)
     finally:
         shutil.rmtree(Path(address).parent, ignore_errors=True)

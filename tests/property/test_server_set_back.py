@@ -217,7 +217,7 @@ class Run:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(10, 200, 10))])
 async def test_a_server_that_is_set_back_never_unbalances_the_account(pipe_on, redis_url, tmp_path, first):
     for seed in range(first, first + 10):
         folder = tmp_path / str(seed)
