@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from envs.factory import EnvironmentFactory
 from stream.records import Prompt
 from stream.validity import Measured
-from workers.demo.model import make_model
+from workers.base_models.shipped import write_base_model
 from workers.demo.task import training_rows
 from workers.demo.warm_start import warm_start
 from workers.engine_api.discovery.discovery import EngineDiscovery
@@ -38,12 +38,11 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory) -> dict[int, Path]:
-    """Two policies that use tools: version 0, and version 1 after more training steps."""
+    """Two policies that use tools: version 0, and version 1 after a few training steps."""
     folder = tmp_path_factory.mktemp("policies")
-    make_model(folder / "v0", seed=3)
-    warm_start(folder / "v0", 3, steps=250, threads=1)
+    write_base_model("calculator", folder / "v0")
     shutil.copytree(folder / "v0", folder / "v1")
-    warm_start(folder / "v1", 4, steps=20, threads=1)
+    warm_start(folder / "v1", 4, steps=4, threads=1)
     return {0: folder / "v0", 1: folder / "v1"}
 
 

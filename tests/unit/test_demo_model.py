@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from envs.builtin.calculator import Calculator
 from envs.tools import tool_specs
+from workers.base_models.shipped import FOLDERS, stored_hashes, write_base_model
+from workers.demo.make_base_model import made_from
 from workers.demo.model import make_model
 from workers.demo.task import training_problems
 from workers.demo.transcripts import Behavior, build_transcript, transcripts
@@ -177,6 +179,20 @@ def test_the_seed_affects_only_the_weights(folder, tmp_path):
 
 def tmp_folders(folder, tmp_path):
     return [("first", folder), ("same", tmp_path / "same"), ("other", tmp_path / "other")]
+
+
+def test_the_shipped_model_is_the_one_that_the_script_makes(folder, tmp_path):
+    expected = made_from((folder / "tokenizer.json").read_text())
+    stale = sorted(name for name, value in expected.items() if stored_hashes("calculator").get(name) != value)
+    assert not stale, f"changed since the model was made: {stale}; run `python -m workers.demo.make_base_model`"
+    write_base_model("calculator", tmp_path)
+    for file in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / file).read_bytes() == (folder / file).read_bytes(), file
+    made, shipped = (load_file(path / "model.safetensors") for path in (folder, tmp_path))
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in made.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in shipped.items()
+    }
+    assert sum(path.stat().st_size for path in FOLDERS["calculator"].iterdir()) < 1_000_000
 
 
 def test_a_warm_start_is_reproducible_bit_for_bit_and_reports_each_step(tmp_path):

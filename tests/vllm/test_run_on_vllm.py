@@ -26,10 +26,10 @@ from tests.e2e.harness import Project, balanced, stop, wait_for_trained
 from tests.vllm.policies import Judge
 from tests.vllm.served import CLOSE, difference
 from tests.vllm.server import vllm_python
+from workers.base_models.shipped import write_base_model
 from workers.cli import penstock
-from workers.demo.model import END_OF_TURN, make_model, make_tokenizer
+from workers.demo.model import END_OF_TURN, make_tokenizer
 from workers.demo.task import training_rows
-from workers.demo.warm_start import warm_start
 from workers.engine_api.wire import GenerateRequest, GenerateResponse, SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -189,8 +189,7 @@ def kill_one_and_wait_for_its_restart(project: Project, process) -> Back:
 def played(tmp_path_factory) -> Played:
     folder = tmp_path_factory.mktemp("vllm-run")
     model = folder / "model"
-    make_model(model, seed=1)
-    warm_start(model, 1, 150)  # enough to call tools
+    write_base_model("calculator", model)
     project = Project(folder, model)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in training_rows(PROMPTS, 1)))
     (folder / "chance.py").write_text(

@@ -11,7 +11,7 @@ from workers.cli.command_group import current_command, exit_process
 
 
 @click.command()
-@click.option("--seed", default=1, show_default=True, help="Seed of model, data and run.")
+@click.option("--seed", default=1, show_default=True, help="Seed of problems, sampling and run.")
 @click.option(
     "--folder",
     type=click.Path(path_type=Path),
@@ -19,7 +19,7 @@ from workers.cli.command_group import current_command, exit_process
 )
 @click.option("--steps", default=None, type=click.IntRange(1), help="Optimizer steps.")
 @click.option("--control", type=click.Choice(["zero-lr", "permuted"]), help="A control run that must not learn.")
-@click.option("--prepare", "only_prepare", is_flag=True, help="Make the model, its warm start and run.toml, and stop.")
+@click.option("--prepare", "only_prepare", is_flag=True, help="Write the model, the prompts and run.toml, and stop.")
 @click.option("--engine", type=click.Choice(["local", "vllm"]), default="local", show_default=True)
 @click.option(
     "--vllm-python",

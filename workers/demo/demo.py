@@ -2,7 +2,7 @@
 
 ::
 
-    prepare      makes a model, a tokenizer, a warm start with bad habits, problems, run.toml
+    prepare      writes the shipped base model, which has bad habits, problems, run.toml
     score        samples 200 held-out problems with the run's episode loop and reward
     run          starts every role as a process, exactly like `penstock run FOLDER/run.toml`
     score        samples the same problems again
@@ -10,14 +10,12 @@
 """
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stream.errors import RunFailedError
 from workers.commands.evaluate.evaluation_engine import with_started_engine
@@ -34,8 +32,6 @@ from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
 HELD_OUT_PROBLEMS = 200
-MIN_WARM_START_SCORE = 0.15
-"""Minimum mean reward of the warm start; below it, too few episodes succeed for reinforcement learning to begin."""
 
 
 def run_demo(
@@ -50,7 +46,7 @@ def run_demo(
     """Run or resume the demo; returns the exit code.
 
     Args:
-        seed: seed of model, warm start, problems and run.
+        seed: seed of problems, sampling and run; the model is the same for every seed.
         folder: the run's folder.
         as_json: print the summary as one JSON line, the only output on stdout.
         control: `zero-lr` trains with learning rate 0; `permuted` permutes rewards within each group.
@@ -58,20 +54,14 @@ def run_demo(
         vllm_python: interpreter with vLLM, to sample with vLLM; empty: the local engine.
 
     Raises:
-        RunFailedError: the warm start is too weak, or the run failed.
+        RunFailedError: the run failed.
     """
     console = Console(stderr=True, highlight=False)
-    settings = _prepare(console, folder, seed, steps or STEPS, control, vllm_python)
+    settings = prepare_run(folder, seed, steps or STEPS, control, vllm_python)
     scoring = demo_settings(folder, seed, vllm_python=vllm_python)  # a control run is scored with the real reward
     rows = held_out_rows(HELD_OUT_PROBLEMS)
     model = Path(settings.model.path)
     before = _score_with_status(scoring, model, rows, console, "before")
-    if before.sampled < MIN_WARM_START_SCORE:
-        raise RunFailedError(
-            f"the warm start scores {before.sampled:.3f} on held-out problems, below {MIN_WARM_START_SCORE}: too "
-            "little to "
-            f"learn from; try another --seed (its model is in {model})"
-        )
     ended = supervise(settings)
     raise_for_failure(ended, settings)
     summary = ended.summary
@@ -93,26 +83,9 @@ def run_demo(
 def prepare_demo(seed: int, folder: Path, steps: int | None = None, vllm_python: str = "") -> int:
     """Prepare the folder for roles that are started one by one; returns the exit code."""
     console = Console(stderr=True, highlight=False)
-    _prepare(console, folder, seed, steps or STEPS, vllm_python=vllm_python)
+    prepare_run(folder, seed, steps or STEPS, vllm_python=vllm_python)
     console.print(f"ready: {folder / 'run.toml'}", soft_wrap=True)
     return 0
-
-
-def _prepare(
-    console: Console, folder: Path, seed: int, steps: int, control: NegativeControl | None = None, vllm_python: str = ""
-) -> Settings:
-    """Prepare the folder and show the progress."""
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) if console.is_terminal else nullcontext() as bar:
-        tell: Callable[[str, float], None] | None = None
-        if isinstance(bar, Progress):
-            task = bar.add_task("warm start", total=1.0)
-
-            def tell(what: str, share: float) -> None:
-                bar.update(task, description=what, completed=share)
-        else:
-            console.print(f"preparing {folder}: a small model and its warm start", soft_wrap=True)
-        return prepare_run(folder, seed, steps, control, tell, vllm_python)
 
 
 def _score_with_status(

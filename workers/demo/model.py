@@ -27,6 +27,8 @@ VOCABULARY = 350
 CORPUS = 2000
 """Number of transcripts that train the tokenizer; half of them show the habit."""
 MAX_LENGTH = 512
+SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Sizes of the demo's model in transformers' words."""
 
 CHAT_TEMPLATE = """\
 {#- ChatML with tool calls as JSON in <tool_call> tags (Hermes). The rendering of the first messages is a prefix
@@ -72,8 +74,7 @@ def make_model(folder: Path, seed: int) -> None:
     """
     from transformers import Qwen3ForCausalLM
 
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
-    write_qwen3(folder, Qwen3ForCausalLM, seed, spread=0.02, tie_word_embeddings=True, **sizes)
+    write_qwen3(folder, Qwen3ForCausalLM, seed, spread=0.02, tie_word_embeddings=True, **SIZES)
 
 
 def write_qwen3(

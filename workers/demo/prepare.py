@@ -1,14 +1,12 @@
-"""Prepares a demo run: a warm-started small model, training problems, and settings that are known to learn."""
+"""Prepares a demo run: a small model with a bad habit, training problems, and settings that are known to learn."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from workers.demo.model import make_model
+from workers.base_models.shipped import write_base_model
 from workers.demo.task import training_rows
-from workers.demo.warm_start import warm_start
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings, parse_settings
 
@@ -16,7 +14,6 @@ NegativeControl = Literal["zero-lr", "permuted"]
 
 STEPS = 50
 """Default steps; by then the score has flattened, because half of the groups have no variance left."""
-WARM_START_STEPS = 1200
 GROUPS_PER_STEP = 16
 GROUP_SIZE = 8
 
@@ -26,7 +23,7 @@ def demo_settings(folder: Path, seed: int, control: NegativeControl | None = Non
 
     Args:
         folder: the run's folder.
-        seed: seed of model, warm start, problems and run.
+        seed: seed of problems, sampling and run; the model is the same for every seed.
         control: `zero-lr` trains with learning rate 0; `permuted` permutes rewards within each group.
         vllm_python: interpreter with vLLM; empty: the local engine.
     """
@@ -66,34 +63,22 @@ def prepare_run(
     seed: int,
     steps: int = STEPS,
     control: NegativeControl | None = None,
-    progress: Callable[[str, float], None] | None = None,
     vllm_python: str = "",
 ) -> Settings:
-    """Make the model, its warm start, the prompt file and `run.toml`, unless they exist; return the settings.
+    """Write the base model, the prompt file and `run.toml`, unless they exist; return the settings.
 
     Args:
         folder: the run's folder.
-        seed: seed of model, warm start, problems and run.
+        seed: seed of problems, sampling and run; the model is the same for every seed.
         steps: optimizer steps that the prompts suffice for.
         control: `zero-lr` trains with learning rate 0; `permuted` permutes rewards within each group.
-        progress: called with the name of the current task and its finished share, 0 to 1.
         vllm_python: interpreter with vLLM; empty: the local engine.
     """
-    tell = progress or (lambda _what, _share: None)
     folder.mkdir(parents=True, exist_ok=True)
     settings = demo_settings(folder, seed, control, vllm_python)
     model = folder / "model"
     if not (model / "model.safetensors").exists() or not (folder / "run.toml").exists():
-        tell("model", 0.0)
-        make_model(model, seed)
-        # One thread: two threads wait for each other by spinning, which takes minutes on a busy machine.
-        warm_start(
-            model,
-            seed,
-            WARM_START_STEPS,
-            threads=1,
-            progress=lambda step, _loss: tell("warm start", step / WARM_START_STEPS),
-        )
+        write_base_model("calculator", model)
         rows = training_rows(steps * GROUPS_PER_STEP, seed)
         (folder / "prompts.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
         (folder / "run.toml").write_text(dump_settings(settings))

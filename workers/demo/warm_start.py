@@ -25,6 +25,8 @@ LEARNING_RATE = 2e-3
 """Peak of the schedule: linear warm-up, then cosine decay to 0."""
 WEIGHT_DECAY = 0.1
 WARMUP_STEPS = 50
+SCHEDULE = (CLEAN_SHARE, CONTEXT_WEIGHT, LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS)
+"""What determines the weights besides seed, steps and transcripts."""
 RECENT = 50
 """Number of steps that the reported losses average."""
 
