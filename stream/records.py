@@ -187,6 +187,17 @@ class Completion(Struct, kw_only=True):
     """Wall time by activity: `reset`, `engine`, `tools`, `reward`, `total`."""
 
 
+class TrainedCompletion(Struct, frozen=True, array_like=True):
+    """What a step did with one completion; stored in the archive beside its group."""
+
+    state: str
+    """`valid`, or why the completion bears no loss, as in the metrics `rows/*`."""
+    advantage: Finite | None
+    """The mean over the completion's loss tokens; None without any."""
+    loss_tokens: Count
+    """Tokens that bear loss: all sampled ones, unless the completion or some of its tokens were masked out."""
+
+
 class Group(Struct, kw_only=True):
     """All completions of one prompt, including the greedy one if there is one."""
 

@@ -7,7 +7,8 @@
     └── 000002.groups     two processes write to the same segment
 
     a record         b"PSgr", crc32 of everything up to the payload, size of the record, size of the payload (each 4
-                     bytes, little-endian); the ledger record (JSON); the payload (`stream.codec`)
+                     bytes, little-endian); the ledger record (JSON), for a trained group with `completions`: what the
+                     step did with each; the payload (`stream.codec`)
 
 Readers scan the records' headers; a payload has its own checksum (`stream.codec`). Anything that is not a record, or
 was incomplete when its trainer died, is skipped. The ledger decides which groups count: the archive also has groups
@@ -19,16 +20,17 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from stream.codec import decode
 from stream.durable import fsync_path, write_all
 from stream.errors import PenstockError, RecordError, RunFailedError
-from stream.records import Group
+from stream.records import Group, TrainedCompletion
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
 from stream.trainer.ledger import LedgerRecord, content_hash, decode_record, encode_record
 
@@ -60,8 +62,16 @@ class Archive:
         self._path = folder / f"{0:06d}{_SUFFIX}"
         self._file: io.FileIO | None = None
 
-    def write(self, groups: Iterable[tuple[LedgerRecord, bytes]]) -> None:
+    def write(
+        self,
+        groups: Iterable[tuple[LedgerRecord, bytes]],
+        completions: Mapping[str, Sequence[TrainedCompletion]] | None = None,
+    ) -> None:
         """Write groups, each with its ledger record and the payload of its entry; durable only after `sync`.
+
+        Args:
+            groups: ledger record and payload of each.
+            completions: what the step did with the completions of a group that are not greedy, by prompt id.
 
         Raises:
             RunFailedError: the disk is full or fails. An incomplete last group is skipped by readers.
@@ -69,7 +79,7 @@ class Archive:
         with hold_optional(self._folder_lock):
             try:
                 for record, payload in groups:
-                    self._write(record, payload)
+                    self._write(_encode_line(record, (completions or {}).get(record.prompt)), payload)
             except OSError as error:
                 raise self._write_error(error) from error
 
@@ -92,8 +102,7 @@ class Archive:
             self._file.close()
             self._file = None
 
-    def _write(self, record: LedgerRecord, payload: bytes) -> None:
-        line = encode_record(record)
+    def _write(self, line: bytes, payload: bytes) -> None:
         sizes = _SIZES.pack(len(line), len(payload))
         head = _MAGIC + zlib.crc32(line, zlib.crc32(sizes)).to_bytes(4, "little") + sizes + line
         size = len(head) + len(payload)
@@ -144,6 +153,8 @@ class ArchiveOffset(Struct, frozen=True):
     offset: int
     size: int
     """Of the payload, in bytes."""
+    line_size: int = 0
+    """Of the ledger record before it, in bytes."""
 
     def read_payload(self) -> bytes:
         """Read the payload.
@@ -151,10 +162,22 @@ class ArchiveOffset(Struct, frozen=True):
         Raises:
             PenstockError: the segment was removed, because the run continues and its archive is bounded.
         """
+        return self._read(self.offset, self.size)
+
+    def read_completions(self) -> list[TrainedCompletion]:
+        """Read what the step did with each completion that is not greedy; empty if that was not archived.
+
+        Raises:
+            PenstockError: the segment was removed, because the run continues and its archive is bounded.
+        """
+        line = self._read(self.offset - self.line_size, self.line_size)
+        return _completions_decoder.decode(line).completions if line else []
+
+    def _read(self, offset: int, size: int) -> bytes:
         try:
             with self.file.open("rb") as file:
-                file.seek(self.offset)
-                return file.read(self.size)
+                file.seek(offset)
+                return file.read(size)
         except FileNotFoundError as error:
             raise PenstockError(f"{self.file} was removed while it was read (archive.keep)") from error
 
@@ -205,13 +228,13 @@ def scan_archive(folder: Path) -> Iterator[tuple[LedgerRecord, ArchiveOffset]]:
                 if os.fstat(file.fileno()).st_size < _HEAD.size:
                     continue
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    yield from ((record, ArchiveOffset(path, offset, size)) for record, offset, size in _scan(data))
+                    yield from ((record, ArchiveOffset(path, *position)) for record, *position in _scan(data))
         except FileNotFoundError:  # removed meanwhile
             continue
 
 
-def _scan(data: mmap.mmap) -> Iterator[tuple[LedgerRecord, int, int]]:
-    """Yield each record with offset and size of its payload; skip everything else up to the next record."""
+def _scan(data: mmap.mmap) -> Iterator[tuple[LedgerRecord, int, int, int]]:
+    """Yield each record with offset and size of its payload, and its own size; skip all else up to the next record."""
     at = data.find(_MAGIC)
     while 0 <= at <= len(data) - _HEAD.size:
         _, checksum, line_size, size = _HEAD.unpack_from(data, at)
@@ -225,8 +248,24 @@ def _scan(data: mmap.mmap) -> Iterator[tuple[LedgerRecord, int, int]]:
         if record is None:
             at = data.find(_MAGIC, at + 1)
             continue
-        yield record, payload, size
+        yield record, payload, size, line_size
         at = data.find(_MAGIC, payload + size)
+
+
+class _Completions(Struct):
+    """The part of a line that the ledger does not have."""
+
+    completions: list[TrainedCompletion] = []
+
+
+_completions_decoder = msgspec.json.Decoder(_Completions)
+
+
+def _encode_line(record: LedgerRecord, completions: Sequence[TrainedCompletion] | None) -> bytes:
+    line = encode_record(record)
+    if not completions:
+        return line
+    return line[:-1] + b"," + msgspec.json.encode(_Completions(list(completions)))[1:]
 
 
 def _segments(folder: Path) -> list[Path]:

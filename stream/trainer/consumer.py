@@ -31,7 +31,7 @@ from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.errors import LeaseLostError, NewerSchemaError, RecordError, RunFailedError
 from stream.queue.lease import Lease
 from stream.queue.stage import Claim, Stage
-from stream.records import Group
+from stream.records import Group, TrainedCompletion
 from stream.trainer.archive import Archive
 from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger, LedgerRecord, content_hash
@@ -169,7 +169,11 @@ class Consumer(Generic[Checked]):
             await _ignore_lost_lease(self._stage.release(leased.lease, "none", ""))
 
     async def commit(
-        self, groups: Sequence[LeasedGroup[Checked]], step: int, dropped: Mapping[str, str] | None = None
+        self,
+        groups: Sequence[LeasedGroup[Checked]],
+        step: int,
+        dropped: Mapping[str, str] | None = None,
+        completions: Mapping[str, Sequence[TrainedCompletion]] | None = None,
     ) -> None:
         """Record the groups of a finished step: the archive, a ledger record each, then a mark on the server.
 
@@ -179,6 +183,8 @@ class Consumer(Generic[Checked]):
             groups: all groups of the step.
             step: its number; the first is 1.
             dropped: for groups that the step did not train after all, the reason, by prompt id.
+            completions: what the step did with the completions of a group that are not greedy, by prompt id; archived
+                for `penstock show` and `penstock export-groups`.
 
         Raises:
             RunFailedError: the disk is full or fails; nothing is marked.
@@ -188,7 +194,7 @@ class Consumer(Generic[Checked]):
             reason = (dropped or {}).get(each.group.prompt.id)
             ended.append((each, Trained() if reason is None else Dropped(reason)))
         await self._record_untrained()
-        await self._record(ended, step)
+        await self._record(ended, step, completions)
         self.step = step
         await self._end([EndedGroup(each.lease, outcome, in_step=True) for each, outcome in ended])
 
@@ -305,7 +311,12 @@ class Consumer(Generic[Checked]):
             ended.append(EndedGroup(older.lease, Duplicate(lease.id)))
         return ended
 
-    async def _record(self, ended: Sequence[tuple[LeasedGroup[Any], LedgerOutcome]], step: int) -> None:
+    async def _record(
+        self,
+        ended: Sequence[tuple[LeasedGroup[Any], LedgerOutcome]],
+        step: int,
+        completions: Mapping[str, Sequence[TrainedCompletion]] | None = None,
+    ) -> None:
         """Write groups to archive and ledger; a reader who believes the ledger finds the group in the archive."""
 
         def write() -> None:
@@ -314,7 +325,8 @@ class Consumer(Generic[Checked]):
                 for each, outcome in ended
             ]
             if self._archive is not None:
-                self._archive.write(zip(records, [each.lease.payload for each, _ in ended], strict=True))
+                payloads = [each.lease.payload for each, _ in ended]
+                self._archive.write(zip(records, payloads, strict=True), completions)
             self.ledger.append(records)
 
         await anyio.to_thread.run_sync(write)

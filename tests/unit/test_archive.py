@@ -7,7 +7,7 @@ import pytest
 
 from stream.codec import encode
 from stream.errors import PenstockError, RecordError, RunFailedError
-from stream.records import Completion, Group, Prompt
+from stream.records import Completion, Group, Prompt, TrainedCompletion
 from stream.trainer.archive import Archive, ArchivedGroups, scan_archive
 from stream.trainer.ledger import LedgerRecord, content_hash
 from stream.trainer.outcomes import Trained
@@ -158,6 +158,17 @@ def test_a_payload_of_another_group_is_an_error(tmp_path):
     archive.close()
     with pytest.raises(RecordError, match=r"not the group of prompt a with hash"):
         ArchivedGroups(tmp_path).read("a", line.hash)
+
+
+def test_what_a_step_did_with_completions_is_stored_beside_the_group(tmp_path):
+    done = [TrainedCompletion("valid", 0.1, 10), TrainedCompletion("reward:raised", None, 0)]
+    archive = Archive(tmp_path)
+    archive.write([ended(group("a")), ended(group("b"))], {"a": done})
+    archive.close()
+    (first, at), (_, other) = scan_archive(tmp_path)
+    assert at.read_completions() == done
+    assert other.read_completions() == []
+    assert first == ended(group("a"))[0]
 
 
 def test_repeated_groups_are_found_by_content(tmp_path):

@@ -108,7 +108,12 @@ def test_invalid_completions_train_nothing(base):
     assert one.loss == other.loss
     assert other.metrics["tokens/loss"] == one.metrics["tokens/loss"] == 6
     assert other.metrics["rows/reward:raised"] == other.metrics["rows/truncated:wall_clock"] == 1
-    assert other.metrics["rows/rejected:not_finite"] == 1
+    done = other.completions["p"]
+    assert done[:2] == one.completions["p"]
+    assert [each.state for each in done[:4]] == ["valid", "valid", "reward:raised", "truncated:wall_clock"]
+    assert [each.loss_tokens for each in done] == [3, 3, 0, 0, 0]
+    assert [each.advantage for each in done[2:]] == [None] * 3
+    assert [each.advantage for each in done[:2]] == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)], rel=1e-3)
 
 
 def test_a_batch_without_valid_rows_changes_no_weight_and_is_reported(base):

@@ -24,8 +24,8 @@ class Consumer:
     def pop(self, ids):
         return [SimpleNamespace(group=Group(prompt=Prompt(id=name, messages=[]), completions=[])) for name in ids]
 
-    async def commit(self, leased, step, reasons):
-        self.committed = ([each.group.prompt.id for each in leased], step, reasons)
+    async def commit(self, leased, step, reasons, completions):
+        self.committed = ([each.group.prompt.id for each in leased], step, reasons, completions)
 
 
 class Evaluation:
@@ -47,7 +47,7 @@ class Evaluation:
 async def test_groups_that_were_not_trained_on_are_dropped_and_not_counted(
     monkeypatch, trained, skipped, dropped, reasons, counted
 ):
-    report = StepReport(trained=trained, skipped=skipped, dropped=dropped, loss=0.0, metrics={})
+    report = StepReport(trained=trained, skipped=skipped, dropped=dropped, loss=0.0, metrics={}, completions={"a": []})
     monkeypatch.setattr(trainer_module, "_train_step", lambda *_: report)
     consumer, progress = Consumer(), Progress()
     collector = SimpleNamespace(
@@ -56,5 +56,5 @@ async def test_groups_that_were_not_trained_on_are_dropped_and_not_counted(
     log = SimpleNamespace(append=lambda _metrics: None)
     trainer = Trainer(SETTINGS, collector, None, None, None, Evaluation(), log, progress)
     await trainer._step(0.0, CollectedBatch(["a", "b"]))
-    assert consumer.committed == (["a", "b"], 1, reasons)
+    assert consumer.committed == (["a", "b"], 1, reasons, {"a": []})
     assert (progress.groups, progress.step) == (counted, 1)

@@ -6,6 +6,7 @@ nor a model. Exit codes are those of `workers.runtime.exit_codes.ExitCode`.
 ==========================  ===================================================================
 `start_commands.py`         start a demo, a run, one of its roles, an engine
 `run_commands.py`           inspect a run, control it, audit it, replay it, export its model
+`transcript_commands.py`    show and export a run's completions
 `engine_commands.py`        engines of a run
 `dead_letter_commands.py`   dead letters of a run
 `measure_commands.py`       try environments and rewards, measure policies, list algorithms
@@ -18,7 +19,14 @@ nor a model. Exit codes are those of `workers.runtime.exit_codes.ExitCode`.
 
 import click
 
-from workers.cli import dead_letter_commands, engine_commands, measure_commands, run_commands, start_commands
+from workers.cli import (
+    dead_letter_commands,
+    engine_commands,
+    measure_commands,
+    run_commands,
+    start_commands,
+    transcript_commands,
+)
 from workers.cli.command_group import CommandGroup
 from workers.cli.package_origin import check_package_origin, put_working_directory_last
 
@@ -33,6 +41,7 @@ def penstock() -> None:
 for _command in (  # in the order of `penstock --help`
     start_commands.demo,
     start_commands.run,
+    transcript_commands.show,
     run_commands.queues,
     run_commands.pause,
     run_commands.resume,
@@ -45,6 +54,7 @@ for _command in (  # in the order of `penstock --help`
     measure_commands.check,
     measure_commands.algorithms,
     run_commands.export,
+    transcript_commands.export_groups,
     measure_commands.evaluate,
     start_commands.serve,
     measure_commands.rewardbench,

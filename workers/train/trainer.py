@@ -129,7 +129,7 @@ class Trainer:
         report = await anyio.to_thread.run_sync(_train_step, self._learner, leased, version, dropped, filtered)
         reasons = _drop_reasons(report, leased)
         self._progress.count_step(report.metrics, len(leased) - len(reasons), time.monotonic() - started)
-        await self._consumer.commit(leased, self._progress.step, reasons)
+        await self._consumer.commit(leased, self._progress.step, reasons, report.completions)
         self._collector.observe_step(groups, report.no_loss)
         await self._evaluation.end_if_complete()
         elapsed = time.monotonic() - started

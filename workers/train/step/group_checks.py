@@ -1,5 +1,6 @@
 """Masks of a batch under a run's settings, and the checks that decide whether a group is worth training on."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stream.errors import RecordError
-from stream.records import Group
+from stream.records import Group, TrainedCompletion
 from stream.validity import DropReason, TruncationReason
 from workers.settings import Settings
 from workers.train.algorithms.filters import FILTERS
@@ -155,6 +156,24 @@ def count_no_loss(batch: Batch, masks: Masks) -> dict[str, Counter[str]]:
             why = f"truncated:{TRUNCATION_REASONS[reason]}" if state == "valid" else state
             counts.setdefault(batch.prompt_ids[group], Counter())[why] += 1
     return counts
+
+
+def describe_completions(batch: Batch, masks: Masks, advantages_C: Tensor) -> dict[str, list[TrainedCompletion]]:
+    """Return what a step does with each completion of its batch, by prompt id."""
+    zeros_C = torch.zeros_like(batch.facts.group_ids_C)
+    tokens_C = zeros_C.index_add(0, batch.completion_ids_R, masks.loss_tokens_RT.sum(dim=1))
+    columns = zip(
+        batch.facts.group_ids_C.tolist(),
+        _states(batch.facts, masks),
+        advantages_C.tolist(),
+        tokens_C.tolist(),
+        strict=True,
+    )
+    found: dict[str, list[TrainedCompletion]] = {}
+    for group, state, advantage, tokens in columns:
+        known = advantage if tokens and math.isfinite(advantage) else None
+        found.setdefault(batch.prompt_ids[group], []).append(TrainedCompletion(state, known, tokens))
+    return found
 
 
 def unusable_greedy(group: Group, settings: Settings) -> list[str]:

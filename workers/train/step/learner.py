@@ -22,7 +22,7 @@ from workers.train.distributed.sharding import gather_full
 from workers.train.model.critic import Critic, hidden_size
 from workers.train.model.trainable_model import TrainableModel
 from workers.train.step.batch import Batch
-from workers.train.step.group_checks import GroupRewards, count_no_loss
+from workers.train.step.group_checks import GroupRewards, count_no_loss, describe_completions
 from workers.train.step.metrics import (
     StepAccumulator,
     StepReport,
@@ -151,6 +151,7 @@ class Learner:
             loss=float(metrics["loss"]),
             metrics=finite,
             no_loss=count_no_loss(prepared.batch, prepared.masks),
+            completions=describe_completions(prepared.batch, prepared.masks, prepared.advantages.values_C),
         )
 
     def save_weights(self, folder: Path) -> None:

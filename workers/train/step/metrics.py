@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from stream.records import TrainedCompletion
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.algorithms.correction_metrics import correction_metrics
@@ -116,6 +117,8 @@ class StepReport:
     """By the names in `STEP_METRICS`."""
     no_loss: dict[str, Counter[str]] = field(default_factory=dict)
     """Completions of the batch that bore no loss, by prompt id and reason."""
+    completions: dict[str, list[TrainedCompletion]] = field(default_factory=dict)
+    """What the step did with each completion of the batch, by prompt id; greedy ones are not in it."""
 
 
 @dataclass(slots=True, eq=False)

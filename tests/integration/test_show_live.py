@@ -1,0 +1,57 @@
+"""`penstock show` on a run without an outcome yet reads its server and changes nothing there."""
+
+import json
+
+import anyio
+import pytest
+from click.testing import CliRunner
+
+from stream.operator.unfinished_groups import newest_scored_group
+from stream.queue.stage import Stage
+from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.trainer.outcomes import Trained
+from workers.cli import penstock
+
+
+async def content(connection) -> dict[bytes, bytes]:
+    keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
+    return {key: await connection.redis.dump(key) for key in keys}
+
+
+async def test_unfinished_groups_are_shown_and_the_server_stays_as_it_is(pipe, run_name, redis_url, tmp_path):
+    await pipe.scored("trained", "waiting")
+    await pipe.rolled_out("unscored")
+    lease = await TrainerLease.acquire(pipe.connection, 30.0)
+    trainer: Stage = pipe.stage("scored", "trainer")
+    (taken,) = (await trainer.claim(1)).leases
+    await lease.commit(trainer, [EndedGroup(taken, Trained())], release_version=1)
+    (tmp_path / "run.toml").write_text(
+        f'[run]\nname = "{run_name}"\nfolder = "{tmp_path}"\nredis = "{redis_url}"\n[model]\npath = "none"\n[data]\n'
+        'path = "none"\n[[rewards]]\nref = "a:b"\n'
+    )
+    before = await content(pipe.connection)
+    options = ["show", str(tmp_path), "--json", "-n", "9"]
+    result = await anyio.to_thread.run_sync(CliRunner().invoke, penstock, options)
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(line["prompt_id"], line["outcome"], line["step"]) for line in lines] == [
+        ("waiting", "unfinished", None),
+        ("unscored", "unfinished", None),
+    ]
+    newest = await newest_scored_group(pipe.connection)
+    assert newest is not None
+    assert newest.prompt.id == "waiting"
+    assert await content(pipe.connection) == before
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_is_gone_is_a_note(tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.run.run_info._RECONNECT_S", 0.1)
+    (tmp_path / "run.toml").write_text(
+        f'[run]\nname = "r"\nfolder = "{tmp_path}"\nredis = "unix://{tmp_path}/none.sock"\n[model]\npath = "none"\n'
+        '[data]\npath = "none"\n[[rewards]]\nref = "a:b"\n'
+    )
+    result = CliRunner().invoke(penstock, ["show", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "note: unfinished groups could not be read" in result.stderr
+    assert "run 'r' has no completion yet" in result.stderr

@@ -1,0 +1,190 @@
+"""`penstock show` and `penstock export-groups` on a run's folder; nothing of the run is changed."""
+
+import json
+from dataclasses import dataclass
+
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from stream.codec import encode
+from stream.errors import SettingsError
+from stream.records import Completion, Failure, Group, Prompt, RewardPart, TrainedCompletion
+from stream.trainer.archive import Archive
+from stream.trainer.ledger import Ledger, LedgerRecord, content_hash
+from stream.trainer.outcomes import Dropped, Trained
+from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
+from tests.cases.rows import sampled_row
+from workers.cli import penstock
+from workers.commands.transcripts.selection import Interval
+
+TRAINED = Trained()
+
+
+def completion(index: int, reward: object, *, version: int = 1, **fields) -> Completion:
+    kind = Unmeasured(RewardReason.TIMEOUT, "judge: 5 s") if reward is None else Measured(reward)
+    return Completion(
+        index=index,
+        rows=[sampled_row([3, 4, 5], [-0.5, -1.0, -1.5], version=version)],
+        prompt_messages=[{"role": "user", "content": "2 + 2?"}],
+        messages=[{"role": "assistant", "content": f"I say {index}."}],
+        parts=[RewardPart(name="exact", reward=kind)],
+        reward=kind,
+        turns=1,
+        **fields,
+    )
+
+
+@dataclass
+class Folder:
+    path: object
+
+    def __post_init__(self) -> None:
+        self.path.mkdir()
+        (self.path / "run.toml").write_text(
+            f'[run]\nname = "r"\nfolder = "{self.path}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
+            '[[rewards]]\nref = "a:b"\n'
+        )
+        self.ledger, self.archive = Ledger(self.path / "ledger.jsonl"), Archive(self.path / "groups")
+
+    def end(self, name, step, completions, *, outcome=TRAINED, done=(), in_ledger=True, text="2 + 2?") -> None:
+        prompt = Prompt(id=name, messages=[{"role": "user", "content": text}], fields={"answer": 4})
+        group = Group(prompt=prompt, completions=completions)
+        record = LedgerRecord(name, outcome, step, step - 1, content_hash(group))
+        self.archive.write([(record, encode(group))], {name: done})
+        if in_ledger:
+            self.ledger.append([record])
+
+    def close(self) -> None:
+        self.ledger.sync()
+        self.ledger.close()
+        self.archive.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = Folder(tmp_path / "run")
+    done = [TrainedCompletion("valid", 0.5, 3), TrainedCompletion("valid", -0.5, 3)]
+    made.end("a", 1, [completion(0, 1.0), completion(1, 0.0, truncated=TruncationReason.LENGTH)], done=done)
+    made.end("b", 2, [completion(0, 0.5, version=2), completion(1, 0.5)], outcome=Dropped("zero_variance"))
+    made.end("lost", 3, [completion(0, 9.0)], in_ledger=False)
+    failed = Completion(index=1, failure=Failure(reason=RolloutReason.ENV_STEP, detail="till: ring: KeyError: 'x'"))
+    done = [TrainedCompletion("reward:timeout", None, 0), TrainedCompletion("failed:env_step", None, 0)]
+    made.end("c", 3, [completion(0, None, version=3), failed], done=done)
+    made.close()
+    return made.path
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(penstock, [*arguments])
+
+
+def shown(folder, *options: str) -> list[tuple[str, int]]:
+    result = run("show", str(folder), "--json", "-n", "99", *options)
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    return [(line["prompt_id"], line["completion"]) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), [("c", 0), ("c", 1), ("b", 0), ("b", 1), ("a", 0), ("a", 1)]),
+        (("--step", "2"), [("b", 0), ("b", 1)]),
+        (("--step", "2.."), [("c", 0), ("c", 1), ("b", 0), ("b", 1)]),
+        (("--version", "..1"), [("b", 1), ("a", 0), ("a", 1)]),
+        (("--reward", "0.5..1"), [("b", 0), ("b", 1), ("a", 0)]),
+        (("--end", "length"), [("a", 1)]),
+        (("--end", "truncated", "--end", "failed"), [("c", 1), ("a", 1)]),
+        (("--end", "dropped"), [("b", 0), ("b", 1)]),
+        (("--end", "dropped:zero_variance", "--reward", "0.5"), [("b", 0), ("b", 1)]),
+        (("--end", "reward:timeout"), [("c", 0)]),
+        (("--prompt", "b"), [("b", 0), ("b", 1)]),
+        (("--prompt", "2 + 2", "--step", "1"), [("a", 0), ("a", 1)]),
+        (("--invalid",), [("c", 0), ("c", 1)]),
+        (("--best",), [("a", 0), ("b", 0), ("b", 1), ("a", 1)]),
+        (("--worst",), [("a", 1), ("b", 0), ("b", 1), ("a", 0)]),
+    ],
+)
+def test_completions_are_filtered_and_ordered(folder, options, expected):
+    assert shown(folder, *options) == expected
+
+
+def test_a_random_choice_is_of_all_and_repeats_with_its_seed(folder):
+    choices = [tuple(shown(folder, "--random", "-n", "2", "--seed", str(seed))) for seed in range(12)]
+    assert choices == [tuple(shown(folder, "--random", "-n", "2", "--seed", str(seed))) for seed in range(12)]
+    assert len(set(choices)) > 4
+    assert {found for choice in choices for found in choice} >= {("a", 0), ("b", 1), ("c", 1)}
+
+
+def test_a_conversation_is_printed_with_reward_validity_and_what_the_step_did(folder):
+    result = run("show", str(folder), "--worst", "-n", "1")
+    assert result.stdout.splitlines()[0].startswith("── a #1  step 1  trained · advantage -0.5 ──")
+    assert "user       2 + 2?\nassistant  I say 1.\nreward     0\n           exact 0\n" in result.stdout
+    assert "ended      truncated (length); 1 turn, 3 tokens sampled, version 1" in result.stdout
+    assert "1 completions of 4 that match; the archive has 3 groups, steps 1 to 3" in result.stdout
+    assert "\x1b" not in result.stdout
+    text = run("show", str(folder), "--invalid").stdout
+    assert "c #0  step 3  trained · no loss: reward:timeout" in text
+    assert "invalid    the episode failed (env_step): till: ring: KeyError: 'x'" in text
+
+
+def test_what_does_not_exist_is_answered_with_what_does(folder, tmp_path):
+    result = run("show", str(folder), "--step", "7", "--invalid")
+    assert result.exit_code == 1
+    assert "no completion of run 'r' matches --step 7 and --invalid; its archive has 3 groups of steps 1 to 3" in (
+        result.output
+    )
+    assert run("show", str(folder), "--end", "zero").exit_code == 2
+    empty = Folder(tmp_path / "empty")
+    empty.close()
+    assert "run 'r' has no completion yet" in run("show", str(empty.path)).output
+
+
+@pytest.mark.parametrize("text", ["", "..", "a", "2..1", "nan", "1..2..3"])
+def test_an_interval_has_ends(text):
+    with pytest.raises(SettingsError, match="--step"):
+        Interval.parse(text, "--step")
+
+
+def test_an_export_has_tokens_masks_and_the_trainers_advantages(folder):
+    result = run("export-groups", str(folder), "--jsonl")
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
+    assert [(line["prompt_id"], line["completion"], line["advantage"]) for line in lines] == [
+        *(("a", 0, 0.5), ("a", 1, -0.5)),
+        *(("b", 0, None), ("b", 1, None)),
+        *(("c", 0, None), ("c", 1, None)),
+    ]
+    [row] = lines[0]["rows"]
+    assert row["prompt_ids"] == [1, 2]
+    assert (row["token_ids"], row["sampled_mask"], row["loss_mask"]) == ([3, 4, 5], [1, 1, 1], [1, 1, 1])
+    assert (row["logprobs"], row["versions"]) == ([-0.5, -1.0, -1.5], [1, 1, 1])
+    assert lines[4]["rows"][0]["loss_mask"] == [0, 0, 0]
+    assert lines[4]["parts"] == [
+        {"name": "exact", "weight": 1.0, "turn": None, "value": None, "reason": "timeout", "detail": "judge: 5 s"}
+    ]
+    assert lines[5]["why_invalid"].startswith("the episode failed (env_step)")
+    again = run("export-groups", str(folder), "--jsonl")
+    assert again.exit_code == 1
+    assert "exists already" in again.output
+
+
+def test_parquet_has_the_same_content(folder, tmp_path):
+    file = tmp_path / "out.parquet"
+    assert run("export-groups", str(folder), str(file), "--step", "1..2").exit_code == 0
+    rows = pq.read_table(file).to_pylist()
+    lines = [json.loads(line) for line in run("export-groups", str(folder), "-", "--step", "1..2").stdout.splitlines()]
+    assert [row["rows"] for row in rows] == [line["rows"] for line in lines]
+    assert [row["advantage"] for row in rows] == [line["advantage"] for line in lines]
+    assert rows[0]["messages"] == [
+        {"role": "assistant", "content": "I say 0.", "tool_calls": None, "tool_call_id": None, "name": None}
+    ]
+    assert rows[0]["prompt_fields"] == '{"answer":4}'
+
+
+def test_an_export_without_a_format_or_a_match_is_refused_and_leaves_no_file(folder, tmp_path):
+    assert "give --jsonl or --parquet" in run("export-groups", str(folder)).output
+    result = run("export-groups", str(folder), str(tmp_path / "x.jsonl"), "--step", "9")
+    assert "no archived completion matches" in result.output
+    assert list(tmp_path.iterdir()) == [folder]

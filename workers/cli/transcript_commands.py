@@ -1,0 +1,84 @@
+"""`penstock show` and `penstock export-groups`: what the model said in a run, and why it got its rewards."""
+
+from typing import Any, Literal
+
+import click
+
+from workers.cli import options
+from workers.cli.command_group import log_errors_only
+
+
+def _filters(command: Any) -> Any:
+    """Add the options that select completions."""
+    for option in reversed(
+        (
+            click.option("--step", default="", metavar="N|N..M", help="Of these optimizer steps."),
+            click.option("--version", default="", metavar="N|N..M", help="Sampled by these policy versions."),
+            click.option("--reward", default="", metavar="R|R..S", help="With a measured reward in this interval."),
+            click.option(
+                "--end",
+                multiple=True,
+                metavar="WORD",
+                help="How the episode ended (finished, truncated, max_turns, failed, ..) or the group (trained, "
+                "dropped, dropped:REASON, unfinished); may be repeated.",
+            ),
+            click.option("--prompt", default="", metavar="ID|TEXT", help="Of this prompt, or with this text in it."),
+            click.option("--invalid", is_flag=True, help="Only completions that failed or have no measured reward."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@click.command()
+@options.run
+@options.redis
+@_filters
+@click.option("order", "--best", flag_value="best", help="The highest rewards first.")
+@click.option("order", "--worst", flag_value="worst", help="The lowest rewards first.")
+@click.option("order", "--random", flag_value="random", help="A random choice; --seed chooses another one.")
+@click.option("count", "-n", default=3, show_default=True, type=click.IntRange(1), help="How many completions.")
+@click.option("--seed", default=0, show_default=True, help="Of the random choice.")
+@click.option("--full", is_flag=True, help="Do not shorten long messages.")
+@options.json
+def show(
+    target: str | None, redis: str, order: Any, count: int, seed: int, full: bool, as_json: bool, **conditions: Any
+) -> None:
+    """Show completions of a run as conversations, with tool calls, rewards, and why they are invalid.
+
+    RUN is its folder, settings file or name; it may be running, stopped, killed or finished. The newest completions
+    come first. Read-only.
+    """
+    from workers.commands.transcripts.selection import Chosen
+    from workers.commands.transcripts.show import show_completions
+
+    log_errors_only("show")
+    chosen = Chosen(order or "newest", count, seed)
+    show_completions(target, redis, _make_filter(conditions), chosen, full=full, as_json=as_json)
+
+
+@click.command("export-groups")
+@options.run
+@click.argument("out", required=False, default="", metavar="[OUT]")
+@click.option("format_", "--jsonl", flag_value="jsonl", help="One JSON object per line.")
+@click.option("format_", "--parquet", flag_value="parquet", help='Parquet; needs "penstock[data]".')
+@_filters
+def export_groups(target: str | None, out: str, format_: Literal["jsonl", "parquet"] | None, **conditions: Any) -> None:
+    """Write a run's archived completions with tokens, masks, rewards and advantages to OUT.
+
+    One line or row per completion, in the order of the ledger. Default for OUT: groups.jsonl or groups.parquet in the
+    run's folder; - writes JSONL to stdout.
+    """
+    from workers.commands.transcripts.export_groups import export_groups
+
+    log_errors_only("export-groups")
+    click.echo(export_groups(target, out, format_, _make_filter(conditions)), err=out == "-")
+
+
+def _make_filter(conditions: Any) -> Any:
+    from workers.commands.transcripts.selection import make_filter
+
+    given = conditions
+    return make_filter(
+        given["step"], given["version"], given["reward"], given["end"], given["prompt"], invalid=given["invalid"]
+    )

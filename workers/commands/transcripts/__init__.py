@@ -1,0 +1,1 @@
+"""`penstock show` and `penstock export-groups`: read a run's completions."""

@@ -1,0 +1,213 @@
+"""`penstock export-groups`: write a run's archived completions with tokens, masks and advantages, one line each.
+
+Groups are read and written one at a time, in the order of the ledger. Advantages are those that the trainer used: it
+archives them with each step, so that neither the model nor the other groups of the step are needed again.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from envs.extras import import_extra
+from stream.errors import PenstockError, SettingsError
+from stream.records import Message, Row
+from workers.commands.run_files import saved_settings
+from workers.commands.transcripts.run_completions import ArchivedRunGroups, RunCompletion, describe_run_completion
+from workers.commands.transcripts.selection import Filter
+from workers.run.run_info import find_run
+
+Format = Literal["jsonl", "parquet"]
+_BATCH: Final = 64
+"""Completions in one row group of a Parquet file."""
+
+
+def export_groups(target: str | None, out: str, format_: Format | None, filter_: Filter) -> str:
+    """Export a run's completions. Returns a sentence about what was written.
+
+    Args:
+        target: folder, settings file or name of the run.
+        out: the file; `-`: stdout, as JSONL; empty: `groups.jsonl` or `groups.parquet` in the run's folder.
+        format_: None: as the file's name ends.
+        filter_: which completions.
+
+    Raises:
+        SettingsError: the format is unknown.
+        PenstockError: there is no such run, nothing matches, or the file exists.
+    """
+    _, folder = saved_settings(find_run(target, must_have_begun=False), "an export")
+    format_ = format_ or _format_of(out)
+    archived = ArchivedRunGroups(folder)
+    rows = (export_row(found) for found in archived.read(filter_.steps) if filter_.matches(found))
+    if out == "-" and format_ == "parquet":
+        raise SettingsError("Parquet is not written to stdout: name a file")
+    path = Path(out) if out else folder / f"groups.{format_}"
+    if out == "-":
+        count = _write_lines(sys.stdout.buffer.write, rows)
+        sys.stdout.flush()
+    else:
+        count = write_export(path, rows, format_)
+    if archived.damaged:
+        print(f"note: {len(archived.damaged)} damaged: {archived.damaged[0]}", file=sys.stderr)  # noqa: T201
+    missing = f"; {archived.missing} more groups are not archived any more (archive.keep)" if archived.missing else ""
+    return f"{count} completions{missing}" + ("" if out == "-" else f": {path}")
+
+
+def write_export(path: Path, rows: Iterable[dict[str, Any]], format_: Format) -> int:
+    """Write rows to a new file, which appears complete or not at all. Returns their number.
+
+    Raises:
+        PenstockError: the file exists, or there is no row.
+    """
+    with _new_file(path) as temporary:
+        if format_ == "parquet":
+            count = _write_parquet(temporary, rows)
+        else:
+            with temporary.open("wb") as file:
+                count = _write_lines(file.write, rows)
+        if not count:
+            raise PenstockError("no archived completion matches; `penstock show` says what the archive has")
+    return count
+
+
+def export_row(found: RunCompletion) -> dict[str, Any]:
+    """Return one completion as it is exported."""
+    group, completion = found.group, found.completion
+    has_loss = found.trained is not None and found.trained.loss_tokens > 0
+    return describe_run_completion(found) | {
+        "prompt_fields": group.prompt.fields,
+        "prompt_messages": completion.prompt_messages,
+        "messages": completion.messages,
+        "tool_runs": [{"seconds": run.seconds, "is_error": run.is_error} for run in completion.tool_runs],
+        "parts": [
+            {
+                "name": part.name,
+                "weight": part.weight,
+                "turn": part.turn,
+                "value": getattr(part.reward, "value", None),
+                "reason": part.reward.reason,
+                "detail": part.reward.detail,
+            }
+            for part in completion.parts
+        ],
+        "rows": [_token_columns(row, has_loss=has_loss) for row in completion.rows],
+    }
+
+
+def _token_columns(row: Row, *, has_loss: bool) -> dict[str, Any]:
+    """Return a row's tokens, and for each token after the prompt its mask, log-prob and policy version."""
+    tokens = row.tokens.tolist()
+    mask = [0] * len(tokens)
+    logprobs: list[float | None] = [None] * len(tokens)
+    versions: list[int | None] = [None] * len(tokens)
+    known = iter(row.sampled_logprobs.tolist())
+    for start, end in row.sampled_ranges:
+        mask[start:end] = [1] * (end - start)
+        logprobs[start:end] = [next(known) for _ in range(start, end)]
+    for span in row.spans:
+        versions[span.start : span.end] = [span.version] * (span.end - span.start)
+    return {
+        "prompt_ids": row.prompt.tolist(),
+        "token_ids": tokens,
+        "sampled_mask": mask,
+        "loss_mask": mask if has_loss else [0] * len(tokens),
+        "logprobs": logprobs,
+        "versions": versions,
+    }
+
+
+def _format_of(out: str) -> Format:
+    found: dict[str, Format] = {".jsonl": "jsonl", ".parquet": "parquet"}
+    if out == "-":
+        return "jsonl"
+    try:
+        return found[Path(out).suffix]
+    except KeyError:
+        raise SettingsError("give --jsonl or --parquet, or a file that ends in .jsonl or .parquet") from None
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, which is renamed on success and removed on an error."""
+    if path.exists():
+        raise PenstockError(f"{path} exists already: remove it, or name another file")
+    if not path.parent.is_dir():
+        raise PenstockError(f"{path.parent} is no folder")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        temporary.rename(path)
+    except OSError as error:
+        raise PenstockError(f"{path} could not be written: {error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_lines(write: Callable[[bytes], object], rows: Iterable[dict[str, Any]]) -> int:
+    count = 0
+    for count, row in enumerate(rows, 1):  # noqa: B007
+        write(msgspec.json.encode(row) + b"\n")
+    return count
+
+
+def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+    pa = import_extra("pyarrow", "data")
+    parquet = import_extra("pyarrow.parquet", "data")
+    schema = _parquet_schema(pa)
+    count, batch = 0, list[dict[str, Any]]()
+    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        for count, row in enumerate(rows, 1):  # noqa: B007
+            batch.append(_parquet_row(row))
+            if len(batch) == _BATCH:
+                writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
+                batch.clear()
+        if batch:
+            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
+    return count
+
+
+def _parquet_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row with values of any form as JSON text, so that all rows have one schema."""
+    return row | {
+        "prompt_fields": _json(row["prompt_fields"]),
+        "prompt_messages": [_parquet_message(message) for message in row["prompt_messages"]],
+        "messages": [_parquet_message(message) for message in row["messages"]],
+    }
+
+
+def _parquet_message(message: Message) -> dict[str, Any]:
+    content, calls = message.get("content"), message.get("tool_calls")
+    return {
+        "role": str(message.get("role", "")),
+        "content": content if content is None or isinstance(content, str) else _json(content),
+        "tool_calls": None if calls is None else _json(calls),
+        "tool_call_id": message.get("tool_call_id"),
+        "name": message.get("name"),
+    }
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _parquet_schema(pa: Any) -> Any:
+    text, whole, number, flag = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+    message = pa.struct(dict.fromkeys(("role", "content", "tool_calls", "tool_call_id", "name"), text))
+    run = pa.struct({"seconds": number, "is_error": flag})
+    part = {"name": text, "weight": number, "turn": whole, "value": number, "reason": text, "detail": text}
+    masks = {name: pa.list_(pa.int8()) for name in ("sampled_mask", "loss_mask")}
+    ids = {name: pa.list_(pa.int32()) for name in ("prompt_ids", "token_ids")}
+    tokens = ids | masks | {"logprobs": pa.list_(pa.float32()), "versions": pa.list_(pa.int32())}
+    columns = {
+        "prompt_id": text, "completion": whole, "greedy": flag, "environment": text, "epoch": whole, "row": whole,
+        "step": whole, "outcome": text, "versions": pa.list_(whole), "end": text, "why_invalid": text, "state": text,
+        "reward": number, "advantage": number, "loss_tokens": whole, "turns": whole, "tool_calls": whole,
+        "tool_errors": whole, "sampled_tokens": whole, "worker": text, "sampled_at": number, "prompt_fields": text,
+        "prompt_messages": pa.list_(message), "messages": pa.list_(message), "tool_runs": pa.list_(run),
+        "parts": pa.list_(pa.struct(part)), "rows": pa.list_(pa.struct(tokens)),
+    }  # fmt: skip
+    return pa.schema(columns)

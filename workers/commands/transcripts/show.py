@@ -1,0 +1,166 @@
+"""`penstock show`: print completions of a run as conversations."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from stream.connection.run_connection import RunConnection
+from stream.errors import PenstockError
+from stream.operator.unfinished_groups import unfinished_groups
+from stream.records import Row
+from workers.commands.output import print_json
+from workers.commands.run_files import saved_settings
+from workers.commands.transcripts.run_completions import (
+    ArchivedRunGroups,
+    RunCompletion,
+    describe_run_completion,
+    unfinished_completions,
+)
+from workers.commands.transcripts.selection import Chosen, Filter
+from workers.run.run_info import RunLocation, find_run, with_run
+from workers.runtime.transcript import DecodeRow, completion_lines, escape_controls
+from workers.settings import Settings
+
+_MAX_MESSAGE_CHARACTERS: Final = 3000
+"""Longer messages are shortened without `--full`."""
+_MIN_WIDTH, _MAX_WIDTH = 40, 140
+
+
+def show_completions(
+    target: str | None, redis: str, filter_: Filter, chosen: Chosen, *, full: bool = False, as_json: bool = False
+) -> None:
+    """Print chosen completions of a run.
+
+    Raises:
+        PenstockError: there is no such run, or no completion of it matches.
+    """
+    location = find_run(target, redis, must_have_begun=False)
+    settings, folder = saved_settings(location, "showing completions")
+    archived = ArchivedRunGroups(folder)
+    notes: list[str] = []
+    if _reads_server(location, folder, filter_, archived):
+        notes += _offer_unfinished(location, filter_, chosen)
+    _offer_archived(archived, filter_, chosen)
+    notes += archived.damaged[:3]
+    for note in notes:
+        print(f"note: {' '.join(note.split())}", file=sys.stderr, flush=True)  # noqa: T201
+    found = chosen.result()
+    if not found:
+        raise PenstockError(_why_nothing(settings, archived, filter_))
+    if as_json:
+        for each in found:
+            print_json(_as_json(each))
+        return
+    _print(found, chosen, archived, settings, full=full)
+
+
+def _reads_server(location: RunLocation, folder: Path, filter_: Filter, archived: ArchivedRunGroups) -> bool:
+    """Whether unfinished groups are read: those of a server that runs, or of a killed run that archived nothing."""
+    if filter_.steps is not None:
+        return False
+    return bool(location.url) or (not len(archived) and (folder / "redis").is_dir())
+
+
+def _offer_unfinished(location: RunLocation, filter_: Filter, chosen: Chosen) -> list[str]:
+    """Offer the groups that the server has; a server that cannot be read is a note."""
+
+    async def offer(connection: RunConnection) -> None:
+        async for _, group in unfinished_groups(connection):
+            for found in filter(filter_.matches, unfinished_completions(group)):
+                chosen.offer(found)
+            if chosen.is_complete:
+                return
+
+    try:
+        with_run(location, offer)
+    except PenstockError as error:
+        return [f"unfinished groups could not be read: {error}"]
+    return []
+
+
+def _offer_archived(archived: ArchivedRunGroups, filter_: Filter, chosen: Chosen) -> None:
+    for found in archived.read(filter_.steps, newest_first=True):
+        if chosen.is_complete:
+            return
+        if filter_.matches(found):
+            chosen.offer(found)
+
+
+def _why_nothing(settings: Settings, archived: ArchivedRunGroups, filter_: Filter) -> str:
+    if not len(archived):
+        kept = " (archive.keep = 'none' keeps no group)" if settings.archive.keep == "none" else ""
+        return f"run {settings.run.name!r} has no completion yet{kept}"
+    first, last = archived.steps or (0, 0)
+    return (
+        f"no completion of run {settings.run.name!r} matches {filter_}; its archive has {len(archived)} groups of "
+        f"steps {first} to {last}"
+    )
+
+
+def _as_json(found: RunCompletion) -> dict[str, Any]:
+    completion = found.completion
+    return describe_run_completion(found) | {
+        "parts": msgspec.to_builtins(completion.parts),
+        "prompt_messages": completion.prompt_messages,
+        "messages": completion.messages,
+        "tool_runs": [{"seconds": run.seconds, "is_error": run.is_error} for run in completion.tool_runs],
+        "extra": completion.extra,
+        "seconds": completion.seconds,
+    }
+
+
+def _print(
+    found: list[RunCompletion], chosen: Chosen, archived: ArchivedRunGroups, settings: Settings, *, full: bool
+) -> None:
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    width = min(_MAX_WIDTH, max(_MIN_WIDTH, console.width))
+    decode = _tokenizer(settings)
+    for each in found:
+        console.print(_heading(each, width))
+        for line in completion_lines(
+            each.completion, width=width, max_characters=0 if full else _MAX_MESSAGE_CHARACTERS, decode=decode
+        ):
+            console.print(line.rich_text())
+        console.print()
+    steps = archived.steps
+    of = f"steps {steps[0]} to {steps[1]}" if steps else "no step yet"
+    missing = f", {archived.missing:,} more are not archived any more (archive.keep)" if archived.missing else ""
+    more = "" if chosen.is_complete else f" of {chosen.offered:,} that match"
+    console.print(
+        f"{len(found)} completions{more}; the archive has {len(archived):,} groups, {of}{missing}", style="bright_black"
+    )
+
+
+def _heading(found: RunCompletion, width: int) -> Text:
+    trained = found.trained
+    advantage = "" if trained is None or trained.advantage is None else f" · advantage {trained.advantage:+.3g}"
+    masked = f" · no loss: {trained.state}" if trained is not None and not trained.loss_tokens else ""
+    parts = [
+        f"{escape_controls(found.group.prompt.id)} #{found.completion.index}",
+        *([f"step {found.step}"] if found.step is not None else []),
+        f"{found.outcome}{advantage}{masked}",
+        *([found.group.prompt.environment] if found.group.prompt.environment else []),
+        *(["greedy"] if found.completion.greedy else []),
+    ]
+    head = Text(f"── {'  '.join(parts)} ", "bold")
+    return head.append("─" * max(0, width - head.cell_len))
+
+
+def _tokenizer(settings: Settings) -> DecodeRow:
+    """Return a function that decodes rows with the run's tokenizer, which is loaded when it is first needed."""
+    loaded: list[Callable[[list[int]], str]] = []
+
+    def decode(row: Row) -> tuple[str, str]:
+        if not loaded:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
+            loaded.append(tokenizer.decode)
+        return loaded[0](row.prompt.tolist()), loaded[0](row.tokens.tolist())
+
+    return decode
