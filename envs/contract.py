@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from stream.errors import EnvironmentFailure
 
@@ -12,19 +12,26 @@ __all__ = (
     "Environment",
     "EnvironmentFailure",
     "Observation",
+    "Response",
     "ToolError",
     "declares_tools",
     "is_content_parts",
+    "is_done",
     "is_messages",
     "is_observation",
+    "is_response",
 )
 
-RESERVED_METHODS = frozenset({"reset", "get_reward", "close"})
+RESERVED_METHODS = frozenset({"reset", "respond", "get_reward", "rows", "close"})
 """Public methods that the pipeline calls itself. Every other public method is a tool."""
 
 Observation = str | list[dict[str, Any]] | None
 """What `reset` returns: text or content parts, appended to the last prompt message; messages with roles, which follow
 the prompt; or None for no observation."""
+
+Response = str | list[dict[str, Any]] | None
+"""What `respond` returns: text or content parts, which become a user message; messages with roles, none of them the
+model's; or None to end the episode."""
 
 
 @runtime_checkable
@@ -59,6 +66,25 @@ def is_observation(value: object) -> bool:
 def is_messages(value: object) -> bool:
     """Return whether a value is a non-empty list of chat messages, each with a role and with content or tool calls."""
     return isinstance(value, list) and bool(value) and all(_is_message(message) for message in value)
+
+
+def is_response(value: object) -> bool:
+    """Return whether `respond` may return this value."""
+    if value is None or isinstance(value, str):
+        return True
+    if is_messages(value):
+        messages = cast("list[dict[str, Any]]", value)
+        return all(m["role"] not in ("assistant", "tool") and m.get("content") is not None for m in messages)
+    return bool(value) and _are_parts(value)
+
+
+def is_done(env: object) -> bool:
+    """Return whether an environment has ended its episode: its attribute or property `done` is true.
+
+    A method `done` is a tool, and a number or a list of that name means something else.
+    """
+    done = getattr(env, "done", False)
+    return type(done).__name__ in ("bool", "bool_") and bool(done)  # numpy's bool counts, too
 
 
 def _is_message(value: object) -> bool:

@@ -68,6 +68,11 @@ class GymnasiumText:
         self._render = _load_function(render) if render is not None else _render_ansi
         self._env: Any = import_extra("gymnasium", "gymnasium").make(id, **make)
 
+    @property
+    def done(self) -> bool:
+        """Whether the episode is over, so that the model gets no further turn."""
+        return self.terminated or self.truncated
+
     def __copy__(self) -> "GymnasiumText":
         """Copy the data without the environment, which a copy would share."""
         copied = object.__new__(type(self))

@@ -115,7 +115,7 @@ class OpenEnv:
             response = await self._exchange({"type": "step", "data": action})
         except RequestRefusedError as refusal:
             raise ToolError(str(refusal)) from refusal
-        self.done = bool(response.get("done"))
+        self.done = self.done or bool(response.get("done"))  # calls of one turn run concurrently
         reward = response.get("reward")
         call["observation"] = observation = response.get("observation")
         try:

@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from envs.adapters.openenv import OpenEnv, RewardedOpenEnv, openenv
+from envs.contract import ToolError
 from envs.factory import EnvironmentFactory
 from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
@@ -237,8 +238,14 @@ async def test_a_reset_that_the_server_refuses_is_not_the_models_fault(server, c
 
 async def test_the_server_gets_no_step_after_the_end(server):
     completion = await play(server, say(reward=1, done=True), say(reward=5))
-    assert "the episode is over" in completion.messages[3]["content"]
+    assert (completion.turns, completion.truncated) == (1, None)
     assert merge_parts(completion.parts) == Measured(1.0)
+    env = openenv(server.url)
+    await env.reset()
+    await env.call_tool("say", {"reward": 1, "done": True})
+    with pytest.raises(ToolError, match="the episode is over"):
+        await env.call_tool("say", {"reward": 5})
+    await env.close()
 
 
 async def test_reset_gets_the_fields_that_json_can_hold_and_a_valid_seed(server):

@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from envs.factory import EnvironmentFactory
 from envs.references import Reference
 from envs.rewards.merge import merge_parts
+from envs.snapshot import thaw
 from stream.codec import decode, encode
 from stream.errors import SettingsError
 from stream.records import Group, Prompt, Span
@@ -113,6 +115,7 @@ THOUGHTS = {
     "ministral-3": "[THINK]{}[/THINK]",
 }
 BEGUN = {"qwq": "<think>\n", "deepseek-r1": "<think>\n"}
+NO_TOOLS = SimpleNamespace(format=TOOL_FORMATS["hermes"])
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASK = {"role": "user", "content": "What is 1 + 2?"}
 
@@ -174,6 +177,49 @@ def told(name, completion, texts, structured):
         yield list(messages)
         begun = BEGUN.get(name, "") if not number or name == "qwq" else ""
         messages.append(message if structured else {"role": "assistant", "content": begun + next(texts)})
+
+
+class Customer:
+    """Answers each turn as a user, and hangs up after the third."""
+
+    def reset(self, **row):
+        self.heard = []
+
+    def respond(self, message):
+        self.heard.append(message)
+        return None if len(self.heard) == 3 else f"Reply {len(self.heard)}."
+
+
+USER_ROWS = (
+    dict.fromkeys(FAMILIES.keys() - {"hermes-3"}, (False, 1))  # that template needs tools
+    | dict.fromkeys(THOUGHTS, (True, 3))
+    | {"ministral-3": (False, 1), "mistral-nemo": (True, 1), "lfm2.5": (True, 1)}
+)
+"""Whether a template rewrites history when users answer, and the number of rows that three turns make. Most templates
+drop a turn's reasoning once a user message follows it; Mistral's moves the system message."""
+
+
+@pytest.mark.parametrize("name", sorted(USER_ROWS))
+async def test_turns_that_the_environment_answers_are_rendered_as_user_messages(name):
+    chat = chat_of(name, None)
+    chat.check_history(with_tools=False, with_user_replies=True)
+    forks, rows = USER_ROWS[name]
+    assert chat.rewrites_history is forks
+    tokenizer, eos = tokenizer_of(name), FAMILIES[name].eos if name != "gemma-2" else "<end_of_turn>"
+    thought = THOUGHTS.get(name, "").format("Hm.")
+    texts = [f"{thought}It is 3.", f"{thought}It is 4.", f"{thought}Bye."]
+    completion, asked, sampled = await played(
+        chat, NO_TOOLS, tokenizer, [text + eos for text in texts], environment=Customer
+    )
+
+    assert_exact(completion, asked, sampled)
+    assert len(completion.rows) == rows
+    assert (completion.tool_calls, completion.truncated, completion.failure) == (0, None, None)
+    assert [m["content"] for m in completion.messages if m["role"] == "user"] == ["Reply 1.", "Reply 2."]
+    assert thaw(completion.snapshot, factory(Customer)).heard == ["It is 3.", "It is 4.", "Bye."]
+    for ids, messages in zip(asked, told(name, completion, texts, False), strict=True):
+        rendered = template_of(name).render(messages, None, add_generation_prompt=True)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == rendered
 
 
 ROWS = {

@@ -57,9 +57,10 @@ def test_reset_reads_the_row_and_reward_functions_read_the_state():
     )
 
 
-def test_the_model_reads_that_the_game_is_over_and_the_state_is_scored():
+def test_done_ends_the_episode_after_the_turn_and_the_state_is_scored():
     moves = [call("move", direction="left"), call("move", direction="right")]
-    played = play(ref("Slide"), moves, rewards=[ref("from_score")])
+    played = play(ref("Slide"), [moves, "unused"], rewards=[ref("from_score")])
+    assert played.unused_turns == ["unused"]
     assert played.tool_replies == ["4 0 0\n8 0 0", "Error: ValueError: Game over."]
     assert played.reward_value == 12.0
     assert played.environment._render() == "4 0 0\n8 0 0"
@@ -68,7 +69,8 @@ def test_the_model_reads_that_the_game_is_over_and_the_state_is_scored():
 def test_a_client_made_in_init_is_kept_from_episode_to_episode():
     turns = [call("guess", word="crate"), call("guess", word="crane"), call("guess", word="brine")]
     played = play(ref("Words"), turns, rewards=[ref("from_reward")])
-    assert played.tool_replies == ["\ncrate GGGXG", "\ncrane GGGGG", "Error: ValueError: Game over."]
+    assert played.tool_replies == ["\ncrate GGGXG", "\ncrane GGGGG"]
+    assert len(played.unused_turns) == 1  # `done` ends the episode
     assert played.reward_value == 1.0
 
 

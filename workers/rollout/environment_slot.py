@@ -5,6 +5,8 @@ failed and not the policy. After a failure, a timeout or a cancelled call the in
 the background, and the slot makes a new one at its next reset.
 """
 
+import copy
+import inspect
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
@@ -27,9 +29,10 @@ from envs.call import (
     outcome_cause,
     replace_surrogates,
 )
-from envs.contract import Observation, is_observation
+from envs.contract import Observation, Response, is_done, is_messages, is_observation, is_response
 from envs.factory import EnvironmentFactory
 from envs.rewards import environment_reward
+from envs.rewards.env_reward import accepts_messages
 from envs.snapshot import freeze
 from envs.tools import ToolArgumentError, bind_arguments
 from stream.errors import EnvironmentFailure
@@ -73,6 +76,11 @@ class EnvironmentSlot:
     def has_tools(self) -> bool:
         """The environment has tools for the model."""
         return bool(self._tools)
+
+    @property
+    def responds(self) -> bool:
+        """The environment answers turns without a tool call."""
+        return bool(self._factory.responds)
 
     @property
     def runs_own_loop(self) -> bool:
@@ -134,6 +142,40 @@ class EnvironmentSlot:
             case TimedOut(limit_s):
                 text = f"Error: {call.name} did not answer within {limit_s:g} s"
                 return ToolResult(text, is_error=True, seconds=seconds)
+
+    async def respond(self, text: str, messages: Sequence[Message], timeout_s: float) -> list[Message] | Failure | None:
+        """Return the messages with which the environment answers a turn without a tool call; None ends the episode.
+
+        Args:
+            text: the turn's, without its reasoning.
+            messages: the conversation after the prompt; an environment that names this parameter gets a copy.
+            timeout_s: deadline of the call.
+        """
+        method = self._environment.respond
+        arguments = _response_arguments(method, text, messages)
+        outcome = await self._call(method, arguments, timeout_s)
+        if isinstance(outcome, TimedOut):
+            return self._failure(RolloutReason.ENV_TIMEOUT, "respond", outcome)
+        if not isinstance(outcome, Ok):
+            return self._failure(RolloutReason.ENV_STEP, "respond", outcome)
+        value = outcome.value
+        if not _is_plain(value) or not is_response(value):
+            error = TypeError(
+                f"{type(value).__name__} returned; None, a string, a list of content parts, or a list of messages with "
+                "roles other than assistant and tool is expected, all of plain data"
+            )
+            return self._failure(RolloutReason.ENV_STEP, "respond", Failed(error))
+        return _to_messages(value)
+
+    async def is_done(self, timeout_s: float) -> bool | Failure:
+        """Return whether the environment has ended the episode, by its attribute or property `done`."""
+        if not isinstance(getattr(type(self._environment), "done", None), property):
+            return is_done(self._environment)
+        outcome = await self._call(is_done, {"env": self._environment}, timeout_s)
+        if isinstance(outcome, Ok):
+            return bool(outcome.value)
+        reason = RolloutReason.ENV_TIMEOUT if isinstance(outcome, TimedOut) else RolloutReason.ENV_STEP
+        return self._failure(reason, "done", outcome)
 
     def _bind_call(self, call: ToolCall) -> tuple[Callable[..., Any], dict[str, Any]]:
         """Return the method and its arguments. An environment that declares its tools checks their arguments itself."""
@@ -210,12 +252,7 @@ class EnvironmentSlot:
         """Return what `reset` returned if a prompt can end with it."""
         if isinstance(value, str):
             return replace_surrogates(value)
-        try:
-            msgspec.msgpack.encode(value)
-            is_valid = is_observation(value)
-        except (TypeError, ValueError, OverflowError, RecursionError):
-            is_valid = False
-        if is_valid:
+        if _is_plain(value) and is_observation(value):
             observation: Observation = value
             return observation
         kind = type(value).__name__
@@ -224,6 +261,34 @@ class EnvironmentSlot:
             "all of plain data"
         )
         return self._failure(RolloutReason.ENV_RESET, "reset", Failed(error))
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a record can hold a value."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return False
+    return True
+
+
+def _response_arguments(respond: Callable[..., Any], text: str, messages: Sequence[Message]) -> dict[str, Any]:
+    """Return the arguments of `respond`: the turn's text for its first parameter, and `messages` if it names them."""
+    names = list(inspect.signature(respond).parameters)
+    arguments: dict[str, Any] = {name: text for name in names[:1] if name != "messages"}
+    if accepts_messages(respond):
+        arguments["messages"] = copy.deepcopy(list(messages))
+    return arguments
+
+
+def _to_messages(response: Response) -> list[Message] | None:
+    """Return a response as messages: text and content parts are the user's."""
+    if response is None:
+        return None
+    if isinstance(response, list):
+        found: list[Message] = msgspec.msgpack.decode(msgspec.msgpack.encode(response))  # a copy: it may change its own
+        return found if is_messages(found) else [{"role": "user", "content": found}]
+    return [{"role": "user", "content": replace_surrogates(response)}]
 
 
 def _is_environment_failure(error: BaseException) -> bool:

@@ -2,12 +2,14 @@
 
 ::
 
-    reset ─► prompt ids ─► sample ─► parse ─► no call ─────────────────────────► reward, snapshot
-                             ▲         └► calls ─► tools ─► limit reached ─────►
-                             └──── continuation ids ◄─┘   or, if the template rewrites history, the whole context again
+    reset ─► prompt ids ─► sample ─► parse ─► no call ─► respond ─► None, or no such method ─► reward, snapshot
+                             ▲         └► calls ─► tools ─┐  │
+                             │                            ▼  ▼
+                             │                          replies ─► done, or a limit is reached ─►
+                             └──── continuation ids ◄─────┘   or, if the template rewrites history, the whole context
 
-An episode ends with a value: None (the model was done), a `TruncationReason`, or a `Failure`. Only what concerns all
-completions of the group is raised: no engine answers, or the chat template refuses the prompt.
+An episode ends with a value: None (the model or the environment was done), a `TruncationReason`, or a `Failure`. Only
+what concerns all completions of the group is raised: no engine answers, or the chat template refuses the prompt.
 """
 
 from dataclasses import replace
@@ -35,6 +37,7 @@ from workers.rollout.messages import (
 )
 from workers.rollout.row_builder import MultiRowBuilder
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.reasoning import reasoning_end
 from workers.rollout.tool_result import ToolResult, truncate_result
 
 _LONG_TURN_CHARACTERS = 20_000
@@ -52,7 +55,7 @@ async def run_episode(context: EpisodeContext) -> Completion:
 
 
 class ConversationEpisode(BaseEpisode):
-    """An episode whose turns this worker drives: sample, parse, call tools, append their results."""
+    """An episode whose turns this worker drives: sample, parse, call tools or `respond`, append what they return."""
 
     def __init__(self, context: EpisodeContext) -> None:
         super().__init__(context)
@@ -94,17 +97,41 @@ class ConversationEpisode(BaseEpisode):
             self.completion.messages.append(_message(parsed))
             if sampled.is_truncated:
                 return TruncationReason.LENGTH if len(sampled.token_ids) >= budget else TruncationReason.CONTEXT
-            if not parsed.calls and not parsed.errors:
-                return None
             with timed(self.completion, "tools"):
-                results = await self._call_tools(parsed)
-            if isinstance(results, Failure):
-                return results
-            self.completion.messages += results
-            self._turns.append(replace(turn, tool_results=results))
+                replies = await self._replies(turn, parsed)
+            if replies is None or isinstance(replies, Failure):
+                return replies
+            self._turns.append(replace(turn, replies=replies))
             end = self._limit_reached() or await self._extend_context()
             if end is not None:
                 return end
+
+    async def _replies(self, turn: AssistantTurn, parsed: ParsedTurn) -> list[Message] | Failure | None:
+        """Return what follows a turn: results of its tool calls, or the environment's response; None: nothing does."""
+        slot = self.context.slot
+        replies: list[Message] | Failure | None
+        if parsed.calls or parsed.errors:
+            replies = await self._call_tools(parsed)
+        elif slot is not None and slot.responds:
+            replies = await self._respond(slot, turn)
+        else:
+            return None
+        if replies is None or isinstance(replies, Failure):
+            return replies
+        self.completion.messages += replies
+        done = slot is not None and await slot.is_done(self._limits.call_timeout_s)
+        return done if isinstance(done, Failure) else None if done else replies
+
+    async def _respond(self, slot: EnvironmentSlot, turn: AssistantTurn) -> list[Message] | Failure | None:
+        """Have the environment answer a turn; it reads the text after the reasoning."""
+        end = reasoning_end(turn.text, starts_in_reasoning=bool(turn.open_reasoning))
+        text = turn.text[end:].lstrip() if end else turn.text
+        messages = await slot.respond(text, self.completion.messages, self._limits.call_timeout_s)
+        if messages is None or isinstance(messages, Failure):
+            return messages
+        return [
+            message | {"content": truncate_result(message["content"], self._limits.max_tokens)} for message in messages
+        ]
 
     async def _sample(self, context: list[int], max_tokens: int) -> SampledTurn | Failure | TruncationReason:
         turn = self.completion.turns
@@ -182,13 +209,13 @@ class ConversationEpisode(BaseEpisode):
         return None
 
     async def _extend_context(self) -> TruncationReason | None:
-        """Append the tools' results to the context, if a token is left for the model's next turn."""
+        """Append the last turn's replies to the context, if a token is left for the model's next turn."""
         chat, last = self._chat, self._turns[-1]
         if chat.rewrites_history:
             ids, new_count = await chat.encode_conversation(self.completion.prompt_messages, self._turns)
         else:
             ended_with_eos = list(last.token_ids[-1:]) == [chat.end_of_turn_id]
-            ids = await chat.encode_continuation(last.tool_results, ended_with_eos)
+            ids = await chat.encode_continuation(last.replies, ended_with_eos)
             new_count = len(ids)
         if self._builder.token_count + new_count >= self._limits.max_tokens:
             return TruncationReason.LENGTH

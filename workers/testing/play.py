@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 import anyio
+import msgspec
 
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
@@ -114,7 +115,7 @@ def play(
 ) -> EpisodeResult:
     """Run one episode with scripted turns of the model.
 
-    Turns after the last scripted one are empty, which ends the episode.
+    Turns after the last one are empty, which ends the episode. `max_turns` ends it where the environment has `respond`.
 
     Args:
         factory: environment class, factory function, or a reference as in the settings.
@@ -136,19 +137,14 @@ def play(
         else EnvironmentFactory.from_callable(factory, args)
     )
     functions = [RewardFunction.load(r) if isinstance(r, str) else RewardFunction(r, _name(r)) for r in rewards]
-    limits = limits or Rollout(max_tokens=_UNLIMITED, max_tokens_per_turn=_UNLIMITED)
-    row = Prompt(
-        id="play:0:0",
-        messages=[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
-        is_plain_text=isinstance(prompt, str),
-        fields=dict(fields),
-        environment=_NAME,
-        group_size=1,
-        seed=seed,
-    )
     planned = list(turns)
+    is_text = isinstance(prompt, str)
+    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    row = Prompt(id="play:0:0", messages=messages, is_plain_text=is_text, fields=dict(fields), environment=_NAME, seed=seed)
     script = ScriptedSampler([_text(turn) for turn in planned])
-    completion = run_in_daemon_thread(partial(_play, environment, row, script, functions, limits))
+    completion = run_in_daemon_thread(
+        partial(_play, environment, row, script, functions, _limits(limits, environment, len(planned)))
+    )
     return EpisodeResult(
         messages=[*(completion.prompt_messages or row.messages), *completion.messages],
         parts=completion.parts,
@@ -184,6 +180,14 @@ async def _play(
             factories={_NAME: environment},
         ).run(prompt)
     return group.completions[0]
+
+
+def _limits(limits: Rollout | None, environment: EnvironmentFactory, turns: int) -> Rollout:
+    """Return the limits; an environment that answers turns must not go on after the script."""
+    limits = limits or Rollout(max_tokens=_UNLIMITED, max_tokens_per_turn=_UNLIMITED)
+    if not environment.responds:
+        return limits
+    return msgspec.structs.replace(limits, max_turns=min(limits.max_turns, max(1, turns)))
 
 
 def _text(reply: "str | Call | Sequence[Call]") -> str:

@@ -43,13 +43,13 @@ def load_chat_setups(
 def _for_environment(name: str, factory: EnvironmentFactory, settings: Settings, model_path: Path) -> ChatSetup:
     if factory.runs_own_loop:
         return _for_own_loop(settings, model_path)
-    if not factory.tools:  # single-turn: nothing is parsed, and no conversation continues
+    if not factory.tools and not factory.responds:  # single-turn: nothing is parsed, and no conversation continues
         return _without_tools(settings, model_path)
     schemas = [tool.schema for tool in factory.tools]
-    shown = schemas if settings.data.chat_template_kwargs.get("tools", True) else None
+    shown = (schemas or None) if settings.data.chat_template_kwargs.get("tools", True) else None
     chat = ChatTokenizer.load(model_path, _template_kwargs(settings), shown)
-    choice = choose_tool_format(settings.model.tool_format, chat.renderer.template, shown)
-    history = chat.check_history()
+    choice = choose_tool_format(settings.model.tool_format if schemas else "hermes", chat.renderer.template, shown)
+    history = chat.check_history(with_tools=bool(schemas), with_user_replies=factory.responds)
     prompt = chat.renderer.render_prompt([{"role": "user", "content": "u"}]) if shown else ""
     if shown and not all(tool.name in prompt for tool in factory.tools):
         log.warning(

@@ -99,14 +99,18 @@ class ChatTokenizer:
         """Return the same model's chat tokenizer with other tools."""
         return ChatTokenizer(self._tokenizer, self.renderer.template, tools, set(self.stop_token_ids))
 
-    def check_history(self) -> HistoryCheck:
+    def check_history(self, *, with_tools: bool = True, with_user_replies: bool = False) -> HistoryCheck:
         """Find out whether the template rewrites earlier turns, and encode conversations accordingly from now on.
+
+        Args:
+            with_tools: conversations have tool calls.
+            with_user_replies: the environment answers turns with user messages.
 
         Raises:
             DataError: the template refuses tool messages.
             PenstockError: it leaves them out.
         """
-        check = check_history(self.renderer)
+        check = check_history(self.renderer, with_tools=with_tools, with_user_replies=with_user_replies)
         self.rewrites_history = check.rewrites_history
         return check
 
@@ -126,7 +130,7 @@ class ChatTokenizer:
         """Encode what is between two assistant turns: the new messages and the start of the next turn.
 
         Args:
-            new_messages: tool messages, all of one turn.
+            new_messages: all messages between the two turns: tool messages, or those of the environment's `respond`.
             ended_with_eos: the turn's last sampled token is `end_of_turn_id`; otherwise the result starts with it.
 
         Raises:
@@ -186,7 +190,7 @@ class ChatTokenizer:
         """Run `conversation_ids`, in a thread if the conversation is long."""
         work = partial(self.conversation_ids, messages, turns)
         size = self._tool_characters + _characters(messages)
-        size += sum(len(turn.text) + _characters(turn.tool_results) for turn in turns)
+        size += sum(len(turn.text) + _characters(turn.replies) for turn in turns)
         return work() if size < _LONG_TEXT_CHARACTERS else await _in_thread(work)
 
     async def decode_turn(self, ids: Sequence[int]) -> str:

@@ -24,14 +24,14 @@ _CALL_ID = "call00000"
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
-    """One turn of the model, and the results of its tool calls."""
+    """One turn of the model, and what the environment said after it."""
 
     token_ids: Sequence[int]
     """As sampled, including the token that ended the turn."""
     text: str
     """Their text, without that token."""
-    tool_results: Sequence[Message] = ()
-    """Tool messages."""
+    replies: Sequence[Message] = ()
+    """Messages that follow it: the results of its tool calls, or what the environment's `respond` returned."""
     open_reasoning: str = ""
     """Start of a reasoning block that the prompt ended with: for example `<think>` and a line break."""
 
@@ -109,16 +109,16 @@ class ConversationRenderer:
             The text, then the turn and the character at which its text starts here; None for the last piece.
         """
         mark = _MARK
-        results = [result for turn in turns for result in turn.tool_results]
-        while any(mark in text for text in content_texts([*messages, *results])):
+        replies = [reply for turn in turns for reply in turn.replies]
+        while any(mark in text for text in content_texts([*messages, *replies])):
             mark += "x"
         marks = [f"{mark}-{number}." for number in range(len(turns))]
         cuts = [_reasoning_length(turn) for turn in turns]
         conversation = list(self._contents.adapt(messages))
         for turn, mark, cut in zip(turns, marks, cuts, strict=True):
-            text = mark if self.needs_tool_calls else turn.open_reasoning + turn.text[:cut] + mark
-            answers = self._contents.adapt(turn.tool_results)
-            as_calls = self.needs_tool_calls and bool(answers)
+            as_calls = self._shows_calls(turn.replies)
+            text = mark if as_calls else turn.open_reasoning + turn.text[:cut] + mark
+            answers = self._contents.adapt(turn.replies)
             conversation += [_assistant_message(text, answers, as_calls=as_calls), *answers]
         rest = self.template.render(conversation, self.tools, add_generation_prompt=True)
         for turn, mark, cut in zip(turns, marks, cuts, strict=True):
@@ -126,7 +126,7 @@ class ConversationRenderer:
             if not found:
                 continue  # the template no longer shows this turn
             rest = after
-            if self.needs_tool_calls and turn.tool_results:
+            if self._shows_calls(turn.replies):
                 rest = self.end_of_turn + after.partition(self.end_of_turn)[2]
                 yield before.removesuffix(self._before_call), (turn, 0)
             elif cut and before.endswith(turn.text[:cut]):
@@ -134,6 +134,10 @@ class ConversationRenderer:
             else:
                 yield before, (turn, cut)
         yield rest, None
+
+    def _shows_calls(self, replies: Sequence[Message]) -> bool:
+        """Return whether the turn before these messages must be rendered with tool calls."""
+        return self.needs_tool_calls and any(reply.get("role") == "tool" for reply in replies)
 
     def _accepts(self, messages: list[Message]) -> bool:
         try:
@@ -147,17 +151,18 @@ class ConversationRenderer:
         if not self.end_of_turn:
             raise PenstockError(
                 f"the chat template of {self.template.folder} ends an assistant's turn without a special token, so an "
-                "episode cannot go on after a tool call; use a template that writes one"
+                "episode cannot go on after a turn; use a template that writes one"
             )
         answers = self._contents.adapt(new_messages)
-        dummy = [_DUMMY[0], _assistant_message(_MARK, answers, as_calls=self.needs_tool_calls)]
+        as_calls = self._shows_calls(new_messages)
+        dummy = [_DUMMY[0], _assistant_message(_MARK, answers, as_calls=as_calls)]
         after = self._after_mark([*dummy, *answers], tools, add_generation_prompt=True)
-        if self.needs_tool_calls:  # the mark is inside a call; the turn ends after it
+        if as_calls:  # the mark is inside a call; the turn ends after it
             after = self.end_of_turn + after.partition(self.end_of_turn)[2]
         if not after.startswith(self.end_of_turn):
             raise PenstockError(
                 f"the chat template of {self.template.folder} ends an assistant's last turn with "
-                f"{self.end_of_turn!r}, but one before a tool message with {after[:40]!r}: it cannot continue there"
+                f"{self.end_of_turn!r}, but one before another message with {after[:40]!r}: it cannot continue there"
             )
         return after
 
