@@ -140,7 +140,9 @@ def play(
     planned = list(turns)
     is_text = isinstance(prompt, str)
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    row = Prompt(id="play:0:0", messages=messages, is_plain_text=is_text, fields=dict(fields), environment=_NAME, seed=seed)
+    row = Prompt(
+        id="play:0:0", messages=messages, is_plain_text=is_text, fields=dict(fields), environment=_NAME, seed=seed
+    )
     script = ScriptedSampler([_text(turn) for turn in planned])
     completion = run_in_daemon_thread(
         partial(_play, environment, row, script, functions, _limits(limits, environment, len(planned)))
