@@ -151,7 +151,8 @@ class ToolRun(Struct, frozen=True, array_like=True):
     """How one tool call went; kept for people (`penstock show`)."""
 
     seconds: float
-    """Wall time of the call, without waiting for other tools of the turn; 0 if the call could not be made."""
+    """Wall time of the call, waiting for a thread included and for other tools of the turn not; 0 if the call could not
+    be made."""
     is_error: bool = False
     """The model read an error."""
 

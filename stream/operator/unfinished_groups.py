@@ -3,6 +3,8 @@
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
+import anyio.to_thread
+
 from stream.codec import decode
 from stream.connection.run_connection import RunConnection
 from stream.errors import RecordError
@@ -31,14 +33,14 @@ async def newest_scored_group(connection: RunConnection) -> Group | None:
     found: Any = await connection.with_retry(
         lambda: connection.redis.xrevrange(connection.key("scored"), "+", "-", count=1)
     )
-    return _decode_group(found)
+    return await anyio.to_thread.run_sync(_decode_group, found)
 
 
 async def _read_group(connection: RunConnection, stage: UnfinishedStage, entry_id: str) -> Group | None:
     found: Any = await connection.with_retry(
         lambda: connection.redis.xrange(connection.key(stage), entry_id, entry_id, count=1)
     )
-    return _decode_group(found)
+    return await anyio.to_thread.run_sync(_decode_group, found)
 
 
 def _decode_group(found: Any) -> Group | None:

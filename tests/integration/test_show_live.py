@@ -6,11 +6,13 @@ import anyio
 import pytest
 from click.testing import CliRunner
 
+from stream.operator.run_status import read_status
 from stream.operator.unfinished_groups import newest_scored_group
 from stream.queue.stage import Stage
 from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.outcomes import Trained
 from workers.cli import penstock
+from workers.run.sampled_completion import SampleSchedule
 
 
 async def content(connection) -> dict[bytes, bytes]:
@@ -41,6 +43,13 @@ async def test_unfinished_groups_are_shown_and_the_server_stays_as_it_is(pipe, r
     newest = await newest_scored_group(pipe.connection)
     assert newest is not None
     assert newest.prompt.id == "waiting"
+    samples, status = SampleSchedule(every_steps=5, min_interval_s=0.0), await read_status(pipe.connection)
+    shown = []
+    for step in range(8):
+        status.policy["step"] = str(step)
+        lines = await samples.next_sample(pipe.connection, status, 80)
+        shown += [(step, lines[0].plain[:43])] if lines else []
+    assert shown == [(step, f"── sample at step {step}: waiting #0, reward 1 ─") for step in (1, 6)]
     assert await content(pipe.connection) == before
 
 

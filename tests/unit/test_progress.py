@@ -5,6 +5,7 @@ import io
 import msgspec
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from stream.operator.run_status import RunStatus, StageStatus
 from workers.run.display_metrics import metric_value
@@ -126,6 +127,21 @@ def test_the_screen_shows_the_reward_of_each_step():
         later.policy["step"] = "4"
         screen.show(later, RUNNING)
     assert "▁█" in console.file.getvalue()
+
+
+def test_a_sampled_completion_is_printed_above_the_table_or_as_plain_lines(capsys):
+    lines = [Text("── sample ──", "bold"), Text("assistant  [bold]4[/]\\x1b")]
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with TableDisplay(console) as screen:
+        screen.show(view(METRICS), RUNNING)
+        screen.print_lines(lines)
+        screen.show(view(METRICS), RUNNING)
+        assert screen.width == 80
+    text = console.file.getvalue()
+    assert "assistant  [bold]4[/]\\x1b\n" in text
+    assert text.rindex("sample") < text.rindex("0.750")
+    LineDisplay().print_lines(lines)
+    assert capsys.readouterr().err == "── sample ──\nassistant  [bold]4[/]\\x1b\n"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "0.5"])

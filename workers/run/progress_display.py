@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Protocol, Self
 
 from msgspec import Struct, field
@@ -17,6 +18,7 @@ from workers.run.display_metrics import metric_value
 from workers.run.evaluation_text import format_progress, format_result
 
 _LINE_EVERY_S = 10.0
+_LINE_WIDTH = 100
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 40
 _BAR = 46
@@ -39,6 +41,13 @@ class ProgressDisplay(Protocol):
     def show(self, view: RunStatus | None, state: SupervisorState) -> None:
         """Show the current status; `view` is None if the run's status is not available."""
 
+    def print_lines(self, lines: Sequence[Text]) -> None:
+        """Print lines that stay on the screen."""
+
+    @property
+    def width(self) -> int:
+        """Columns of a printed line; 0: nothing is printed."""
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
@@ -54,8 +63,16 @@ def choose_display(quiet: bool) -> ProgressDisplay:
 class SilentDisplay:
     """Shows nothing."""
 
+    @property
+    def width(self) -> int:
+        """No columns: nothing is printed."""
+        return 0
+
     def show(self, view: RunStatus | None, state: SupervisorState) -> None:
         """Show nothing."""
+
+    def print_lines(self, lines: Sequence[Text]) -> None:
+        """Print nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -72,6 +89,11 @@ class LineDisplay(SilentDisplay):
         self._next = 0.0
         self._told: object = None
 
+    @property
+    def width(self) -> int:
+        """Columns of a line that does not go to a terminal."""
+        return _LINE_WIDTH
+
     def show(self, view: RunStatus | None, state: SupervisorState) -> None:
         """Print a line if it is due."""
         now, tells = time.monotonic(), (state.phase, view and view.paused)
@@ -79,6 +101,11 @@ class LineDisplay(SilentDisplay):
             return
         self._next, self._told = now + self._every_s, tells
         print(format_line(view, state), file=sys.stderr, flush=True)  # noqa: T201  (this is the command's output)
+
+    def print_lines(self, lines: Sequence[Text]) -> None:
+        """Print plain lines."""
+        for line in lines:
+            print(line.plain, file=sys.stderr, flush=True)  # noqa: T201
 
 
 class TableDisplay:
@@ -94,6 +121,16 @@ class TableDisplay:
             self._rewards[int(view.policy.get("step", 0))] = reward
         recent = [self._rewards[step] for step in sorted(self._rewards)][-_HISTORY:]
         self._live.update(render_table(view, state, recent), refresh=True)
+
+    def print_lines(self, lines: Sequence[Text]) -> None:
+        """Print lines above the table."""
+        for line in lines:
+            self._live.console.print(line, soft_wrap=True, highlight=False)
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal."""
+        return self._live.console.width
 
     def __enter__(self) -> Self:
         self._live.start()

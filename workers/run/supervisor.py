@@ -37,6 +37,7 @@ from workers.run.restart_loop import RestartLoop
 from workers.run.role_specs import ENGINE, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
 from workers.run.run_ending import RunEnding
 from workers.run.run_info import RunInfo, remove_run_info, write_run_info
+from workers.run.sampled_completion import SampleSchedule
 from workers.run.stall_detector import StallDetector
 from workers.settings import Settings
 
@@ -199,14 +200,25 @@ class Supervisor:
     async def _watch(self, connection: RunConnection, restart_loop: RestartLoop) -> None:
         """Show progress once a second, and fail a run that makes no progress."""
         detector: StallDetector | None = None
+        samples = SampleSchedule()
         while True:
             status = await self._refresh(connection, restart_loop)
+            await self._show_sample(connection, status, samples)
             if self._phase == _RUNNING and detector is None:  # starting engines have their own timeout
                 detector = StallDetector(self._settings.abort.stall_timeout_s)
             if detector and not self._ending.requested.is_set() and (alarm := detector.observe(status)):
                 self._ending.fail(RunFailedError(alarm))
             await self._children.trim_logs()
             await anyio.sleep(_POLL_S)
+
+    async def _show_sample(self, connection: RunConnection, status: RunStatus | None, samples: SampleSchedule) -> None:
+        """Print one sampled completion if it is due; a server that does not answer is reported elsewhere."""
+        if status is None or self._ending.requested.is_set() or not self._display.width:
+            return
+        try:
+            self._display.print_lines(await samples.next_sample(connection, status, self._display.width))
+        except PenstockError as error:
+            log.debug("sample.failed", why=str(error))
 
     async def _refresh(self, connection: RunConnection, restart_loop: RestartLoop) -> RunStatus | None:
         """Read, show and return the run's status; None before the run has begun. A lost server fails the run."""
