@@ -13,6 +13,7 @@ from workers.run.progress_display import (
     LineDisplay,
     SupervisorState,
     TableDisplay,
+    describe_scale,
     format_duration,
     format_line,
     render_table,
@@ -79,29 +80,31 @@ def test_a_first_progress_line_has_only_the_phase():
         format_line(None, SupervisorState(run="demo", phase="starting the engine"))
         == "demo 0.0 s | starting the engine"
     )
-    assert "starting" in drawn(render_table(None, SupervisorState(run="demo", phase="starting"), []))
+    assert "starting" in drawn(render_table(None, SupervisorState(run="demo", phase="starting"), {}))
 
 
 def test_the_screen_fits_80_columns_and_shows_the_balance():
     counts = {"fed": 90, "trained": 40, "dropped:zero_variance": 10}
     screen = drawn(
-        render_table(view(METRICS, counts=counts, feed={"total": "100"}, is_open=40), RUNNING, [0.1, 0.5, 0.75])
+        render_table(
+            view(METRICS, counts=counts, feed={"total": "100"}, is_open=40), RUNNING, {7: 0.1, 8: 0.5, 9: 0.75}
+        )
     )
     assert "50 of 100 prompts  50%" in screen
-    assert "reward 0.750  ▁▅█" in screen
+    assert "reward 0.750  ▁▅█  0.1 to 0.75, steps 7 to 9" in screen
     assert "fed 90 = trained 40 + dropped 10 + dead 0 + outstanding 40" in screen
     assert "dropped: zero_variance 10" in screen
     assert all(len(row.rstrip()) <= 80 for row in screen.splitlines())
 
 
 def test_without_a_known_total_there_is_no_bar():
-    assert "prompts  " not in drawn(render_table(view(METRICS), RUNNING, [])).split("stage")[0]
+    assert "prompts  " not in drawn(render_table(view(METRICS), RUNNING, {})).split("stage")[0]
 
 
 def test_restarts_are_shown():
     status = SupervisorState(run="demo", phase="running", restarts={"rollout-1": 2})
     assert "restarts rollout-1 2" in format_line(view(), status)
-    assert "rollout-1 2x" in drawn(render_table(view(), status, []))
+    assert "rollout-1 2x" in drawn(render_table(view(), status, {}))
 
 
 def test_trained_groups_that_wait_for_a_checkpoint_are_not_shown_as_queued():
@@ -163,6 +166,13 @@ def test_durations_are_formatted_for_people(seconds, text):
 
 def test_equal_values_give_a_flat_sparkline():
     assert sparkline([0.5, 0.5]) == "▁▁"
+    assert describe_scale({1: 0.5, 2: 0.5}) == "all 0.5, steps 1 to 2"
+
+
+def test_the_longest_sparkline_fits_80_columns():
+    rewards = {step: 1 / step for step in range(99_976, 100_000)}
+    screen = drawn(render_table(view(METRICS), RUNNING, rewards))
+    assert "steps 99976 to 99999\n" in "\n".join(row.rstrip() for row in screen.splitlines()) + "\n"
 
 
 def test_a_process_is_restarted_within_its_budget_which_refills_after_the_window():
@@ -232,7 +242,7 @@ def test_a_pause_is_shown_immediately_in_every_display(capsys):
     expected = "paused by ann@box since 2026-01-02 03:04:05 UTC"
     assert expected not in first
     assert f"demo 1 min 01 s | running | {expected} | step 3" in second
-    assert expected in drawn(render_table(paused, RUNNING, []))
+    assert expected in drawn(render_table(paused, RUNNING, {}))
 
 
 def test_a_run_that_never_begins_is_stalled():

@@ -4,9 +4,11 @@ import json
 
 import msgspec
 import pytest
+from matplotlib.figure import Figure
 
 from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus
+from workers.run import plot
 from workers.run.pinned import differences, free_changes, pinned_settings
 from workers.run.plot import draw_progress, read_metrics, smooth
 from workers.run.summary import RunSummary, latest_progress, summarize
@@ -126,7 +128,7 @@ def test_only_the_last_execution_of_a_repeated_step_counts(tmp_path):
 def test_a_running_mean_preserves_constants_and_length():
     points = [(float(step), 2.0) for step in range(20)]
     assert smooth(points) == points
-    assert smooth([(0.0, 0.0), (1.0, 3.0)], window=3) == [(0.0, 1.5), (1.0, 1.5)]
+    assert smooth([(0.0, 0.0), (1.0, 3.0), (2.0, 9.0)], window=3) == [(0.0, 0.0), (1.0, 4.0), (2.0, 9.0)]
 
 
 def test_a_run_is_plotted_even_with_missing_measurements(tmp_path):
@@ -136,3 +138,43 @@ def test_a_run_is_plotted_even_with_missing_measurements(tmp_path):
         '{"step": 1, "time": 1.0, "version": 1, "reward/mean": 0.5, "staleness/mean": null}\n'
     )
     assert draw_progress(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def row(step: int, **metrics: float) -> dict[str, object]:
+    common = {
+        "reward/mean": 0.1,
+        "loss": 0.2,
+        "length/mean": 9.0,
+        "entropy": 0.3,
+        "grad_norm": 1.0,
+        "valid_fraction": 1.0,
+    }
+    return {"step": step, "version": step - 1, "step_seconds": 30.0} | common | metrics
+
+
+@pytest.mark.parametrize(
+    ("metrics", "panels"),
+    [
+        ({}, "reward loss gradient length entropy valid staleness speed"),
+        ({"reference/kl": 0.1}, "reward loss gradient length entropy divergence valid staleness speed"),
+        (
+            {"reference/kl": 0.1, "reward/part/a/mean": 1.0, "reward/part/b.c/mean": 0.0},
+            "reward parts loss length entropy divergence valid staleness speed",
+        ),
+    ],
+)
+def test_a_plot_shows_what_was_measured(metrics, panels):
+    assert [panel.__name__ for panel in plot._panels([row(7, **metrics)])] == [f"_{name}" for name in panels.split()]
+
+
+def test_a_plot_names_step_and_version_as_the_terminal_does_and_begins_with_the_data(tmp_path):
+    rows = [row(41), row(42)]
+    status = view(0)
+    assert plot._title(tmp_path / "my", rows, status).endswith("step 42, policy version 41, 1.0 min")
+    status.policy |= {"step": "42", "version": "42"}
+    assert plot._title(tmp_path / "my", rows, status).endswith("step 42, policy version 42, 1.0 min")
+    axes = Figure().subplots()
+    plot._reward(axes, rows)
+    plot._limit_steps(axes, rows)
+    assert 40.9 < axes.get_xlim()[0] < 41
+    assert 42 < axes.get_xlim()[1] < 42.1

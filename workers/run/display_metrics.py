@@ -18,8 +18,10 @@ _NAMES: dict[DisplayMetric, tuple[str, ...]] = {
 
 def metric_value(metrics: Mapping[str, Any], metric: DisplayMetric) -> float | None:
     """Return a metric of one step; None if it is missing or not finite."""
-    for name in _NAMES[metric]:
-        value = metrics.get(name)
-        if isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
-    return None
+    return next((value for name in _NAMES[metric] if (value := finite_value(metrics, name)) is not None), None)
+
+
+def finite_value(metrics: Mapping[str, Any], name: str) -> float | None:
+    """Return the metric of one step that a trainer reports under this name; None if it is missing or not finite."""
+    value = metrics.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

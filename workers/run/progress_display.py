@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, Self
 
 from msgspec import Struct, field
@@ -20,7 +20,8 @@ from workers.run.evaluation_text import format_progress, format_result
 _LINE_EVERY_S = 10.0
 _LINE_WIDTH = 100
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_HISTORY = 40
+_HISTORY = 24
+"""Steps in the sparkline; with its scale it fits 80 columns."""
 _BAR = 46
 _ACCENT, _QUIET, _ALARM = "cyan", "bright_black", "yellow"
 
@@ -119,7 +120,7 @@ class TableDisplay:
         """Redraw the table."""
         if view is not None and (reward := metric_value(view.metrics, "reward")) is not None:
             self._rewards[int(view.policy.get("step", 0))] = reward
-        recent = [self._rewards[step] for step in sorted(self._rewards)][-_HISTORY:]
+        recent = {step: self._rewards[step] for step in sorted(self._rewards)[-_HISTORY:]}
         self._live.update(render_table(view, state, recent), refresh=True)
 
     def print_lines(self, lines: Sequence[Text]) -> None:
@@ -160,8 +161,8 @@ def format_line(view: RunStatus | None, state: SupervisorState) -> str:
     return " | ".join(parts)
 
 
-def render_table(view: RunStatus | None, state: SupervisorState, rewards: list[float]) -> RenderableType:
-    """Return the run's status as a terminal table."""
+def render_table(view: RunStatus | None, state: SupervisorState, rewards: Mapping[int, float]) -> RenderableType:
+    """Return the run's status as a terminal table; `rewards` are the last ones, by step."""
     head = Text.assemble(
         (state.run, "bold"), "  ", (state.phase, _QUIET), "  ", (format_duration(state.seconds), _QUIET)
     )
@@ -256,14 +257,17 @@ def _bar(view: RunStatus) -> list[RenderableType]:
     return [Text(), row]
 
 
-def _metric_text(view: RunStatus, rewards: list[float]) -> Text:
+def _metric_text(view: RunStatus, rewards: Mapping[int, float]) -> Text:
     """Return the last step's metrics as text."""
     text = Text()
     for name, value in _metric_values(view):
         text.append(f"{name} ", _QUIET)
         text.append(value, "bold" if name == "reward" else "")
         if name == "reward":
-            text.append(f"  {sparkline(rewards)}\n" if len(rewards) > 1 else "\n", _ACCENT)
+            if len(rewards) > 1:
+                text.append(f"  {sparkline(list(rewards.values()))}", _ACCENT)
+                text.append(f"  {describe_scale(rewards)}", _QUIET)
+            text.append("\n")
         else:
             text.append("   ")
     return text or Text("no step yet", _QUIET)
@@ -274,6 +278,13 @@ def sparkline(values: list[float]) -> str:
     low, high = min(values), max(values)
     scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BLOCKS[round((value - low) * scale)] for value in values)
+
+
+def describe_scale(values: Mapping[int, float]) -> str:
+    """Return the range of a sparkline's values, and of its steps: `0.1 to 0.75, steps 1 to 20`."""
+    low, high = min(values.values()), max(values.values())
+    heights = f"all {low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+    return f"{heights}, steps {min(values)} to {max(values)}"
 
 
 def _metric_values(view: RunStatus) -> list[tuple[str, str]]:

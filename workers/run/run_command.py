@@ -11,6 +11,7 @@ import structlog
 from msgspec import Struct
 
 from stream.errors import RunFailedError
+from stream.operator.run_status import RunStatus
 from workers.run.identity_check import NOTHING, Accept, FolderCheck, check_folder
 from workers.run.pinned import free_changes
 from workers.run.preflight.findings import render_findings
@@ -120,7 +121,7 @@ def supervise(
             if outcome.view is not None:
                 summary = summarize(outcome.view, before, latest_progress(folder), time.monotonic() - began)
                 _write_summary(folder, summary)
-            _draw(folder)
+            _draw(folder, outcome.view)
     return RunResult(outcome=outcome, summary=summary)
 
 
@@ -194,11 +195,11 @@ def _write_summary(folder: Path, summary: RunSummary) -> None:
         log.warning("summary.not_written", why=str(error))
 
 
-def _draw(folder: Path) -> None:
+def _draw(folder: Path, status: RunStatus | None) -> None:
     """Plot the run's progress. Drawing never ends a run: whatever fails, the plot is missing and the log says why."""
     try:
         from workers.run.plot import draw_progress
 
-        draw_progress(folder)
+        draw_progress(folder, status)
     except Exception as error:  # noqa: BLE001  (matplotlib and Pillow raise what they like, such as on a full disk)
         log.info("plot.skipped", why=f"{type(error).__name__}: {error}")
