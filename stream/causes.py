@@ -10,6 +10,9 @@ MAX_TRACEBACK: Final = 3000
 """Characters of a traceback; the beginning of a longer one is cut off."""
 _HEADER = "Traceback (most recent call last):"
 _CAUSED_BY = "caused by "
+_GROUP_MARGIN, _GROUP_MARKS = " |+-", ("|", "+")
+"""What Python draws on the left of tracebacks in an exception group."""
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+)')
 _PLACE = re.compile(r" \((?P<file>.+), line (?P<line>\d+)\)$")
 
 
@@ -68,6 +71,37 @@ def parse_cause(text: str) -> ErrorCause | None:
         file=file,
         line=line,
         traceback="\n".join(_traceback_lines(lines[starts[-1] + 1 :])),
+    )
+
+
+def cause_from_traceback(text: str, source: str, own_folder: str) -> ErrorCause | None:
+    """Return the cause in the last traceback that Python printed; None if there is none.
+
+    Args:
+        text: output of a process.
+        source: name of the process.
+        own_folder: folder of Penstock's packages, whose frames are left out if there are others.
+    """
+    lines = [line.lstrip(_GROUP_MARGIN) if line[:4].strip(" ") in _GROUP_MARKS else line for line in text.splitlines()]
+    starts = [i for i, line in enumerate(lines) if line == _HEADER]
+    if not starts:
+        return None
+    found = _traceback_lines(lines[starts[-1] :])
+    frames: list[list[str]] = []
+    for line in found[1:-1]:
+        if line.startswith('  File "'):
+            frames.append([])
+        if frames:
+            frames[-1].append(line)
+    own = [frame for frame in frames if own_folder not in frame[0]] or frames[-1:]
+    outside = [frame for frame in own if "/site-packages/" not in frame[0] and "/lib/python" not in frame[0]] or own
+    place = _FRAME.match(outside[-1][0]) if outside else None
+    return ErrorCause(
+        exception=found[-1],
+        source=source,
+        file=place["file"] if place else "",
+        line=int(place["line"]) if place else 0,
+        traceback="\n".join([_HEADER, *(line for frame in own for line in frame), found[-1]])[-MAX_TRACEBACK:],
     )
 
 

@@ -24,9 +24,14 @@
 Messages name what failed, where, and the remedy.
 """
 
+from stream.causes import ErrorCause
+
 
 class PenstockError(Exception):
     """Base class of all errors that Penstock raises."""
+
+    cause: ErrorCause | None = None
+    """The exception in user code behind it, if it is known."""
 
 
 class SettingsError(PenstockError):
@@ -94,4 +99,13 @@ class DataError(PenstockError):
 
 
 class RunFailedError(PenstockError):
-    """A run, or one of its roles, failed permanently."""
+    """A run, or one of its roles, failed permanently.
+
+    Args:
+        message: what failed, where, and the remedy.
+        cause: the exception behind it, if it is known.
+    """
+
+    def __init__(self, message: str, cause: ErrorCause | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause

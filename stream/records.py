@@ -155,6 +155,8 @@ class ToolRun(Struct, frozen=True, array_like=True):
     be made."""
     is_error: bool = False
     """The model read an error."""
+    cause: ErrorCause | None = None
+    """Where the tool raised or hung; None if it did not, or if the call was malformed."""
 
 
 class Completion(Struct, kw_only=True):

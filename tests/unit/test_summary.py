@@ -17,7 +17,8 @@ from workers.train.progress import Progress
 
 KEYS = [
     "steps", "groups_trained", "groups_dropped", "completion_states", "score_before", "score_after", "staleness",
-    "tokens_per_second", "seconds", "fed", "outstanding", "dead", "duplicates", "rejected_rows",
+    "tokens_per_second", "seconds", "fed", "outstanding", "dead", "duplicates", "rejected_rows", "totals", "causes",
+    "verdict", "failure",
 ]  # fmt: skip
 
 

@@ -9,13 +9,24 @@ from workers.runtime.exit_codes import ExitCode
 
 
 class CommandError(click.ClickException):
-    """An expected error of a command."""
+    """An expected error of a command.
+
+    Args:
+        message: what failed, where, and the remedy.
+        cause: text about the exception behind it, with its traceback.
+    """
 
     exit_code = ExitCode.FAILURE
 
+    def __init__(self, message: str, cause: str = "") -> None:
+        super().__init__(message)
+        self.cause = cause
+
     def show(self, file: Any = None) -> None:
-        """Print `error: MESSAGE` to stderr, the form that the supervisor quotes from a role's log."""
+        """Print `error: MESSAGE` to stderr, the form that the supervisor quotes from a role's log, and the cause."""
         click.echo(f"error: {' '.join(self.message.split())}", file=file, err=file is None)
+        if self.cause:
+            click.echo(self.cause, file=file, err=file is None)
 
 
 class SettingsCommandError(CommandError):
@@ -49,7 +60,8 @@ def as_command_error(error: BaseException) -> CommandError | None:
     if not all(isinstance(leaf, PenstockError) for leaf in leaves):
         return None
     kind = SettingsCommandError if any(isinstance(leaf, SettingsError) for leaf in leaves) else CommandError
-    return kind("; ".join(dict.fromkeys(str(leaf) for leaf in leaves)))
+    causes = [leaf.cause.render() for leaf in leaves if isinstance(leaf, PenstockError) and leaf.cause is not None]
+    return kind("; ".join(dict.fromkeys(str(leaf) for leaf in leaves)), causes[0] if causes else "")
 
 
 def _leaf_errors(error: BaseException) -> list[BaseException]:

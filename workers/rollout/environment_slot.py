@@ -35,6 +35,7 @@ from envs.rewards import environment_reward
 from envs.rewards.env_reward import accepts_messages
 from envs.snapshot import freeze
 from envs.tools import ToolArgumentError, bind_arguments
+from stream.causes import ErrorCause
 from stream.errors import EnvironmentFailure
 from stream.records import Failure, Message, RewardPart
 from stream.validity import RolloutReason, TruncationReason, Unmeasured
@@ -138,10 +139,14 @@ class EnvironmentSlot:
             case Failed(error) if _is_environment_failure(error):
                 return self._failure(RolloutReason.ENV_STEP, call.name, outcome)
             case Failed(error):
-                return ToolResult(f"Error: {describe_error(error)}", is_error=True, seconds=seconds)
+                text = f"Error: {describe_error(error)}"
+                return ToolResult(text, is_error=True, seconds=seconds, cause=self._tool_cause(call.name, outcome))
             case TimedOut(limit_s):
                 text = f"Error: {call.name} did not answer within {limit_s:g} s"
-                return ToolResult(text, is_error=True, seconds=seconds)
+                return ToolResult(text, is_error=True, seconds=seconds, cause=self._tool_cause(call.name, outcome))
+
+    def _tool_cause(self, tool: str, outcome: Outcome) -> ErrorCause | None:
+        return outcome_cause(outcome, f"environment {self.name}, tool {tool}")
 
     async def respond(self, text: str, messages: Sequence[Message], timeout_s: float) -> list[Message] | Failure | None:
         """Return the messages with which the environment answers a turn without a tool call; None ends the episode.

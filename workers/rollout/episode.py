@@ -174,7 +174,7 @@ class ConversationEpisode(BaseEpisode):
                 return result
         answers = [result for result in results if isinstance(result, ToolResult)]
         completion.tool_errors += len(turn.errors) + sum(answer.is_error for answer in answers)
-        completion.tool_runs += [ToolRun(answer.seconds, answer.is_error) for answer in answers]
+        completion.tool_runs += [ToolRun(answer.seconds, answer.is_error, answer.cause) for answer in answers]
         completion.tool_runs += [ToolRun(0.0, is_error=True)] * len(turn.errors)
         messages = [
             tool_message(truncate_result(answer.content, self._limits.max_tokens), call.id, call.name)

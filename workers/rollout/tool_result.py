@@ -10,6 +10,7 @@ import msgspec
 
 from envs.call import is_async, replace_surrogates
 from envs.contract import is_content_parts
+from stream.causes import ErrorCause
 from stream.errors import EnvironmentFailure
 
 MAX_CHARACTERS_PER_TOKEN = 32
@@ -26,6 +27,8 @@ class ToolResult:
     """Content parts, if the tool returned a list of them; `text` is then their text."""
     seconds: float = field(default=0.0, compare=False)
     """Wall time of the call; 0 if it could not be made."""
+    cause: ErrorCause | None = field(default=None, compare=False)
+    """Where the tool raised or hung; the model does not read it."""
 
     @property
     def content(self) -> str | list[dict[str, Any]]:

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import anyio
 
+from stream.causes import ErrorCause, cause_from_traceback, parse_cause
 from stream.errors import RunFailedError
 from workers.run.process_launcher import LaunchedProcess, ProcessLauncher
 from workers.run.role_specs import RoleSpec
 
 _LISTENING = re.compile(rb"^listening on (\S+)\n", re.MULTILINE)
 _POLL_S = 0.05
+_OWN_FOLDER = f"{Path(__file__).resolve().parents[1]}/"
+"""Folder of the package `workers`, whose frames are not the user's."""
 _TRACEBACK_INDENT, _TRACEBACK_CORNERS = " \t|", "+-"
 """Characters that Python draws around the traceback of an exception group."""
 _TAIL_BYTES = 64 * 1024
@@ -99,10 +102,7 @@ class ChildProcess:
 
     def last_error(self) -> str:
         """Return the last line of the log that begins with `error: `, else its last line. Blocks on file I/O."""
-        with self.log_file.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start, size - _TAIL_BYTES))
-            tail = file.read().decode(errors="replace").splitlines()
+        tail = self._log_tail().splitlines()
         lines = [
             line
             for line in (line.lstrip(_TRACEBACK_INDENT).rstrip() for line in tail)
@@ -110,6 +110,18 @@ class ChildProcess:
         ]
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return (errors or lines or ["its log is empty"])[-1]
+
+    def last_cause(self) -> ErrorCause | None:
+        """Return the exception that ended the process, if its log shows it. Blocks on file I/O."""
+        tail = self._log_tail()
+        last = tail[tail.rfind("\nerror: ") + 1 :] if "error: " in tail else tail
+        return parse_cause(last) or cause_from_traceback(tail, self.spec.name, _OWN_FOLDER)
+
+    def _log_tail(self) -> str:
+        with self.log_file.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
 
     def trim_log(self) -> None:
         """Remove the beginning of a log above `_MAX_LOG_BYTES`, so that user code that prints cannot fill the disk.

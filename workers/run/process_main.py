@@ -10,6 +10,8 @@ from typing import TypeVar
 import anyio
 import structlog
 
+from envs.call import error_cause
+from stream.causes import ErrorCause
 from stream.errors import (
     DataError,
     FencedError,
@@ -47,12 +49,26 @@ def run_to_exit_code(main: Callable[[], Awaitable[ExitCode]]) -> ExitCode:
 
 
 def report_error(error: PenstockError, code: ExitCode | None = None) -> ExitCode:
-    """Log an error and print it in the form that the supervisor quotes. Returns `code`, or the error's own."""
+    """Log an error and print it in the form that the supervisor quotes. Returns `code`, or the error's own.
+
+    If an exception in user code is behind it, its place and traceback follow (`stream.causes.ErrorCause`).
+    """
+    cause = find_cause(error)
     log.error("role.failed", kind=type(error).__name__, error=str(error))
     with suppress(OSError):  # a full disk must not turn the error into another one
         print(f"error: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        if cause is not None:
+            print(cause.render(), file=sys.stderr, flush=True)  # noqa: T201
     default = ExitCode.PERMANENT if isinstance(error, _PERMANENT_ERRORS) else ExitCode.FAILURE
     return default if code is None else code
+
+
+def find_cause(error: PenstockError) -> ErrorCause | None:
+    """Return the exception in user code behind an error; None if there is none, or if it is not known."""
+    if error.cause is not None or error.__cause__ is None:
+        return error.cause
+    cause = error_cause(error.__cause__, "user code")
+    return cause if cause.file else None
 
 
 async def watch_signals(stopping: anyio.Event, scope: anyio.CancelScope) -> None:

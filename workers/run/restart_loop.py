@@ -121,7 +121,8 @@ class RestartLoop:
         if isinstance(decision, GiveUp):
             last_error = await anyio.to_thread.run_sync(child.last_error)
             raise RunFailedError(
-                f"{name} {describe_exit(code)}, and {decision.reason}: {last_error} (its log is {child.log_file})"
+                f"{name} {describe_exit(code)}, and {decision.reason}: {last_error} (its log is {child.log_file})",
+                await anyio.to_thread.run_sync(child.last_cause),
             )
         if code == ExitCode.RECYCLE:
             log.warning("worker.recycled", name=name, why=await anyio.to_thread.run_sync(child.last_error))

@@ -22,8 +22,10 @@ from workers.run.role_specs import MakeEngineSpec, MakeRoleSpecs, engine_spec, r
 from workers.run.run_folder import lock_folder, write_atomically, write_settings
 from workers.run.summary import RunSummary, latest_progress, summarize
 from workers.run.supervisor import RunOutcome, Supervisor
+from workers.run.verdict import describe_totals, last_completion, nothing_learned
 from workers.runtime import log_setup as logs
 from workers.runtime.exit_codes import ExitCode
+from workers.runtime.transcript import compact_lines
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
@@ -82,7 +84,8 @@ def run(
     if outcome.interrupted:
         tell = f"stopped; `penstock run {settings.folder / 'run.toml'}` resumes"
         print(tell, file=sys.stderr, flush=True)  # noqa: T201
-    return ExitCode.INTERRUPTED if outcome.interrupted and outcome.killed else ExitCode.SUCCESS
+        return ExitCode.INTERRUPTED if outcome.killed else ExitCode.SUCCESS
+    return ExitCode.UNTRAINED if summary is not None and summary.verdict else ExitCode.SUCCESS
 
 
 def supervise(
@@ -119,7 +122,10 @@ def supervise(
                 outcome = anyio.run(Supervisor(settings, file, display, make_roles, make_engine, check, launcher).run)
             summary = None
             if outcome.view is not None:
-                summary = summarize(outcome.view, before, latest_progress(folder), time.monotonic() - began)
+                after, seconds = latest_progress(folder), time.monotonic() - began
+                summary = summarize(outcome.view, before, after, seconds, outcome.failure)
+                if outcome.failure is None and not outcome.interrupted:
+                    summary.verdict = nothing_learned(summary.totals, summary.groups_trained, settings)
                 _write_summary(folder, summary)
             _draw(folder, outcome.view)
     return RunResult(outcome=outcome, summary=summary)
@@ -172,8 +178,15 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
         lines.append(
             f"{summary.rejected_rows} rows of the data are no prompts; {settings.folder}/logs/feed-0.log has why"
         )
+    if text := describe_totals(summary.totals):
+        lines.append(text)
+    lines += [f"{state}: {cause.short_headline}" for state, cause in sorted(summary.causes.items())]
     if summary.dead:
         lines.append(f"`penstock dead list {settings.folder}` shows the dead letters")
+    if summary.verdict:
+        lines += ["", summary.verdict]
+        if completion := last_completion(settings.folder / "groups"):
+            lines += ["", "one of the last completions:", *map(str, compact_lines(completion))]
     return "\n".join(lines)
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct, field
 
+from stream.causes import ErrorCause
+from stream.errors import RunFailedError
 from stream.operator.run_status import RunStatus
-from workers.train.progress import Progress
+from workers.train.progress import GroupTotals, Progress
 
 
 class _File(Struct):
@@ -26,6 +28,14 @@ class Staleness(Struct, frozen=True):
 
     mean: float | None = None
     max: float | None = None
+
+
+class FailureReport(Struct, frozen=True, kw_only=True):
+    """Why a run failed."""
+
+    message: str
+    cause: ErrorCause | None = None
+    """The exception behind it, with its place in the user's code, if it is known."""
 
 
 class RunSummary(Struct, kw_only=True):
@@ -51,6 +61,13 @@ class RunSummary(Struct, kw_only=True):
     duplicates: int
     rejected_rows: int = 0
     """Rows of the data that are no prompts, once for each epoch; they were not fed."""
+    totals: GroupTotals = field(default_factory=GroupTotals)
+    """Rewards, tool calls and truncations of all groups that were trained or dropped."""
+    causes: dict[str, ErrorCause] = field(default_factory=dict)
+    """The last exception for each completion state but `valid`, and for a tool's error (`tool_error`)."""
+    verdict: str = ""
+    """Why the run cannot have learned anything; empty if it can have."""
+    failure: FailureReport | None = None
 
     @property
     def is_balanced(self) -> bool:
@@ -66,7 +83,9 @@ class RunSummary(Struct, kw_only=True):
         )
 
 
-def summarize(view: RunStatus, before: Progress, after: Progress, seconds: float) -> RunSummary:
+def summarize(
+    view: RunStatus, before: Progress, after: Progress, seconds: float, failure: RunFailedError | None = None
+) -> RunSummary:
     """Summarize a run.
 
     Args:
@@ -74,6 +93,7 @@ def summarize(view: RunStatus, before: Progress, after: Progress, seconds: float
         before: progress in the latest checkpoint when the run was last started.
         after: progress in the latest checkpoint now.
         seconds: wall time since that start.
+        failure: error that ended the run, if one did.
     """
     count = after.staleness_count
     staleness = Staleness(after.staleness_sum / count, after.staleness_max) if count else Staleness()
@@ -90,6 +110,9 @@ def summarize(view: RunStatus, before: Progress, after: Progress, seconds: float
         dead=view.balance["dead"],
         duplicates=view.counts.get("duplicates", 0),
         rejected_rows=int(view.feed.get("rejected_rows", 0)),
+        totals=after.totals,
+        causes=after.causes,
+        failure=FailureReport(message=str(failure), cause=failure.cause) if failure is not None else None,
     )
 
 

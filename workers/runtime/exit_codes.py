@@ -6,6 +6,8 @@
 2    USAGE         command line or settings are wrong; nothing was begun   fails the run
 3    RECYCLE       a worker drained because user code used it up           restarted, counts as no failure
 4    PERMANENT     failed, and a restart would fail the same way           fails the run
+5    UNTRAINED     the run ended normally, and cannot have learned         (the supervisor's own)
+                   anything: all rewards were equal, or no group trained
 130  INTERRUPTED   a second signal killed processes that were draining     (the supervisor's own)
 ===  ============  ======================================================  =================================
 
@@ -24,4 +26,5 @@ class ExitCode(IntEnum):
     USAGE = 2
     RECYCLE = 3
     PERMANENT = 4
+    UNTRAINED = 5
     INTERRUPTED = 130

@@ -4,6 +4,58 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
+from stream.causes import ErrorCause
+from stream.records import Group
+from stream.validity import Measured
+
+
+class GroupTotals(Struct, kw_only=True):
+    """Sums over all groups that were trained or dropped, without greedy completions."""
+
+    groups: int = 0
+    compared: int = 0
+    """Groups with two or more measured rewards."""
+    tied: int = 0
+    """Of those, groups whose rewards are all equal."""
+    tied_min: float | None = None
+    tied_max: float | None = None
+    """Smallest and largest reward of these groups."""
+    completions: int = 0
+    truncated: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    reward_sum: float = 0.0
+    reward_count: int = 0
+    """Over measured rewards, before the truncation policy."""
+    reward_min: float | None = None
+    reward_max: float | None = None
+
+    def add(self, group: Group) -> None:
+        """Count one group."""
+        completions = [completion for completion in group.completions if not completion.greedy]
+        self.groups += 1
+        self.completions += len(completions)
+        self.truncated += sum(completion.truncated is not None for completion in completions)
+        self.tool_calls += sum(completion.tool_calls for completion in completions)
+        self.tool_errors += sum(completion.tool_errors for completion in completions)
+        rewards = [c.reward.value for c in completions if c.failure is None and isinstance(c.reward, Measured)]
+        if not rewards:
+            return
+        self.reward_sum += sum(rewards)
+        self.reward_count += len(rewards)
+        self.reward_min = min(rewards) if self.reward_min is None else min(self.reward_min, *rewards)
+        self.reward_max = max(rewards) if self.reward_max is None else max(self.reward_max, *rewards)
+        self.compared += len(rewards) > 1
+        if len(rewards) > 1 and min(rewards) == max(rewards):
+            self.tied += 1
+            self.tied_min = rewards[0] if self.tied_min is None else min(self.tied_min, rewards[0])
+            self.tied_max = rewards[0] if self.tied_max is None else max(self.tied_max, rewards[0])
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Mean of all measured rewards; None if there is none."""
+        return self.reward_sum / self.reward_count if self.reward_count else None
+
 
 class Progress(Struct, kw_only=True):
     """Counts over the whole run. A resumed run continues with the counts of its checkpoint."""
@@ -24,6 +76,9 @@ class Progress(Struct, kw_only=True):
     """Tokens sampled for groups that were trained."""
     completion_states: dict[str, int] = field(default_factory=dict)
     """Completions of all groups trained or dropped, by state: `valid`, `reward:missing`, `failed:engine`, ..."""
+    causes: dict[str, ErrorCause] = field(default_factory=dict)
+    """The last exception behind each of these states but `valid`, and behind a tool's error (`tool_error`)."""
+    totals: GroupTotals = field(default_factory=GroupTotals)
     staleness_sum: float = 0.0
     staleness_count: int = 0
     staleness_max: int = 0

@@ -119,7 +119,10 @@ class Trainer:
         states = self._progress.completion_states
         if states and not states.get("valid"):
             counts = ", ".join(f"{state} {n}" for state, n in sorted(states.items()))
-            raise RunFailedError(f"not one of the run's {sum(states.values())} completions was valid ({counts})")
+            cause = self._progress.causes.get(max(states, key=lambda state: states[state]))
+            why = f": {cause.short_headline}" if cause else ""
+            total = sum(states.values())
+            raise RunFailedError(f"not one of the run's {total} completions was valid ({counts}){why}", cause)
 
     async def _step(self, started: float, batch: CollectedBatch) -> dict[str, float]:
         """Train on one batch and commit its groups. Returns the metrics of the step."""

@@ -7,6 +7,7 @@ from stream.records import Group
 from stream.trainer.outcomes import Dropped
 from stream.validity import DropReason
 from workers.settings import Settings
+from workers.train.groups.failure_causes import failure_causes
 from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 from workers.train.groups.reward_log import RewardLog
 from workers.train.progress import Progress
@@ -47,6 +48,7 @@ class GroupChecker:
         if checked.drop_reason is None:
             return checked
         self._observe(group, checked.no_loss)
+        self._progress.totals.add(group)
         self._dropped[checked.drop_reason] += 1
         self._filtered.append(checked.rewards)
         self._progress.count_states(checked.states)
@@ -63,6 +65,7 @@ class GroupChecker:
             RunFailedError: too many completions bear no loss for one reason.
         """
         for group in groups:
+            self._progress.totals.add(group)
             self._observe(group, no_loss.get(group.prompt.id, {}))
 
     def pop_dropped(self) -> tuple[dict[DropReason, int], list[GroupRewards]]:
@@ -75,4 +78,6 @@ class GroupChecker:
     def _observe(self, group: Group, no_loss: Mapping[str, int]) -> None:
         counts = Counter(no_loss)
         counts.update(unusable_greedy(group, self._settings))
-        self._monitor.observe(group.prompt.environment, len(group.completions), counts)
+        causes = failure_causes(group)
+        self._progress.causes.update(causes)
+        self._monitor.observe(group.prompt.environment, len(group.completions), counts, causes)

@@ -9,8 +9,10 @@ finite, rejected by a rule of the correction). A greedy completion counts if it 
 
 from collections import Counter, deque
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
+from stream.causes import ErrorCause
 from stream.errors import RunFailedError
 
 _REMEDIES: Final = {
@@ -37,19 +39,29 @@ class InvalidRewardMonitor:
         self._max_invalid_fraction = max_invalid_fraction
         self._window = window
         self._recent: dict[str, deque[tuple[int, Counter[str]]]] = {}
+        self._causes: dict[tuple[str, str], ErrorCause] = {}
+        """The last cause of each environment and reason."""
 
-    def observe(self, environment: str | None, completions: int, no_loss: Mapping[str, int]) -> None:
+    def observe(
+        self,
+        environment: str | None,
+        completions: int,
+        no_loss: Mapping[str, int],
+        causes: Mapping[str, ErrorCause] = MappingProxyType({}),
+    ) -> None:
         """Count one group.
 
         Args:
             environment: of the group.
             completions: their number.
             no_loss: completions that bear no loss, by reason.
+            causes: exceptions behind them, by reason.
 
         Raises:
             RunFailedError: over a full window, one reason exceeds the limit.
         """
         environment = environment or "no environment"
+        self._causes.update({(environment, reason): cause for reason, cause in causes.items()})
         recent = self._recent.setdefault(environment, deque(maxlen=self._window))
         recent.append((completions, Counter(no_loss)))
         if len(recent) == self._window:
@@ -60,10 +72,13 @@ class InvalidRewardMonitor:
         reasons = sum((counts for _, counts in recent), Counter[str]())
         for reason, n in reasons.most_common(1):
             if n > self._max_invalid_fraction * completions:
+                cause = self._causes.get((environment, reason))
+                why = f" ({cause.short_headline})" if cause else ""
                 raise RunFailedError(
-                    f"{n} of the last {completions} completions of {environment} bear no loss for one reason, {reason},"
-                    f" more than abort.max_invalid_fraction = {self._max_invalid_fraction:g} allows. The run stops "
-                    f"instead of training on the rest; {_remedy(reason)}, or raise the limit"
+                    f"{n} of the last {completions} completions of {environment} bear no loss for one reason, {reason}"
+                    f"{why}, more than abort.max_invalid_fraction = {self._max_invalid_fraction:g} allows. The run "
+                    f"stops instead of training on the rest; {_remedy(reason)}, or raise the limit",
+                    cause,
                 )
 
 
