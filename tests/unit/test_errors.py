@@ -11,5 +11,9 @@ def test_the_documented_tree_is_the_class_hierarchy():
         depth = len(prefix) // 4
         path[depth:] = [name]
         documented[name] = path[depth - 1] if depth else "Exception"
-    defined = {name: result.__base__.__name__ for name, result in vars(errors).items() if isinstance(result, type) and issubclass(result, BaseException)}
+    defined = {
+        name: result.__base__.__name__
+        for name, result in vars(errors).items()
+        if isinstance(result, type) and issubclass(result, BaseException)
+    }
     assert documented == defined
