@@ -35,7 +35,8 @@ def create_folder_atomically(
 ) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `target` when the block succeeds, and is removed when it fails.
 
-    After the block all files, and the folder's name, are on the disk.
+    After the block all files, and the folder's name, are on the disk. The files have the folder's permissions:
+    safetensors would leave its own readable for their owner alone.
 
     Args:
         target: the final path.
@@ -52,8 +53,10 @@ def create_folder_atomically(
     temporary.mkdir()
     try:
         yield temporary
+        mode = temporary.stat().st_mode & 0o666
         for folder, _, names in os.walk(temporary):
             for name in names:
+                (Path(folder) / name).chmod(mode)
                 fsync_path(Path(folder) / name)
             fsync_path(Path(folder))
         with rename_guard or nullcontext():

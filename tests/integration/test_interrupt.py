@@ -68,7 +68,8 @@ def test_before_a_role_was_started(tmp_path, redis):
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     output = process.communicate(timeout=30)[0]
-    assert output == f"stopped; `penstock run {tmp_path / 'run' / 'run.toml'}` resumes\n"
+    folder = tmp_path / "run"
+    assert output == f"new run early in {folder}\nstopped; `penstock run {folder}` resumes\n"
     assert process.returncode == ExitCode.SUCCESS
     assert redis == "private" or time.monotonic() - began < 10, "it waited for the server"
     assert processes_with(str(tmp_path)) == []

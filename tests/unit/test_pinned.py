@@ -12,8 +12,8 @@ from stream.errors import PenstockError, RunMismatchError
 from workers.feed.dataset_mix import open_dataset_mix
 from workers.feed.dataset_rows import dataset_lengths
 from workers.run.identity_check import NOTHING, Accept, check_folder
-from workers.run.run_command import _print_changes
 from workers.run.run_folder import write_settings
+from workers.run.run_start import print_start, start_lines
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 
@@ -74,7 +74,7 @@ class Project:
     def start(self, accept: Accept = NOTHING) -> RunIdentity:
         """Do what `penstock run` does to the folder before it starts the first process."""
         check = check_folder(self.settings, accept)
-        _print_changes(self.settings, check)
+        print_start(start_lines(self.settings, check))
         identity = (check.identity or RunIdentity.create()).accept(check.changes)
         identity = RunIdentity(id=identity.id, pinned=identity.pinned | check.pinned, changes=identity.changes)
         write_settings(self.settings)
@@ -209,7 +209,7 @@ def test_a_setting_that_may_change_is_told_and_accepted(project, edit, capsys):
     change, message = FREE[edit]
     change(project)
     project.start()
-    assert f"changed since the last start: {message}" in capsys.readouterr().err
+    assert f"at step 0; {message}" in capsys.readouterr().err
 
 
 def test_what_changes_no_meaning_is_not_refused(project, capsys):
@@ -220,7 +220,7 @@ def test_what_changes_no_meaning_is_not_refused(project, capsys):
     move("hard.jsonl", "x/hard.jsonl")(project) if (project.home / "x").mkdir() is None else None
     project.set("data", "sets", 1, "path", value=str(project.home / "x" / "hard.jsonl"))
     project.start()
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "resuming run mine at step 0\n"
 
 
 def test_accepted_changes_are_recorded_in_order_and_others_still_refused(project):

@@ -16,9 +16,9 @@ from workers.settings.toml_file import parse_settings
 from workers.train.progress import Progress
 
 KEYS = [
-    "steps", "groups_trained", "groups_dropped", "completion_states", "score_before", "score_after", "staleness",
-    "tokens_per_second", "seconds", "fed", "outstanding", "dead", "duplicates", "rejected_rows", "totals", "causes",
-    "verdict", "failure",
+    "finished", "steps", "groups_trained", "groups_dropped", "completion_states", "score_before", "score_after",
+    "staleness", "tokens_per_second", "seconds", "fed", "outstanding", "dead", "duplicates", "rejected_rows",
+    "totals", "causes", "verdict", "failure",
 ]  # fmt: skip
 
 

@@ -92,16 +92,17 @@ def acl(target: str, roles: tuple[str, ...]) -> None:
 
 
 @click.command()
-@click.argument("run_folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("target", metavar="RUN")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--which", default="latest", show_default=True, metavar="latest|best|STEP", help="Which checkpoint.")
-def export(run_folder: Path, out: Path, which: str) -> None:
-    """Copy a run's trained model to OUT, in Hugging Face form."""
+def export(target: str, out: Path, which: str) -> None:
+    """Copy a run's trained model to OUT, in Hugging Face form. RUN is its folder, settings file or name."""
     if which not in {"latest", "best"} and not which.isdigit():
         raise click.UsageError(f"--which {which}: write latest, best, or the number of a step")
+    from workers.run.run_info import find_run_folder
     from workers.runtime import log_setup as logs
     from workers.train.checkpointing.export import export
 
     logs.configure_logging("export")
-    export(run_folder, out, int(which) if which.isdigit() else which)  # type: ignore[arg-type]
+    export(find_run_folder(target), out, int(which) if which.isdigit() else which)  # type: ignore[arg-type]
     click.echo(str(out))

@@ -58,7 +58,7 @@ def _demo_folder(seed: int, steps: int | None, control: str | None, engine: str 
 
 
 @click.command()
-@click.argument("file", type=options.FILE)
+@click.argument("target", metavar="FILE|RUN")
 @options.overrides
 @options.json
 @click.option("--quiet", is_flag=True, help="Show no progress.")
@@ -66,7 +66,7 @@ def _demo_folder(seed: int, steps: int | None, control: str | None, engine: str 
 @options.accept_change
 @options.accept_data
 def run(
-    file: Path,
+    target: str,
     overrides: tuple[str, ...],
     as_json: bool,
     quiet: bool,
@@ -74,17 +74,17 @@ def run(
     accepted: tuple[str, ...],
     accept_data: Literal["appended"] | None,
 ) -> None:
-    """Start the run that FILE describes on this machine, or resume it.
+    """Start a run on this machine, or resume it. FILE is a settings file, RUN the folder or name of a run.
 
     First everything is tested that can be tested before an engine starts, as by `penstock check FILE`.
 
-    Ctrl-C drains and stops; `penstock run runs/NAME/run.toml` resumes.
+    Ctrl-C drains and stops; `penstock run RUN` resumes. A FILE without run.name starts a new run each time.
     """
     from workers.run.identity_check import Accept
     from workers.run.run_command import run
 
     accept = Accept(accepted, accept_data or "")
-    sys.exit(run(file, overrides, as_json=as_json, quiet=quiet, accept=accept, check=not no_check))
+    sys.exit(run(target, overrides, as_json=as_json, quiet=quiet, accept=accept, check=not no_check))
 
 
 @click.command()

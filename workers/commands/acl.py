@@ -1,7 +1,8 @@
 """`penstock acl`: the Redis users that a run needs, in the format of an aclfile."""
 
 from collections.abc import Sequence
-from typing import cast
+from pathlib import Path
+from typing import NoReturn, cast
 
 import msgspec
 
@@ -24,9 +25,13 @@ def print_acl(target: str, roles: Sequence[str]) -> None:
         SettingsError: the target is not a valid run name.
     """
     file = find_settings_file(target)
-    run = load_settings(file).run.name if file else _run_name(target)
+    run = (load_settings(file).run.name or _missing_name(file)) if file else _run_name(target)
     for role in roles or ACL_ROLES:
         print_line(aclfile_line(cast("AclRole", role), run))
+
+
+def _missing_name(file: Path) -> NoReturn:
+    raise SettingsError(f"{file}: run.name is empty, and the users' permissions begin with it; set it")
 
 
 def _run_name(target: str) -> str:

@@ -1,6 +1,8 @@
 """`penstock queues`: show where a run's prompts are. Read-only; it creates no key."""
 
-from typing import Any
+import sys
+import time
+from typing import Any, Final
 
 import anyio
 from msgspec import Struct
@@ -10,13 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from stream.connection.run_connection import RunConnection
+from stream.errors import PenstockError, SettingsError
 from stream.operator.run_status import EvaluationStatus, RunStatus, StageStatus, read_status
 from stream.validity import TruncationReason
 from workers.commands.output import print_json
 from workers.run.progress_display import balance_text, evaluation_lines, stage_table
-from workers.run.run_info import find_run, with_run
+from workers.run.run_info import RunLocation, find_run, with_run
+from workers.run.summary import has_finished
 
 _WATCH_INTERVAL_S = 1.0
+_START_TIMEOUT_S: Final = 600.0
+"""Time to wait for a run that is about to start."""
 _TRUNCATION_REASONS = frozenset(TruncationReason)
 
 
@@ -93,12 +99,12 @@ class QueueReport(Struct, kw_only=True):
 
 
 def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch: bool = False) -> None:
-    """Print the number of prompts in each stage of a run, once or every second.
+    """Print the number of prompts in each stage of a run, once, or every second from when it runs.
 
     Raises:
         PenstockError: there is no such run.
     """
-    location = find_run(target, redis)
+    location = _wait_for_run(target, redis) if watch else find_run(target, redis)
 
     async def show(connection: RunConnection) -> None:
         if watch:
@@ -113,6 +119,32 @@ def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch:
     except KeyboardInterrupt:
         if not watch:
             raise
+
+
+def _wait_for_run(target: str | None, redis: str) -> RunLocation:
+    """Return a run as soon as it runs; one that has finished at once.
+
+    Raises:
+        SettingsError: `target` is a settings file with an error.
+        PenstockError: no run has started in time.
+    """
+    has_told, deadline = False, time.monotonic() + _START_TIMEOUT_S
+    while True:
+        try:
+            location = find_run(target, redis)
+            if location.url or (location.folder is not None and has_finished(location.folder)):
+                return location
+            missing = PenstockError(f"the run in {location.folder} does not run")
+        except SettingsError:
+            raise
+        except PenstockError as error:
+            missing = error
+        if time.monotonic() > deadline:
+            raise missing
+        if not has_told:
+            print(f"{missing}; waiting for it to start, Ctrl-C ends this", file=sys.stderr, flush=True)  # noqa: T201
+            has_told = True
+        time.sleep(_WATCH_INTERVAL_S)
 
 
 def queue_report(run: str, status: RunStatus) -> QueueReport:

@@ -82,9 +82,7 @@ def choose_server(
         from workers.local_engine.pooling.server import serve_pooling
 
         # A reward model uses all its positions, unless the settings limit the length.
-        asked = not target.is_dir() or any(override.startswith("engine.max_model_len=") for override in overrides)
-        length = engine.max_model_len if asked else 0
-        return partial(serve_pooling, model, max_length=length, threads=settings.run.threads, dtype=dtype)
+        return partial(serve_pooling, model, max_length=engine.max_model_len, threads=settings.run.threads, dtype=dtype)
     if settings.publishes_adapters:
         raise SettingsError(
             f"{target}: weights.transport is 'adapter', but the local engine does not support adapters; set it to "
@@ -96,7 +94,7 @@ def choose_server(
         serve_local_engine,
         model,
         max_batch=engine.max_batch_size,
-        max_length=engine.max_model_len,
+        max_length=settings.max_model_len,
         threads=settings.run.threads,
         dtype=dtype,
     )

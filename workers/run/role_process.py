@@ -115,9 +115,11 @@ def _load_for_role(role: str, file: Path, overrides: tuple[str, ...], redis: str
     """Return the settings, and the URL of the Redis server.
 
     Raises:
-        SettingsError: the settings are invalid, or they name no Redis server and neither does `redis`.
+        SettingsError: the settings are invalid, or they name no run, or neither they nor `redis` name a server.
     """
     settings = load_settings(file, overrides)
+    if not settings.run.name:
+        raise SettingsError(f"{file}: run.name is empty: the roles of a run find each other by its name; set it")
     url = redis or settings.run.redis
     if not url:
         raise SettingsError(f"{file}: run.redis is empty and no --redis was given: `penstock {role}` needs a server")

@@ -12,14 +12,14 @@ from msgspec import Struct
 
 from stream.errors import RunFailedError
 from stream.operator.run_status import RunStatus
-from workers.run.identity_check import NOTHING, Accept, FolderCheck, check_folder
-from workers.run.pinned import free_changes
+from workers.run.identity_check import NOTHING, Accept, check_folder
 from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight_process import print_report, run_preflight_process
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import choose_display, format_duration
 from workers.run.role_specs import MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
 from workers.run.run_folder import lock_folder, write_atomically, write_settings
+from workers.run.run_start import finished_text, prepare_start, print_start, start_lines
 from workers.run.summary import RunSummary, latest_progress, summarize
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.run.verdict import describe_totals, last_completion, nothing_learned
@@ -27,7 +27,6 @@ from workers.runtime import log_setup as logs
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.transcript import compact_lines
 from workers.settings import Settings
-from workers.settings.toml_file import load_settings
 
 log = structlog.get_logger()
 
@@ -43,7 +42,7 @@ class RunResult(Struct, kw_only=True):
 
 
 def run(
-    file: Path,
+    target: str,
     overrides: tuple[str, ...] = (),
     *,
     as_json: bool = False,
@@ -51,10 +50,10 @@ def run(
     accept: Accept = NOTHING,
     check: bool = True,
 ) -> ExitCode:
-    """Start or resume the run that a settings file describes. Returns the exit code.
+    """Start or resume a run. Returns the exit code.
 
     Args:
-        file: settings file.
+        target: settings file; or folder or name of a run, which is resumed.
         overrides: values of single settings; they take precedence over the file.
         as_json: print the summary as JSON.
         quiet: show no progress.
@@ -64,17 +63,21 @@ def run(
     Raises:
         PenstockError: the run cannot start, or it failed.
     """
-    settings = load_settings(file, overrides)
+    start = prepare_start(target, overrides)
+    settings = start.settings
+    if accept == NOTHING and (text := finished_text(settings)):
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        return ExitCode.SUCCESS
     with ProcessLauncher() as launcher:
         if check:
-            report = anyio.run(run_preflight_process, launcher, file, overrides)
+            report = anyio.run(run_preflight_process, launcher, start.file, start.overrides)
             if report.errors and as_json:
                 print(msgspec.json.encode({"preflight": report}).decode(), flush=True)  # noqa: T201
             if report.errors or (report.warnings and not quiet):
                 print_report(render_findings(report))
             if report.errors:
                 return ExitCode.USAGE
-        result = supervise(settings, quiet=quiet, accept=accept, launcher=launcher)
+        result = supervise(settings, quiet=quiet, accept=accept, launcher=launcher, earlier=start.earlier)
     outcome, summary = result.outcome, result.summary
     if summary is not None and as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)  # noqa: T201  (this is the command's output)
@@ -82,7 +85,7 @@ def run(
         print(format_summary(summary, settings), flush=True)  # noqa: T201
     raise_for_failure(result, settings)
     if outcome.interrupted:
-        tell = f"stopped; `penstock run {settings.folder / 'run.toml'}` resumes"
+        tell = f"stopped; `penstock run {settings.folder}` resumes"
         print(tell, file=sys.stderr, flush=True)  # noqa: T201
         return ExitCode.INTERRUPTED if outcome.killed else ExitCode.SUCCESS
     return ExitCode.UNTRAINED if summary is not None and summary.verdict else ExitCode.SUCCESS
@@ -96,6 +99,7 @@ def supervise(
     make_engine: MakeEngineSpec = engine_spec,
     accept: Accept = NOTHING,
     launcher: ProcessLauncher | None = None,
+    earlier: Path | None = None,
 ) -> RunResult:
     """Supervise a run to its end, then write `summary.json` and `progress.png` to its folder.
 
@@ -106,6 +110,7 @@ def supervise(
         make_engine: returns the spec of an engine that the run starts.
         accept: changes since the last start that would be refused otherwise.
         launcher: starts the processes; None: a new one.
+        earlier: `run.toml` of an earlier run of the same settings file, if this is a new run.
 
     Raises:
         PenstockError: the run cannot start.
@@ -113,7 +118,8 @@ def supervise(
     folder = settings.folder
     with lock_folder(folder):
         check = check_folder(settings, accept)
-        _print_changes(settings, check)
+        print_start(start_lines(settings, check, earlier))
+        (folder / "summary.json").unlink(missing_ok=True)  # of the last start; this one may be killed
         file = write_settings(settings)
         (folder / "logs").mkdir(exist_ok=True)
         with logs.log_to_file("run", folder / "logs" / "supervisor.log"):
@@ -125,6 +131,7 @@ def supervise(
                 after, seconds = latest_progress(folder), time.monotonic() - began
                 summary = summarize(outcome.view, before, after, seconds, outcome.failure)
                 if outcome.failure is None and not outcome.interrupted:
+                    summary.finished = True
                     summary.verdict = nothing_learned(summary.totals, summary.groups_trained, settings)
                 _write_summary(folder, summary)
             _draw(folder, outcome.view)
@@ -188,16 +195,6 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
         if completion := last_completion(settings.folder / "groups"):
             lines += ["", "one of the last completions:", *map(str, compact_lines(completion))]
     return "\n".join(lines)
-
-
-def _print_changes(settings: Settings, check: FolderCheck) -> None:
-    """Tell the user what differs from the run's last start."""
-    file = settings.folder / "run.toml"
-    lines = [f"accepted: {change.name} changed" for change in check.changes]
-    if file.exists() and (changes := free_changes(load_settings(file), settings)):
-        lines.append(f"changed since the last start: {'; '.join(changes)}")
-    for line in lines:
-        print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _write_summary(folder: Path, summary: RunSummary) -> None:

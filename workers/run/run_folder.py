@@ -14,13 +14,20 @@
 import contextlib
 import fcntl
 import os
+import re
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
+from typing import Final
 
 from stream.connection.address import has_secret
 from stream.errors import PenstockError
 from workers.settings import Settings
+from workers.settings.pipeline import name_from
 from workers.settings.toml_file import dump_settings
+
+RUNS: Final = Path("runs")
+"""Folder of runs that name no other, in the working directory."""
 
 
 @contextlib.contextmanager
@@ -44,6 +51,18 @@ def lock_folder(folder: Path) -> Iterator[None]:
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield
+
+
+def new_run_name(file: Path) -> str:
+    """Return a name for a new run of a settings file: its stem, the date and the time."""
+    return f"{name_from(file.stem)}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+
+
+def find_newest_run(file: Path) -> Path | None:
+    """Return the `run.toml` of the newest run that was started from a settings file without `run.name`."""
+    pattern = re.compile(re.escape(name_from(file.stem)) + r"-\d{8}-\d{6}")
+    found = [folder for folder in RUNS.glob("*") if pattern.fullmatch(folder.name)]
+    return max((folder / "run.toml" for folder in found if (folder / "run.toml").is_file()), default=None)
 
 
 def write_settings(settings: Settings) -> Path:

@@ -17,11 +17,11 @@ from stream.connection.address import has_secret
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
 from stream.server_process import private_server
-from workers.run.run_folder import lock_folder, write_atomically
+from workers.run.run_folder import RUNS, find_newest_run, lock_folder, write_atomically
 from workers.settings import Settings
+from workers.settings.pipeline import name_from
 from workers.settings.toml_file import load_settings
 
-_RUNS = Path("runs")
 _RECONNECT_S = 10.0
 
 T = TypeVar("T")
@@ -129,11 +129,16 @@ def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = Tru
         if redis:
             return RunLocation(run=str(target), url=redis)
         raise PenstockError(
-            f"{target} is neither a run's folder, nor a settings file, nor a run under {_RUNS}/; with --redis URL it "
+            f"{target} is neither a run's folder, nor a settings file, nor a run under {RUNS}/; with --redis URL it "
             "may be the name of a run there"
         )
     settings = load_settings(file)
-    folder = settings.folder if target and Path(target).is_file() else file.parent
+    if not settings.run.name:
+        file = _newest_run(file)
+        settings = load_settings(file)
+        folder = file.parent
+    else:
+        folder = settings.folder if target and Path(target).is_file() else file.parent
     live = read_run_info(folder)
     url = redis or (live.redis if live else settings.run.redis)
     if must_have_begun and not url and not (folder / "redis").is_dir():
@@ -163,17 +168,42 @@ def with_run(location: RunLocation, main: Callable[[RunConnection], Awaitable[T]
         return anyio.run(there)
 
 
+def find_run_folder(target: str) -> Path:
+    """Return the folder of a run: `target` is its folder, settings file or name.
+
+    Raises:
+        PenstockError: there is no such run.
+    """
+    if Path(target).is_dir():
+        return Path(target)
+    file = find_settings_file(target)
+    if file is None:
+        raise PenstockError(f"{target} is neither a run's folder, nor a settings file, nor a run under {RUNS}/")
+    settings = load_settings(file)
+    return settings.folder if settings.run.name else _newest_run(file).parent
+
+
+def _newest_run(file: Path) -> Path:
+    """Return the `run.toml` of the newest run of a settings file that names none."""
+    if newest := find_newest_run(file):
+        return newest
+    raise PenstockError(
+        f"no run was started from {file} here: it has no run.name, and there is no folder "
+        f"{RUNS}/{name_from(file.stem)}-DATE-TIME"
+    )
+
+
 def _only_running() -> Path:
-    live = sorted(path.parent for path in _RUNS.glob("*/live.json") if read_run_info(path.parent) is not None)
+    live = sorted(path.parent for path in RUNS.glob("*/live.json") if read_run_info(path.parent) is not None)
     if len(live) == 1:
         return live[0]
     if live:
         raise PenstockError(f"{len(live)} runs go on: {', '.join(map(str, live))}; say which one")
-    raise PenstockError(f"no run is active under {_RUNS}/; name a run's folder, or its settings file")
+    raise PenstockError(f"no run is active under {RUNS}/; name a run's folder, or its settings file")
 
 
 def find_settings_file(target: str) -> Path | None:
     """Return the settings file of a target: a file, a folder with `run.toml`, or a name under `runs/`; else None."""
     path = Path(target)
-    candidates = (path, path / "run.toml", _RUNS / target / "run.toml")
+    candidates = (path, path / "run.toml", RUNS / target / "run.toml")
     return next((file for file in candidates if file.is_file()), None)

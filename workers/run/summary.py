@@ -41,6 +41,8 @@ class FailureReport(Struct, frozen=True, kw_only=True):
 class RunSummary(Struct, kw_only=True):
     """Content of `summary.json`. Counts are over the whole run; seconds and speed are over its last start."""
 
+    finished: bool = False
+    """The run has done its work: it was not stopped and did not fail."""
     steps: int
     groups_trained: int
     groups_dropped: dict[str, int]
@@ -114,6 +116,20 @@ def summarize(
         causes=after.causes,
         failure=FailureReport(message=str(failure), cause=failure.cause) if failure is not None else None,
     )
+
+
+def read_summary(folder: Path) -> RunSummary | None:
+    """Return the content of `summary.json`; None without a readable one."""
+    try:
+        return msgspec.json.decode((folder / "summary.json").read_bytes(), type=RunSummary)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def has_finished(folder: Path) -> bool:
+    """Return whether the last start of a run ended because its work was done."""
+    summary = read_summary(folder)
+    return summary is not None and summary.finished
 
 
 def latest_progress(folder: Path) -> Progress:

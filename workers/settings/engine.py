@@ -2,7 +2,7 @@
 
 from typing import Final, Literal
 
-from workers.settings.section import PositiveInt, Seconds, Section
+from workers.settings.section import NonNegativeInt, PositiveInt, Seconds, Section
 
 DNS_PREFIX: Final = "dns+"
 """Prefix of the entry of `engine.urls` that is a DNS name."""
@@ -32,8 +32,8 @@ class Engine(Section, frozen=True):
     """Attempts of one request before its completion is invalid."""
     max_batch_size: PositiveInt = 128
     """Sequences that a started engine decodes together."""
-    max_model_len: PositiveInt = 1024
-    """Tokens of a sequence in a started engine, prompt included."""
+    max_model_len: NonNegativeInt = 0
+    """Tokens of a sequence in a started engine, prompt included; 0: `rollout.max_tokens` and 1024 for the prompt."""
 
     @property
     def static_urls(self) -> tuple[str, ...]:

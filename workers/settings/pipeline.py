@@ -1,18 +1,27 @@
 """Settings of the pipeline: names and places, process counts, queues, when to abort."""
 
+import re
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
+import msgspec
 from msgspec import Meta
 
 from workers.settings.section import Fraction, NonNegativeInt, PositiveInt, Seconds, Section
 
 
+def name_from(text: str) -> str:
+    """Return the name of a run that is closest to a text."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "run"
+
+
 class Run(Section, frozen=True):
     """`[run]`: name, folder and server of the run."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
-    """Name of the run; prefix of all its Redis keys, in braces."""
+    name: Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")] = ""
+    """Name of the run; prefix of all its Redis keys, in braces. Empty: the name of `folder`; without a folder, every
+    `penstock run` starts a new run, named after file and time. Roles that are started one by one need a name."""
     folder: str = ""
     """Folder for checkpoints, ledger and logs; empty: `runs/NAME`. Relative to the working directory."""
     redis: str = ""
@@ -25,6 +34,11 @@ class Run(Section, frozen=True):
     """`HOST` or `HOST:PORT` by which other machines reach this process: engines that download weights from the trainer
     (`weights.transport = "http"`, at this port, else at a free one), and environment servers that request turns from a
     rollout worker."""
+
+    def __post_init__(self) -> None:
+        """Name the run after its folder."""
+        if not self.name and self.folder:
+            msgspec.structs.force_setattr(self, "name", name_from(Path(self.folder).name))
 
     @property
     def host(self) -> str:

@@ -9,6 +9,7 @@ from typing import Final, get_args
 import msgspec
 from msgspec import field
 
+from stream.errors import SettingsError
 from stream.validity import TruncationReason
 from workers.settings.algorithm import Algorithm, Correction, Filter, TruncationPolicy
 from workers.settings.data import Data, EnvironmentSettings, RewardSettings
@@ -20,6 +21,8 @@ from workers.settings.rollout import Eval, Pacing, Rollout
 from workers.settings.section import Section
 from workers.settings.training import Lora, Train, Weights
 
+PROMPT_TOKENS: Final = 1024
+"""Room for the prompt in a started engine, unless `engine.max_model_len` is set."""
 EVALUATION_FRACTION: Final = 0.25
 """Share of a worker's groups in flight that a running evaluation uses."""
 ABORT_WINDOW_BATCHES: Final = 4
@@ -57,8 +60,19 @@ class Settings(Section, frozen=True, kw_only=True):
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """The run's folder.
+
+        Raises:
+            SettingsError: the run has no name.
+        """
+        if not self.run.name:
+            raise SettingsError("run.name is empty: set it in the settings file, or add --set run.name=NAME")
         return Path(self.run.folder or f"runs/{self.run.name}")
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a sequence in a started engine, prompt included."""
+        return self.engine.max_model_len or self.rollout.max_tokens + PROMPT_TOKENS
 
     @property
     def engine_wait_s(self) -> float:

@@ -14,6 +14,8 @@ import tomli_w
 from stream.errors import SettingsError
 from workers.settings.cross_checks import check_combinations
 from workers.settings.data import DatasetSettings, EnvironmentSettings, RewardSettings
+from workers.settings.estimators import Grpo
+from workers.settings.losses import Clipped
 from workers.settings.renamed_keys import explain_renamed
 from workers.settings.rollout import SamplingSettings
 from workers.settings.section import Section
@@ -21,6 +23,10 @@ from workers.settings.settings import Settings, sections
 
 _NESTED_TABLES: Final[dict[str, type[Section]]] = {"sampling": SamplingSettings, "sets": DatasetSettings}
 """Tables inside tables, by key."""
+_SHORT_FLOAT: Final = re.compile(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?")
+"""`.3` and `3.`, which TOML does not know."""
+_DEFAULT_OPTIONS: Final[dict[str, type[Section]]] = {"estimator": Grpo, "loss": Clipped}
+"""Tables whose `name` may be left out."""
 
 
 def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
@@ -88,6 +94,9 @@ def dump_settings(settings: Settings) -> str:
 
 
 def _convert(table: dict[str, Any], source: str) -> Settings:
+    for name in _DEFAULT_OPTIONS:  # options without a name are those of the default
+        if isinstance(options := table.get(name), dict) and "name" not in options:
+            table = {**table, name: {"name": _DEFAULT_OPTIONS[name].__struct_config__.tag, **options}}
     try:
         return msgspec.convert(table, Settings, str_keys=True)
     except msgspec.ValidationError as error:
@@ -102,7 +111,7 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text
+        value = float(text) if _SHORT_FLOAT.fullmatch(text) else text
     *parents, key = dotted.strip().split(".")
     for parent in parents:
         table = table.setdefault(parent, {})

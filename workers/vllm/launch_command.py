@@ -60,7 +60,7 @@ def build_command(settings: Settings, python: Path, host: str, port: int, *, is_
         *(str(python), *SERVER_MODULE, "--model", str(Path(settings.model.path).absolute())),
         *("--host", host, "--port", str(port)),
         *("--dtype", settings.model.dtype),
-        *("--max-model-len", str(engine.max_model_len), "--max-num-seqs", str(engine.max_batch_size)),
+        *("--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(engine.max_batch_size)),
         "--enable-scale-out",  # token ids in, token ids out
         *("--logprobs-mode", "processed_logprobs"),  # at the sampling temperature, not raw
         *("--generation-config", "vllm"),  # ignore generation_config.json

@@ -91,7 +91,7 @@ def _check_lengths(
             return
         if tokens > longest:
             longest, row = tokens, prompt.id
-    limit, wanted = settings.engine.max_model_len, settings.rollout.max_tokens
+    limit, wanted = settings.max_model_len, settings.rollout.max_tokens
     if settings.engine.urls or not longest:
         return
     key, enough = "engine.max_model_len", longest + wanted
@@ -107,7 +107,7 @@ def _check_lengths(
 
 
 def _check_max_positions(settings: Settings, max_positions: int, report: PreflightReport) -> None:
-    limit = settings.engine.max_model_len
+    limit = settings.max_model_len
     if max_positions and limit > max_positions and not settings.engine.urls:
         add = report.error if settings.engine.server == "vllm" else report.warn
         add(

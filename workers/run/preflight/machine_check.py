@@ -18,6 +18,7 @@ from stream.errors import PenstockError, ServerError
 from stream.server_process import find_server
 from workers.run.preflight.findings import PreflightReport
 from workers.run.preflight.model_check import ModelFacts
+from workers.run.run_folder import RUNS
 from workers.settings import Settings
 from workers.vllm.interpreter import check_interpreter, resolve_interpreter
 
@@ -53,7 +54,7 @@ def check_packages(settings: Settings, report: PreflightReport) -> None:
 
 def check_disk(settings: Settings, facts: ModelFacts | None, report: PreflightReport) -> None:
     """Compare free space with what checkpoints and published weights take."""
-    folder = _existing_parent(settings.folder)
+    folder = _existing_parent(settings.folder if settings.run.name else RUNS)
     free = shutil.disk_usage(folder).free
     parameters = facts.parameters if facts and not settings.lora.rank else 0
     width = 2 if settings.model.dtype == "bfloat16" else 4

@@ -1,0 +1,139 @@
+"""Names of runs, and what a start says before it does anything."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stream.durable import create_folder_atomically
+from stream.errors import PenstockError, SettingsError
+from workers.commands.queues import _wait_for_run
+from workers.run.identity_check import FolderCheck
+from workers.run.run_folder import write_settings
+from workers.run.run_info import RunInfo, find_run, find_run_folder, write_run_info
+from workers.run.run_start import finished_text, prepare_start, start_lines
+from workers.run.summary import RunSummary, Staleness
+from workers.settings.estimators import Grpo
+from workers.settings.toml_file import dump_settings, load_settings, parse_settings
+
+NO_CHANGES = FolderCheck(identity=None, pinned={}, changes=())
+LEAST = """
+[model]
+path = "m"
+[data]
+path = "d.jsonl"
+[[rewards]]
+ref = "a.py:b"
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my math.toml").write_text(LEAST)
+    return tmp_path / "my math.toml"
+
+
+def begin(start) -> Path:
+    start.settings.folder.mkdir(parents=True)
+    write_settings(start.settings)
+    return start.settings.folder
+
+
+def test_a_file_without_a_name_starts_a_new_run_each_time_and_commands_find_the_newest(file, monkeypatch):
+    monkeypatch.setattr("workers.run.run_start.new_run_name", lambda _file: "my-math-20261122-101500")
+    first = prepare_start(str(file), ())
+    assert start_lines(first.settings, NO_CHANGES, first.earlier) == [
+        "new run my-math-20261122-101500 in runs/my-math-20261122-101500"
+    ]
+    begin(first)
+    monkeypatch.undo()
+    monkeypatch.chdir(file.parent)
+    second = prepare_start(str(file), ())
+    assert second.settings.run.name.startswith("my-math-2")
+    assert "run.name=" + second.settings.run.name in second.overrides
+    assert start_lines(second.settings, NO_CHANGES, second.earlier)[1:] == [
+        "`penstock run runs/my-math-20261122-101500` resumes the one before"
+    ]
+    folder = begin(second)
+    assert find_run_folder(str(file)) == folder
+    assert find_run(str(file), must_have_begun=False).run == second.settings.run.name
+
+
+def test_a_run_is_named_after_its_folder_unless_it_has_a_name(file):
+    assert load_settings(file, ("run.folder=/tmp/my runs/a+b",)).run.name == "a-b"
+    assert load_settings(file, ("run.folder=/tmp/a", "run.name=b")).run.name == "b"
+    settings = load_settings(file, ("run.folder=/tmp/a",))
+    assert parse_settings(msgspec.toml.decode(dump_settings(settings))) == settings
+
+
+def test_whoever_needs_a_folder_of_a_run_without_a_name_learns_what_to_set(file):
+    with pytest.raises(SettingsError, match=r"run\.name is empty"):
+        _ = load_settings(file).folder
+    with pytest.raises(PenstockError, match="no run was started from"):
+        find_run(str(file))
+
+
+@pytest.mark.parametrize("target", ["runs/a", "a", "runs/a/run.toml", "my math.toml"])
+def test_a_run_is_resumed_by_folder_name_or_file(file, target):
+    file.write_text("[run]\nname = 'a'\n" + LEAST)
+    begin(prepare_start(str(file), ()))
+    start = prepare_start(target, ("train.learning_rate=3e-5", "train.max_steps=20"))
+    assert (start.settings.run.name, start.earlier) == ("a", None)
+    [line] = start_lines(start.settings, NO_CHANGES)
+    assert line.startswith("resuming run a at step 0 of 20; ")
+    assert "train.learning_rate from 1e-06 to 3e-05" in line
+    assert find_run_folder(target) == Path("runs/a")
+
+
+def test_a_finished_run_says_so_until_something_changes(file):
+    settings = load_settings(file, ("run.name=a",))
+    assert finished_text(settings) == ""
+    folder = begin(prepare_start(str(file), ("run.name=a",)))
+    summary = RunSummary(
+        steps=4, groups_trained=1, groups_dropped={}, completion_states={}, staleness=Staleness(),
+        tokens_per_second=1.0, seconds=1.0, fed=1, outstanding=0, dead=0, duplicates=0,
+    )  # fmt: skip
+    (folder / "summary.json").write_bytes(msgspec.json.encode(summary))
+    assert finished_text(settings) == ""
+    summary.finished = True
+    (folder / "summary.json").write_bytes(msgspec.json.encode(summary))
+    assert finished_text(settings).startswith(
+        "run a has finished: 4 steps, 1 group trained. `penstock export runs/a OUT`"
+    )
+    assert finished_text(load_settings(file, ("run.name=a", "train.max_steps=8"))) == ""
+
+
+def test_no_such_run_is_an_error_by_name(file):
+    for find in (lambda: prepare_start("nothing", ()), lambda: find_run_folder("nothing")):
+        with pytest.raises(PenstockError, match="nothing is neither"):
+            find()
+
+
+def test_options_of_the_default_loss_and_estimator_need_no_name(file):
+    settings = load_settings(file, ("loss.clip_high=.3", "estimator.normalize_std=false"))
+    assert (settings.loss.clip_high, settings.estimator) == (0.3, Grpo(normalize_std=False))
+
+
+def test_watching_waits_for_a_run_that_is_about_to_start(file, monkeypatch, capsys):
+    """The wait itself starts the run."""
+
+    def start(_seconds):
+        folder = begin(prepare_start(str(file), ("run.name=soon",)))
+        write_run_info(folder, RunInfo.of_this_process("soon", "unix:///nowhere.sock", []))
+
+    monkeypatch.setattr("workers.commands.queues.time.sleep", start)
+    assert _wait_for_run("soon", "").url == "unix:///nowhere.sock"
+    assert "waiting for it to start" in capsys.readouterr().err
+    monkeypatch.setattr("workers.commands.queues._START_TIMEOUT_S", -1.0)
+    with pytest.raises(PenstockError, match="later is neither"):
+        _wait_for_run("later", "")
+
+
+def test_saved_files_have_the_permissions_of_their_folder(tmp_path):
+    with create_folder_atomically(tmp_path / "model") as folder:
+        (folder / "weights").write_bytes(b"")
+        (folder / "weights").chmod(0o600)
+        (folder / "config.json").write_text("{}")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    assert modes["weights"] == modes["config.json"] == (tmp_path / "model").stat().st_mode & 0o666

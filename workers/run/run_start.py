@@ -1,0 +1,91 @@
+"""What a start of `penstock run` is going to do: begin a run, resume one, or nothing because it has finished."""
+
+from pathlib import Path
+
+import click
+from msgspec import Struct
+
+from stream.errors import PenstockError
+from workers.run.identity_check import FolderCheck
+from workers.run.pinned import free_changes
+from workers.run.run_folder import find_newest_run, new_run_name
+from workers.run.run_info import find_settings_file
+from workers.run.summary import latest_progress, read_summary
+from workers.settings import Settings
+from workers.settings.toml_file import load_settings
+
+
+class RunStart(Struct, frozen=True, kw_only=True):
+    """The settings of a start."""
+
+    file: Path
+    overrides: tuple[str, ...]
+    """Values of single settings, the name of a new run included."""
+    settings: Settings
+    earlier: Path | None = None
+    """`run.toml` of the newest earlier run of the same file, if this is a new one."""
+
+
+def prepare_start(target: str, overrides: tuple[str, ...]) -> RunStart:
+    """Find the settings of a run and name it if it has no name.
+
+    Args:
+        target: settings file; or folder or name of a run, which is resumed.
+        overrides: values of single settings; they take precedence over the file.
+
+    Raises:
+        PenstockError: there is no such file and no such run.
+        SettingsError: the settings are invalid.
+    """
+    file = find_settings_file(target)
+    if file is None:
+        raise PenstockError(f"{target} is neither a settings file, nor the folder or the name of a run")
+    settings = load_settings(file, overrides)
+    if settings.run.name:
+        return RunStart(file=file, overrides=overrides, settings=settings)
+    earlier = find_newest_run(file)
+    overrides = (*overrides, f"run.name={new_run_name(file)}")
+    return RunStart(file=file, overrides=overrides, settings=load_settings(file, overrides), earlier=earlier)
+
+
+def finished_text(settings: Settings) -> str:
+    """Return what to tell the user if the run has finished and nothing was changed since; else an empty text."""
+    folder = settings.folder
+    summary = read_summary(folder)
+    if summary is None or not summary.finished:
+        return ""
+    try:
+        if load_settings(folder / "run.toml") != settings:
+            return ""
+    except PenstockError:
+        return ""
+    return (
+        f"run {settings.run.name} has finished: {_count(summary.steps, 'step')}, "
+        f"{_count(summary.groups_trained, 'group')} trained. `penstock export {folder} OUT` copies its model. "
+        "To train on, raise data.epochs or train.max_steps; to start anew, give it another run.name"
+    )
+
+
+def start_lines(settings: Settings, check: FolderCheck, earlier: Path | None = None) -> list[str]:
+    """Describe a start: what it begins or resumes, and which settings differ from the last start."""
+    file = settings.folder / "run.toml"
+    if not file.exists():
+        lines = [f"new run {settings.run.name} in {settings.folder}"]
+        if earlier is not None:
+            lines.append(f"`penstock run {earlier.parent}` resumes the one before")
+        return lines
+    step, limit = latest_progress(settings.folder).step, settings.train.max_steps
+    changes = [f"accepted: {change.name} changed" for change in check.changes]
+    changes += free_changes(load_settings(file), settings)
+    what = f"resuming run {settings.run.name} at step {step}" + (f" of {limit}" if limit else "")
+    return [f"{what}; {'; '.join(changes)}" if changes else what]
+
+
+def print_start(lines: list[str]) -> None:
+    """Print the description to stderr."""
+    for line in lines:
+        click.echo(line, err=True)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
