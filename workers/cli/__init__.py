@@ -52,6 +52,7 @@ for _command in (  # in the order of `penstock --help`
     engine_commands.engines,
     dead_letter_commands.dead,
     measure_commands.check,
+    measure_commands.play,
     measure_commands.algorithms,
     run_commands.export,
     transcript_commands.export_groups,

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -44,6 +45,41 @@ def check(
     from workers.commands.check import check_reference
 
     sys.exit(check_reference(ref, fields, as_json, arguments, world))
+
+
+@click.command()
+@click.argument("ref")
+@click.option("--policy", type=options.PATH, help="A model folder, a checkpoint, or a run's folder.")
+@click.option(
+    "--endpoint",
+    default="",
+    metavar="URL",
+    help="An OpenAI-compatible server; with --policy, an engine that serves that model.",
+)
+@click.option("--model", default="", metavar="NAME", help="The endpoint's model; default: the first that it lists.")
+@click.option("count", "-n", default=8, show_default=True, type=click.IntRange(1, 1024), help="Episodes.")
+@click.option("fields", "--field", multiple=True, metavar="k=v", help="A column of the row; may be repeated.")
+@click.option("arguments", "--args", multiple=True, metavar="k=v", help="An argument of the factory; may be repeated.")
+@click.option("--prompt", default="", metavar="TEXT", help="The user's message; default: what reset returns.")
+@click.option("rewards", "--reward", multiple=True, metavar="REF", help="A reward function; may be repeated.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the problem, and of sampling.")
+@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Save the completions as JSON lines.")
+@options.overrides
+@options.json
+def play(fields: tuple[str, ...], arguments: tuple[str, ...], as_json: bool, **chosen: Any) -> None:
+    """Play the environment REF against a model: no run, no Redis, no settings file.
+
+    Prints each conversation with its rewards, and their mean and spread. All episodes have the same problem, as the
+    completions of a group have. An endpoint's key is read from OPENAI_API_KEY.
+    """
+    from msgspec import convert
+
+    from workers.commands.check.check import parse_pairs
+    from workers.commands.play.play import PlayOptions, play_and_print
+
+    log_errors_only("play")
+    pairs = {"args": parse_pairs(arguments, "--args"), "fields": parse_pairs(fields, "--field")}
+    exit_process(play_and_print(convert(chosen | pairs, PlayOptions), as_json=as_json))
 
 
 @click.command()

@@ -6,6 +6,7 @@
 `group.py`              all completions of one prompt
 `episode_base.py`       one completion: reset, turns, reward, snapshot
 `episode.py`            its turns, driven by this worker
+`environment_replies.py`  what it says after a turn: results of tools, or its `respond`
 `agent_endpoint/`       its turns, driven by the environment, which asks an endpoint for each of them
 `environment_slot.py`   one environment instance, with a deadline around every call; `environment_pool.py` shares them
 `row_builder.py`        tokens of a completion under construction

@@ -22,28 +22,34 @@ EpisodeEnd = TruncationReason | Failure | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeContext:
-    """Everything that one episode needs."""
+class EnvironmentContext:
+    """Everything that one episode needs besides a model."""
 
     prompt: Prompt
     index: int
     """Position within the group, from 0; part of the episode's seed. The group size itself: the greedy episode."""
-    chat: ChatTokenizer
-    """The model's tokenizer and chat template, with the tools of the prompt's environment."""
-    tool_format: ToolFormat
-    """How the model writes tool calls."""
-    sampler: Sampler
     slot: EnvironmentSlot | None
     """The environment, for this episode alone; None for prompts without one."""
     limits: Rollout
     """Limits of tokens, turns, tool calls and time, and the sampling distribution."""
-    min_policy_version: int = 0
-    """Oldest policy version that may sample."""
 
     @property
     def seed(self) -> int:
         """Seed of what the model samples in this episode; the environment gets it as `completion_seed`."""
         return self.prompt.seed + self.index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeContext(EnvironmentContext):
+    """Everything that one episode needs whose turns this worker samples."""
+
+    chat: ChatTokenizer
+    """The model's tokenizer and chat template, with the tools of the prompt's environment."""
+    tool_format: ToolFormat
+    """How the model writes tool calls."""
+    sampler: Sampler
+    min_policy_version: int = 0
+    """Oldest policy version that may sample."""
 
     def sampling_options(self, turn: int, *, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingOptions:
         """Make the options for sampling one turn, counted from 0."""
@@ -60,7 +66,9 @@ class EpisodeContext:
 class BaseEpisode(ABC):
     """One episode, which makes one completion."""
 
-    def __init__(self, context: EpisodeContext) -> None:
+    context: EnvironmentContext
+
+    def __init__(self, context: EnvironmentContext) -> None:
         self.context = context
         self.completion = Completion(
             index=context.index,

@@ -126,7 +126,7 @@ def describe_end(completion: Completion) -> str:
     used = [
         _count(completion.turns, "turn"),
         *([f"{_count(calls, 'tool call')}{errors}"] if calls or errors else []),
-        f"{_count(sampled, 'token')} sampled",
+        *([f"{_count(sampled, 'token')} sampled"] if completion.rows or not completion.turns else []),
         *([versions] if (versions := describe_versions(completion)) else []),
         *([format_seconds(total)] if (total := completion.seconds.get("total")) else []),
     ]

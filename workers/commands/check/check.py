@@ -42,7 +42,7 @@ def check_reference(
     Raises:
         SettingsError: a field or an argument is not of the form `name=value`.
     """
-    row, given = _parse_pairs(fields, "--field"), _parse_pairs(args, "--args")
+    row, given = parse_pairs(fields, "--field"), parse_pairs(args, "--args")
     configure_logging("check")
     report = run_in_daemon_thread(partial(_check, ref, row, given, environment))
     if as_json:
@@ -64,7 +64,12 @@ async def _check(
     return await check_environment(ref, row, args=args)
 
 
-def _parse_pairs(given: Mapping[str, object] | Iterable[str], option: str) -> dict[str, Any]:
+def parse_pairs(given: Mapping[str, object] | Iterable[str], option: str) -> dict[str, Any]:
+    """Return values by name, from `name=value` texts; a value that is JSON is decoded.
+
+    Raises:
+        SettingsError: a text is not of that form.
+    """
     return dict(given) if isinstance(given, Mapping) else dict(_parse_pair(text, option) for text in given)
 
 

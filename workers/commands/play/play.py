@@ -1,0 +1,174 @@
+"""Play an environment against a model folder or an endpoint, print the conversations, and summarize the rewards."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+
+from envs.factory import EnvironmentFactory
+from stream.errors import SettingsError
+from stream.records import Group, Message, Prompt
+from workers.commands.evaluate.evaluate import find_policy_folder
+from workers.commands.evaluate.evaluation_engine import with_existing_engine, with_started_engine
+from workers.commands.evaluate.standalone_rollout import roll_out_and_score
+from workers.commands.output import print_json
+from workers.commands.play.chat_endpoint import open_chat_endpoint
+from workers.commands.play.chat_episode import play_group
+from workers.commands.play.summary import describe_summary, summarize_rewards
+from workers.commands.transcripts.export_groups import export_row, write_export
+from workers.commands.transcripts.run_completions import RunCompletion
+from workers.rollout.chat.template import read_json
+from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.run.process_main import run_async
+from workers.runtime.exit_codes import ExitCode
+from workers.runtime.transcript import completion_lines
+from workers.settings import EnvironmentSettings, RewardSettings, Settings
+from workers.settings.toml_file import settings_for_model
+
+_PROMPT_TOKENS = 4096
+"""Room for the prompt in an engine that is started for playing, if the model has so many positions."""
+_NO_MODEL = Path("no-model")
+"""Stands for the model's folder where an endpoint serves it."""
+
+
+class PlayOptions(Struct, frozen=True, kw_only=True):
+    """What to play, and against what."""
+
+    ref: str
+    """Reference of the environment."""
+    args: Mapping[str, Any] = {}
+    """Arguments of its factory."""
+    fields: Mapping[str, Any] = {}
+    """Columns of the row."""
+    prompt: str = ""
+    """The user's text; empty: what `reset` returns, or the row's column `prompt`."""
+    rewards: tuple[str, ...] = ()
+    """References of reward functions."""
+    count: int = 8
+    """Number of episodes, all of one prompt."""
+    seed: int = 0
+    """Seed of the prompt."""
+    policy: Path | None = None
+    """A model folder, a checkpoint, or a run."""
+    endpoint: str = ""
+    """URL of a server: with a policy, of an engine that serves it; otherwise of any OpenAI-compatible server."""
+    model: str = ""
+    """Name of the endpoint's model; empty: the first one that it lists."""
+    overrides: tuple[str, ...] = ()
+    """Values of single settings."""
+    out: Path | None = None
+    """New file for the completions, as JSON lines."""
+
+
+def play_and_print(options: PlayOptions, *, as_json: bool = False) -> int:
+    """Play the episodes and print them. Returns the exit code: 1 if no reward was measured.
+
+    Raises:
+        PenstockError: the environment or the model cannot be loaded, or no server answers.
+    """
+    if options.policy is None and not options.endpoint:
+        raise SettingsError(
+            "give a model: --policy FOLDER, or --endpoint URL of an OpenAI-compatible server; "
+            "`penstock check` tries an environment without one"
+        )
+    folder = find_policy_folder(options.policy) if options.policy is not None else None
+    settings = play_settings(options, folder)
+    group = run_async(lambda: play(options, settings, folder))
+    found = [RunCompletion(group=group, completion=completion, outcome="played") for completion in group.completions]
+    summary = summarize_rewards(group)
+    if options.out is not None:
+        write_export(options.out, map(export_row, found), "jsonl")
+    if as_json:
+        print_json({"ref": options.ref, **msgspec.to_builtins(summary), "completions": list(map(export_row, found))})
+    else:
+        console = Console(highlight=False)
+        for completion in group.completions:
+            console.rule(f"episode {completion.index + 1} of {options.count}", style="bright_black")
+            for line in completion_lines(completion, width=console.width):
+                console.print(line.rich_text(), soft_wrap=True)
+        console.rule(style="bright_black")
+        console.print(describe_summary(summary), soft_wrap=True, markup=False)
+        if options.out is not None:
+            console.print(f"saved to {options.out}", soft_wrap=True, markup=False)
+    return ExitCode.SUCCESS if summary.valid else ExitCode.FAILURE
+
+
+def play_settings(options: PlayOptions, folder: Path | None) -> Settings:
+    """Return the settings of the episodes: the defaults of a run, and the overrides.
+
+    Raises:
+        SettingsError: an override is wrong.
+    """
+    settings = settings_for_model(folder or _NO_MODEL, options.overrides)
+    engine = settings.engine
+    if folder is not None and not any(each.startswith("engine.max_model_len=") for each in options.overrides):
+        length = min(_model_length(folder), _PROMPT_TOKENS + settings.rollout.max_tokens)
+        engine = msgspec.structs.replace(engine, max_model_len=length)
+    environment = EnvironmentSettings(ref=options.ref, args=dict(options.args))
+    return msgspec.structs.replace(
+        settings,
+        engine=engine,
+        environments={options.ref: environment},
+        rewards=tuple(RewardSettings(ref=ref) for ref in options.rewards),
+        rollout=msgspec.structs.replace(settings.rollout, group_size=options.count),
+        data=msgspec.structs.replace(settings.data, path="-"),  # an engine's settings need one, and read no row
+    )
+
+
+def _model_length(folder: Path) -> int:
+    """Return the number of positions of a model."""
+    config = read_json(folder / "config.json")
+    found = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
+    return found if isinstance(found, int) else _PROMPT_TOKENS
+
+
+async def play(options: PlayOptions, settings: Settings, folder: Path | None) -> Group:
+    """Play all episodes, and score them.
+
+    Args:
+        options: what to play.
+        settings: from `play_settings`.
+        folder: of the policy; None: the endpoint is sampled by messages.
+    """
+    factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, options.ref, options.args)
+    prompt = make_prompt(options, settings.data.system)
+    if folder is None:
+        if factory.runs_own_loop:
+            raise SettingsError(
+                f"{options.ref} runs its own agent loop, so the turns must be sampled by an engine of ours: give its "
+                "model's folder with --policy"
+            )
+        tool_format = TOOL_FORMATS.get(settings.model.tool_format, TOOL_FORMATS["hermes"])
+        timeout_s = settings.rollout.episode_timeout_s
+        async with open_chat_endpoint(options.endpoint, options.model, tool_format, timeout_s) as endpoint:
+            return await play_group(settings, endpoint, prompt)
+
+    async def use(url: str, version: int) -> Group:
+        (group,) = await roll_out_and_score(settings, [url], folder, [prompt], min_policy_version=version)
+        return group
+
+    if options.endpoint:
+        return await with_existing_engine(settings, options.endpoint, None, use)
+    return await with_started_engine(settings, folder, use)
+
+
+def make_prompt(options: PlayOptions, system: str = "") -> Prompt:
+    """Return the prompt of the episodes, after a system message if one is given."""
+    fields = dict(options.fields)
+    text = options.prompt or fields.pop("prompt", "")
+    messages: list[Message] = text if isinstance(text, list) else [{"role": "user", "content": text}]
+    if system:
+        messages = [{"role": "system", "content": system}, *messages]
+    return Prompt(
+        id=f"play:0:{options.seed}",
+        messages=messages,
+        is_plain_text=isinstance(text, str) and bool(text),
+        fields=fields,
+        environment=options.ref,
+        group_size=options.count,
+        seed=options.seed,
+    )

@@ -1,0 +1,104 @@
+"""What an environment says after a turn: tool results, or its `respond`; and the limits that end an episode."""
+
+import anyio
+
+from stream.records import Completion, Failure, Message, ToolRun
+from stream.validity import TruncationReason
+from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.episode_base import EnvironmentContext, timed
+from workers.rollout.messages import call_id, tool_message
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_result import ToolResult, truncate_result
+
+
+class EnvironmentReplies:
+    """Runs the calls of one episode's turns, or has the environment answer them, and counts both in its completion.
+
+    Args:
+        context: of the episode.
+        completion: receives messages and counts.
+    """
+
+    def __init__(self, context: EnvironmentContext, completion: Completion) -> None:
+        self._slot, self._limits = context.slot, context.limits
+        self._completion = completion
+        self._generated_ids = 0
+        self._calls_refused = False
+
+    def new_call_id(self) -> str:
+        """Make an id for a call that has none."""
+        self._generated_ids += 1
+        return call_id(self._generated_ids)
+
+    async def after(self, parsed: ParsedTurn, text: str) -> list[Message] | Failure | None:
+        """Return what follows a turn, which is then part of the completion's messages; None: the episode is over.
+
+        Args:
+            parsed: the turn.
+            text: what `respond` reads of it: its text without the reasoning.
+        """
+        with timed(self._completion, "tools"):
+            replies = await self._replies(parsed, text)
+            if replies is None or isinstance(replies, Failure):
+                return replies
+            self._completion.messages += replies
+            done = self._slot is not None and await self._slot.is_done(self._limits.call_timeout_s)
+            return done if isinstance(done, Failure) else None if done else replies
+
+    def limit_reached(self) -> TruncationReason | None:
+        """Return the limit that denies the model another turn. A limit allows exactly its number."""
+        if self._calls_refused:
+            return TruncationReason.TOOL_CALLS
+        if self._completion.tool_errors > self._limits.max_tool_errors:
+            return TruncationReason.TOOL_ERRORS
+        if self._completion.turns >= self._limits.max_turns:
+            return TruncationReason.MAX_TURNS
+        return None
+
+    async def _replies(self, parsed: ParsedTurn, text: str) -> list[Message] | Failure | None:
+        if parsed.calls or parsed.errors:
+            return await self._call_tools(parsed)
+        if self._slot is None or not self._slot.responds:
+            return None
+        messages = await self._slot.respond(text, self._completion.messages, self._limits.call_timeout_s)
+        if messages is None or isinstance(messages, Failure):
+            return messages
+        return [
+            message | {"content": truncate_result(message["content"], self._limits.max_tokens)} for message in messages
+        ]
+
+    async def _call_tools(self, turn: ParsedTurn) -> list[Message] | Failure:
+        """Run the calls that the limit allows, concurrently; return their results in the order of the calls."""
+        completion = self._completion
+        allowed = turn.calls[: max(0, self._limits.max_tool_calls - completion.tool_calls)]
+        self._calls_refused = len(allowed) < len(turn.calls)
+        completion.tool_calls += len(allowed)
+        results = await self._run_calls(allowed)
+        for result in results:
+            if isinstance(result, Failure):
+                return result
+        answers = [result for result in results if isinstance(result, ToolResult)]
+        completion.tool_errors += len(turn.errors) + sum(answer.is_error for answer in answers)
+        completion.tool_runs += [ToolRun(answer.seconds, answer.is_error, answer.cause) for answer in answers]
+        completion.tool_runs += [ToolRun(0.0, is_error=True)] * len(turn.errors)
+        messages = [
+            tool_message(truncate_result(answer.content, self._limits.max_tokens), call.id, call.name)
+            for call, answer in zip(allowed, answers, strict=True)
+        ]
+        return messages + [tool_message(text, self.new_call_id()) for text in turn.errors]
+
+    async def _run_calls(self, calls: list[ToolCall]) -> list[ToolResult | Failure]:
+        slot, timeout_s = self._slot, self._limits.call_timeout_s
+        if slot is None or not calls:
+            return []
+        if len(calls) == 1:
+            return [await slot.call_tool(calls[0], timeout_s)]
+        results: dict[int, ToolResult | Failure] = {}
+
+        async def run_call(slot: EnvironmentSlot, position: int) -> None:
+            results[position] = await slot.call_tool(calls[position], timeout_s)
+
+        async with anyio.create_task_group() as tasks:
+            for position in range(len(calls)):
+                tasks.start_soon(run_call, slot, position)
+        return [results[position] for position in range(len(calls))]
