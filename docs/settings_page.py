@@ -21,6 +21,7 @@ WORDS = {
     "PositiveFloat": "float > 0",
     "NonNegativeFloat": "float ≥ 0",
     "SamplingSettings": "table",
+    "tuple[Tracker, ...]": "list of names",
     "tuple[DatasetSettings, ...]": "list of tables",
     "tuple[MeanLevel, Level]": "[mean, std]",
     "tuple[str, ...]": "list of strings",

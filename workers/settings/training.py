@@ -6,6 +6,8 @@ from msgspec import Meta
 
 from workers.settings.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+Tracker = Literal["mlflow", "tensorboard", "trackio", "wandb"]
+
 
 class Train(Section, frozen=True):
     """`[train]`: the optimizer."""
@@ -45,6 +47,10 @@ class Train(Section, frozen=True):
     """Steps between checkpoints."""
     max_checkpoints: PositiveInt = 2
     """Checkpoints to keep, besides the one with the best mean reward."""
+    trackers: tuple[Tracker, ...] = ()
+    """Trackers that get each step's metrics besides `metrics.jsonl`: `wandb`, `tensorboard`, `trackio`, `mlflow`. Each
+    needs the extra of its name; project and credentials come from its own environment variables
+    (docs/run-folder.md)."""
 
 
 class Lora(Section, frozen=True):

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: the metrics of each step, one JSON object per line."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,7 @@ class MetricsLog:
         self._path = path
         self._length = length
         self._folder_lock = folder_lock
+        self._subscribers: list[Callable[[Mapping[str, float | int]], None]] = []
         if cut:
             self.cut()
 
@@ -41,7 +42,13 @@ class MetricsLog:
         """Bytes written so far."""
         return self._path.stat().st_size
 
+    def subscribe(self, receive: Callable[[Mapping[str, float | int]], None]) -> None:
+        """Call `receive` with the metrics of each line after it is written; it must neither block nor raise."""
+        self._subscribers.append(receive)
+
     def append(self, metrics: Mapping[str, float | int]) -> None:
         """Write one line."""
         with hold_optional(self._folder_lock), self._path.open("ab") as file:
             file.write(msgspec.json.encode(metrics) + b"\n")
+        for receive in self._subscribers:
+            receive(metrics)

@@ -36,6 +36,7 @@ from workers.train.publishing.policy_versions import PolicyVersions
 from workers.train.publishing.publisher import WeightPublisher, open_publisher
 from workers.train.step.group_checks import CheckedGroup
 from workers.train.step.learner import Learner
+from workers.train.tracking.tracker_thread import open_trackers
 from workers.train.trainer import Trainer
 
 log = structlog.get_logger()
@@ -88,7 +89,9 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
                 version=files.progress.version,
                 groups_again=consumer.requeued_groups,
             )
-            await _train(settings, consumer, checker, publisher, files)
+            async with open_trackers(settings, files.progress.step + 1) as trackers:
+                files.metrics_log.subscribe(trackers.log)
+                await _train(settings, consumer, checker, publisher, files)
         tasks.cancel_scope.cancel()
 
 

@@ -45,6 +45,7 @@ def check_packages(settings: Settings, report: PreflightReport) -> None:
     needed = {"torch": "train", "transformers": "train", "safetensors": "train", "aiohttp": "rollout"}
     if settings.lora.rank:
         needed["peft"] = "lora"
+    needed |= {tracker: tracker for tracker in settings.train.trackers}
     for package, extra in needed.items():
         if find_spec(package) is None:
             report.error(

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import torch
@@ -17,6 +18,16 @@ from workers.train.metrics_log import MetricsLog
 
 FILE = "eval.jsonl"
 """Name of the file in the run's folder; one line per evaluation."""
+
+EVALUATION_METRICS: Final[dict[str, str]] = {
+    "eval/version": "the evaluated policy version; these metrics are in the line of the step after the evaluation",
+    "eval/mean/valid": "mean over valid completions of held-out prompts",
+    "eval/mean/all": "the same over all completions, with invalid ones as 0",
+    "eval/pass@*": "`pass@K/valid`: of valid completions; `pass@K/all`: of all, with invalid ones counted as wrong",
+    "eval/invalid": "invalid completions",
+    "eval/mixed": "completions with a token of another policy version; they count in no mean",
+}
+"""Metrics of an evaluation that ended since the previous step; the trainer adds them."""
 
 
 class EvaluationStats(Struct, kw_only=True):
@@ -55,7 +66,7 @@ class EvaluationResult(Struct, kw_only=True):
     """By environment name; empty if the run has none."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics for `metrics.jsonl`; means over nothing are omitted."""
+        """Return the metrics of `EVALUATION_METRICS` for `metrics.jsonl`; means over nothing are omitted."""
         score = self.overall
         found = {"version": self.version, "mean/valid": score.mean_valid, "mean/all": score.mean_all}
         found |= {"mixed": score.mixed, "invalid": sum(score.invalid.values())}

@@ -100,6 +100,13 @@ COLLECTION_METRICS: Final[dict[str, str]] = {
 }
 """Metrics of how the batch was collected; the trainer adds them."""
 
+TRAINER_METRICS: Final[dict[str, str]] = {
+    "time": "when the step ended",
+    "step_seconds": "from the end of the step before: collecting groups, training, recording",
+    "tokens_per_second": "`tokens/sampled` divided by `step_seconds`",
+}
+"""Metrics of the trainer's loop, which adds them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
