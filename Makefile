@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 SEED   ?= 1
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore
 
 # Without compiled files every process that a test starts compiles the project again, which takes minutes in sum.
 unexport PYTHONDONTWRITEBYTECODE
@@ -16,10 +17,13 @@ help:  ## List the targets
 setup: $(VENV)/.done  ## Create .venv with everything in it
 
 $(VENV)/.done: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@echo "set-up, once: 1/3 virtual environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade pip
+	@echo "set-up, once: 2/3 torch, some hundred megabytes"
+	@$(PIP) "torch==2.13.0"
+	@echo "set-up, once: 3/3 Penstock and its other dependencies, a minute"
+	@$(PIP) --editable ".[dev]"
 	@touch $@
 
 demo: setup  ## Train a small model to use a calculator, through the whole pipeline

@@ -38,34 +38,40 @@ def penstock() -> None:
     check_package_origin()
 
 
-for _command in (  # in the order of `penstock --help`
+penstock.add_section("Try an environment or a reward", measure_commands.check, measure_commands.algorithms)
+penstock.add_section(
+    "Train on one machine",
     start_commands.demo,
     start_commands.run,
+    run_commands.export,
+    measure_commands.evaluate,
+)
+penstock.add_section(
+    "Look at a run",
     transcript_commands.show,
     run_commands.queues,
+    run_commands.audit,
+    run_commands.replay,
+    transcript_commands.export_groups,
+)
+penstock.add_section(
+    "Control a run",
     run_commands.pause,
     run_commands.resume,
     run_commands.stop,
-    run_commands.audit,
-    run_commands.replay,
-    run_commands.acl,
-    engine_commands.engines,
     dead_letter_commands.dead,
-    measure_commands.check,
-    measure_commands.play,
-    measure_commands.algorithms,
-    run_commands.export,
-    transcript_commands.export_groups,
-    measure_commands.evaluate,
+    engine_commands.engines,
+)
+penstock.add_section("Score again", measure_commands.rescore, measure_commands.rewardbench)
+penstock.add_section(
+    "Train on several machines",
     start_commands.serve,
-    measure_commands.rewardbench,
-    measure_commands.rescore,
     start_commands.feed,
     start_commands.rollout,
     start_commands.score,
     start_commands.train,
-):
-    penstock.add_command(_command)
+    run_commands.acl,
+)
 
 
 def main() -> None:

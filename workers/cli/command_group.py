@@ -11,7 +11,29 @@ from workers.cli.command_error import as_command_error
 
 
 class CommandGroup(click.Group):
-    """A click group that keeps the order of its commands and turns every `PenstockError` into a `CommandError`."""
+    """A click group with its commands in sections, which turns every `PenstockError` into a `CommandError`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sections: dict[str, list[str]] = {}
+
+    def add_section(self, title: str, *commands: click.Command) -> None:
+        """Add commands, listed below a title in the help text."""
+        for command in commands:
+            self.add_command(command)
+        self._sections[title] = [str(command.name) for command in commands]
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands of each section."""
+        if not self._sections:
+            super().format_commands(ctx, formatter)
+            return
+        width = max(len(name) for names in self._sections.values() for name in names)
+        limit = formatter.width - 6 - width
+        for title, names in self._sections.items():
+            with formatter.section(title):
+                rows = [(name.ljust(width), self.commands[name].get_short_help_str(limit)) for name in names]
+                formatter.write_dl(rows)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Return the names in the order in which the commands were added."""

@@ -10,7 +10,7 @@ from workers.cli.command_group import log_errors_only
 _all_option = click.option("every", "--all", is_flag=True, help="All dead letters.")
 
 
-@click.group()
+@click.group(short_help="List, show, retry or drop dead letters.")
 def dead() -> None:
     """List, show, retry or drop entries that no worker could finish."""
     log_errors_only("dead")

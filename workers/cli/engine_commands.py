@@ -8,7 +8,7 @@ from workers.cli import options
 from workers.cli.command_group import log_errors_only
 
 
-@click.group()
+@click.group(short_help="List, add or remove a run's engines.")
 def engines() -> None:
     """List a run's engines, add one, or remove one, while the run is running."""
     log_errors_only("engines")

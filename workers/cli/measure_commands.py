@@ -10,7 +10,7 @@ from workers.cli import options
 from workers.cli.command_group import exit_process, log_errors_only
 
 
-@click.command()
+@click.command(short_help="Try an environment, a reward function, or a settings file.")
 @click.argument("ref", metavar="REF|FILE")
 @click.option("fields", "--field", multiple=True, metavar="k=v", help="A column of the row; may be repeated.")
 @click.option(
@@ -82,7 +82,7 @@ def play(fields: tuple[str, ...], arguments: tuple[str, ...], as_json: bool, **c
     exit_process(play_and_print(convert(chosen | pairs, PlayOptions), as_json=as_json))
 
 
-@click.command()
+@click.command(short_help="List estimators, losses and presets with their formulas.")
 @options.json
 def algorithms(as_json: bool) -> None:
     """List estimators, losses, presets and related functions, each with its formula and source."""
@@ -91,7 +91,7 @@ def algorithms(as_json: bool) -> None:
     show_algorithms(as_json=as_json)
 
 
-@click.command("eval")
+@click.command("eval", short_help="Measure a policy on held-out prompts.")
 @click.argument("file", type=options.FILE)
 @click.option(
     "--policy", type=options.PATH, help="A model folder, a checkpoint, or a run's folder (its latest checkpoint)."
@@ -112,7 +112,7 @@ def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str,
     exit_process(evaluate_and_print(file, overrides, policy, engine, as_json=as_json))
 
 
-@click.command()
+@click.command(short_help="Measure a reward model on pairs of answers.")
 @click.argument("file", type=options.FILE)
 @click.option("urls", "--url", multiple=True, required=True, metavar="URL", help="A reward server; may be repeated.")
 @click.option(
@@ -131,7 +131,7 @@ def rewardbench(file: Path, urls: tuple[str, ...], reference: Path | None, as_js
     sys.exit(run_rewardbench(file, urls, reference, as_json=as_json))
 
 
-@click.command()
+@click.command(short_help="Score archived groups with other reward functions.")
 @click.argument("target", metavar="RUN")
 @click.option("--rewards", "file", type=options.FILE, metavar="FILE", help="A TOML file with [[rewards]].")
 @click.option("refs", "--reward", multiple=True, metavar="REF", help="A reward function; may be repeated.")

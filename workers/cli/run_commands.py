@@ -46,7 +46,7 @@ resume = _control_command("resume", "Continue a paused run.")
 stop = _control_command("stop", "Stop every role after a drain and a checkpoint. `penstock run` resumes the run.")
 
 
-@click.command()
+@click.command(short_help="Account for every prompt that was fed.")
 @options.run
 @options.redis
 @options.json
@@ -62,7 +62,7 @@ def audit(target: str | None, redis: str, as_json: bool, show_all: bool) -> None
     sys.exit(show_audit(target, redis, as_json=as_json, show_all=show_all))
 
 
-@click.command()
+@click.command(short_help="Train a run's groups again and compare the weights.")
 @options.run
 @options.json
 def replay(target: str | None, as_json: bool) -> None:
@@ -77,7 +77,7 @@ def replay(target: str | None, as_json: bool) -> None:
     sys.exit(show_replay(target, as_json=as_json, command=current_command()))
 
 
-@click.command()
+@click.command(short_help="Print a Redis user for each role.")
 @click.argument("target", metavar="RUN")
 @click.option("roles", "--role", multiple=True, type=click.Choice(_ACL_ROLES), help="May be repeated; default: all.")
 def acl(target: str, roles: tuple[str, ...]) -> None:

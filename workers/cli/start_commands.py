@@ -146,4 +146,4 @@ def _role_command(role: str, text: str) -> click.Command:
 feed = _role_command("feed", "One role of a run: feed prompts.")
 rollout = _role_command("rollout", "One role of a run: sample episodes. Start any number of processes.")
 score = _role_command("score", "One role of a run: measure rewards. Start any number of processes.")
-train = _role_command("train", "One role of a run: train, publish weights, save checkpoints.")
+train = _role_command("train", "One role of a run: train and publish weights, save checkpoints.")

@@ -30,7 +30,7 @@ def _filters(command: Any) -> Any:
     return command
 
 
-@click.command()
+@click.command(short_help="Show completions as conversations, with rewards.")
 @options.run
 @options.redis
 @_filters
@@ -57,7 +57,7 @@ def show(
     show_completions(target, redis, _make_filter(conditions), chosen, full=full, as_json=as_json)
 
 
-@click.command("export-groups")
+@click.command("export-groups", short_help="Write completions with masks and advantages.")
 @options.run
 @click.argument("out", required=False, default="", metavar="[OUT]")
 @click.option("format_", "--jsonl", flag_value="jsonl", help="One JSON object per line.")
