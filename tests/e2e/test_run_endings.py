@@ -23,6 +23,7 @@ class Maze:
 def test_a_maze_whose_tools_are_never_called_ends_with_a_verdict(project):
     (project.folder / "world.py").write_text(MAZE)
     project.table |= {"environments": {"maze": f"{project.folder}/world.py:Maze"}, "rewards": []}
+    project.table["train"]["batch_size"] = 2
     result = project.run("run", str(project.write()))
     assert result.returncode == ExitCode.UNTRAINED, f"{result.stderr}\n{project.logs()}"
     for words in (
@@ -33,6 +34,9 @@ def test_a_maze_whose_tools_are_never_called_ends_with_a_verdict(project):
         "Find the way out.",
     ):
         assert words in result.stdout, result.stdout
+    warning = "the last 8 groups each had equal rewards (0.0), so they teach nothing"
+    assert result.stderr.count(warning) == 1, result.stderr
+    assert warning in (project.run_folder / "warnings.jsonl").read_text()
     summary = json.loads((project.run_folder / "summary.json").read_text())
     assert summary["verdict"].startswith("10 of 10 groups had equal rewards")
     assert summary["totals"]["tool_calls"] == 0

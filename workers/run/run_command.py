@@ -20,17 +20,18 @@ from workers.run.progress_display import choose_display, format_duration
 from workers.run.role_specs import MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
 from workers.run.run_folder import lock_folder, write_atomically, write_settings
 from workers.run.run_start import finished_text, prepare_start, print_start, start_lines
+from workers.run.sampled_completion import newest_archived_group, sample_lines
 from workers.run.summary import RunSummary, latest_progress, summarize
 from workers.run.supervisor import RunOutcome, Supervisor
-from workers.run.verdict import describe_totals, last_completion, nothing_learned
+from workers.run.verdict import describe_totals, nothing_learned
 from workers.runtime import log_setup as logs
 from workers.runtime.exit_codes import ExitCode
-from workers.runtime.transcript import compact_lines
 from workers.settings import Settings
 
 log = structlog.get_logger()
 
 _LEAST_FREE_BYTES = 1 << 20
+_WIDTH = 100
 
 
 class RunResult(Struct, kw_only=True):
@@ -192,8 +193,10 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
         lines.append(f"`penstock dead list {settings.folder}` shows the dead letters")
     if summary.verdict:
         lines += ["", summary.verdict]
-        if completion := last_completion(settings.folder / "groups"):
-            lines += ["", "one of the last completions:", *map(str, compact_lines(completion))]
+        group = newest_archived_group(settings.folder)
+        if group is not None and group.completions:
+            shown = next((each for each in group.completions if each.failure is None), group.completions[0])
+            lines += ["", *(line.plain for line in sample_lines(group, shown, "one of the last completions", _WIDTH))]
     return "\n".join(lines)
 
 

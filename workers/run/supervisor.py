@@ -22,6 +22,7 @@ import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 from msgspec import Struct
+from rich.text import Text
 
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError, RunFailedError, ServerError
@@ -40,6 +41,7 @@ from workers.run.run_info import RunInfo, remove_run_info, write_run_info
 from workers.run.sampled_completion import SampleSchedule
 from workers.run.stall_detector import StallDetector
 from workers.settings import Settings
+from workers.train.training_warnings import read_warnings, warnings_size
 
 log = structlog.get_logger()
 
@@ -105,6 +107,8 @@ class Supervisor:
         self._started_at = time.monotonic()
         self._phase = "starting"
         self._server_gone = False
+        self._warnings_read = 0
+        """Bytes of the trainer's warnings that were there before, or that were printed."""
         self._signals = 0
         self._has_started = False
         """Whether a role or an engine may have been started."""
@@ -117,6 +121,7 @@ class Supervisor:
             RunMismatchError: the server has another run of this name.
         """
         await anyio.Path(self._log_folder).mkdir(parents=True, exist_ok=True)
+        self._warnings_read = await anyio.to_thread.run_sync(warnings_size, self._settings.folder)
         with self._launcher:
             outcome = None
             async with anyio.create_task_group() as tasks:
@@ -156,6 +161,7 @@ class Supervisor:
                 with anyio.CancelScope(shield=True):
                     await anyio.to_thread.run_sync(remove_run_info, settings.folder)
             status = await self._refresh(connection, restart_loop)
+            await self._show_warnings()
             return RunOutcome(
                 view=status or (None if self._server_gone else _empty_status()),
                 failure=self._ending.failure,
@@ -203,6 +209,7 @@ class Supervisor:
         samples = SampleSchedule()
         while True:
             status = await self._refresh(connection, restart_loop)
+            await self._show_warnings()
             await self._show_sample(connection, status, samples)
             if self._phase == _RUNNING and detector is None:  # starting engines have their own timeout
                 detector = StallDetector(self._settings.abort.stall_timeout_s)
@@ -210,6 +217,13 @@ class Supervisor:
                 self._ending.fail(RunFailedError(alarm))
             await self._children.trim_logs()
             await anyio.sleep(_POLL_S)
+
+    async def _show_warnings(self) -> None:
+        """Print the trainer's new warnings."""
+        found, self._warnings_read = await anyio.to_thread.run_sync(
+            read_warnings, self._settings.folder, self._warnings_read
+        )
+        self._display.print_lines([Text(f"warning at step {each.step}: {each.text}", "yellow") for each in found])
 
     async def _show_sample(self, connection: RunConnection, status: RunStatus | None, samples: SampleSchedule) -> None:
         """Print one sampled completion if it is due; a server that does not answer is reported elsewhere."""

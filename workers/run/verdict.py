@@ -1,13 +1,7 @@
 """Verdict on a run that ended normally: whether it can have learned anything, and what its completions were like."""
 
-from collections import deque
-from pathlib import Path
 from typing import Final
 
-from stream.codec import decode
-from stream.errors import PenstockError
-from stream.records import Completion, Group
-from stream.trainer.archive import scan_archive
 from workers.settings import Settings
 from workers.train.progress import GroupTotals
 
@@ -51,18 +45,6 @@ def describe_totals(totals: GroupTotals) -> str:
         f"{mean} over {totals.completions} completions; equal rewards in {totals.tied} of {totals.groups} groups; "
         f"{calls}; {totals.truncated / totals.completions:.0%} of completions were truncated"
     )
-
-
-def last_completion(groups: Path) -> Completion | None:
-    """Return a completion of the newest archived group, one that did not fail if there is one. Blocks on file I/O."""
-    try:
-        newest = deque(scan_archive(groups), maxlen=1)
-        group = decode(newest[0][1].read_payload(), Group) if newest else None
-    except (OSError, PenstockError):
-        return None
-    if group is None or not group.completions:
-        return None
-    return next((each for each in group.completions if each.failure is None), group.completions[0])
 
 
 def _range(low: float | None, high: float | None) -> str:

@@ -148,6 +148,8 @@ class Trainer:
             "tokens_per_second": report.metrics.get("tokens/sampled", 0) / elapsed,
         }
         await anyio.to_thread.run_sync(self._metrics_log.append, metrics)
+        self._collector.warnings.observe_step(self._progress.step, metrics)
+        await self._collector.report_warnings()
         return metrics
 
     async def _publish(self, metrics: Mapping[str, float]) -> None:

@@ -2,6 +2,8 @@
 
 import time
 
+import anyio
+import anyio.to_thread
 import structlog
 from msgspec import Struct, field
 
@@ -15,6 +17,7 @@ from workers.train.groups.group_checker import GroupChecker
 from workers.train.groups.step_plan import StepPlan, VersionSchedule, plan_step
 from workers.train.groups.straggler_wait import StragglerWait
 from workers.train.step.group_checks import CheckedGroup
+from workers.train.training_warnings import write_warnings
 
 log = structlog.get_logger()
 
@@ -44,6 +47,7 @@ class Collector:
         self.pop_dropped = checker.pop_dropped
         self.pop_logged = checker.pop_logged
         self.observe_step = checker.observe_step
+        self.warnings = checker.warnings
         self._settings = settings
         self._waits_for_stragglers = settings.pacing.stale_policy == "wait"
         self._stragglers = StragglerWait(settings.pacing.straggler_timeout_s)
@@ -62,6 +66,7 @@ class Collector:
         batch_size, stall_timeout_s = self._settings.train.batch_size, self._settings.abort.stall_timeout_s
         last_arrival = time.monotonic()
         while True:
+            await self.report_warnings()
             # A trainer that waits for stragglers must see everything that has arrived, so it buffers up to the limit of
             # outstanding groups.
             room = self._settings.capacity if self._waits_for_stragglers else batch_size - len(consumer.buffer)
@@ -87,6 +92,11 @@ class Collector:
                     "workers' logs why"
                 )
             await self._wait(claim)
+
+    async def report_warnings(self) -> None:
+        """Log the warnings since the previous call, and write them to the run's folder."""
+        if found := self.warnings.pop():
+            await anyio.to_thread.run_sync(write_warnings, self._settings.folder, found)
 
     async def _plan_step(self, steps_left: int) -> StepPlan:
         """Choose the groups of the coming step from the buffer."""

@@ -12,6 +12,7 @@ from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
 from workers.train.groups.reward_log import RewardLog
 from workers.train.progress import Progress
 from workers.train.step.group_checks import CheckedGroup, GroupRewards, check_group, unusable_greedy
+from workers.train.training_warnings import TrainingWarnings
 
 _FILTERED_STEPS = 4
 """Number of steps' worth of dropped groups whose rewards are kept for the next step's metrics."""
@@ -33,6 +34,7 @@ class GroupChecker:
         self._monitor = InvalidRewardMonitor(settings.abort.max_invalid_fraction, settings.abort_window_groups)
         self._reward_log = RewardLog()
         self.pop_logged = self._reward_log.pop
+        self.warnings = TrainingWarnings(settings, progress.step)
         self._dropped: Counter[DropReason] = Counter()
         self._filtered: deque[GroupRewards] = deque(maxlen=_FILTERED_STEPS * settings.train.batch_size)
 
@@ -49,6 +51,7 @@ class GroupChecker:
             return checked
         self._observe(group, checked.no_loss)
         self._progress.totals.add(group)
+        self.warnings.observe_group(group)
         self._dropped[checked.drop_reason] += 1
         self._filtered.append(checked.rewards)
         self._progress.count_states(checked.states)
@@ -66,6 +69,7 @@ class GroupChecker:
         """
         for group in groups:
             self._progress.totals.add(group)
+            self.warnings.observe_group(group)
             self._observe(group, no_loss.get(group.prompt.id, {}))
 
     def pop_dropped(self) -> tuple[dict[DropReason, int], list[GroupRewards]]:

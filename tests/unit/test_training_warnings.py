@@ -1,0 +1,89 @@
+"""Warnings of a run that goes wrong: each once per episode of trouble, from sequences of groups and metrics."""
+
+from pathlib import Path
+
+import pytest
+
+from stream.records import Completion, Group, Prompt
+from stream.validity import Measured, TruncationReason
+from workers.settings.toml_file import parse_settings
+from workers.train.training_warnings import GROUP_RULES, STEP_RULES, TrainingWarnings
+
+LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
+
+
+def warnings(**sections: dict) -> TrainingWarnings:
+    return TrainingWarnings(parse_settings(LEAST | {"train": {"batch_size": 2}} | sections))
+
+
+def group(*rewards: float, **fields: object) -> Group:
+    completions = [Completion(index=i, reward=Measured(value), **fields) for i, value in enumerate(rewards)]
+    return Group(prompt=Prompt(id="d:0:0", messages=[]), completions=completions)
+
+
+def names(found: TrainingWarnings) -> list[str]:
+    return [warning.name for warning in found.pop()]
+
+
+def after_groups(found: TrainingWarnings, groups: list[Group]) -> list[str]:
+    for each in groups:
+        found.observe_group(each)
+    return names(found)
+
+
+def after_steps(found: TrainingWarnings, name: str, values: list[float]) -> list[str]:
+    for step, value in enumerate(values):
+        found.observe_step(step, {name: value})
+    return names(found)
+
+
+def test_constant_rewards_warn_once_until_a_group_differs():
+    found = warnings()
+    assert after_groups(found, [group(0.0, 0.0)] * 7) == []
+    assert after_groups(found, [group(0.0, 0.0)] * 20) == ["constant_rewards"]
+    assert after_groups(found, [group(0.0, 1.0)]) == []
+    assert after_groups(found, [group(1.0, 1.0)] * 8) == ["constant_rewards"]
+
+
+def test_constant_rewards_are_no_trouble_without_a_baseline_within_groups():
+    assert after_groups(warnings(estimator={"name": "reinforce_plus_plus"}), [group(0.0, 0.0)] * 20) == []
+
+
+def test_completions_that_are_all_cut_off():
+    cut = {"truncated": TruncationReason.LENGTH}
+    assert after_groups(warnings(), [group(0, 1, 2, 3, **cut)]) == []
+    assert after_groups(warnings(), [group(0, 1, 2, 3, **cut)] * 2) == ["all_truncated"]
+    assert after_groups(warnings(), [group(0, 1, 2, 3, **cut), group(0, 1, 2, 3)]) == []
+
+
+def test_tool_errors_above_half():
+    assert after_groups(warnings(), [group(0, 1, tool_calls=10, tool_errors=5)] * 8) == []
+    assert after_groups(warnings(), [group(0, 1, tool_calls=10, tool_errors=6)] * 8) == ["tool_errors"]
+    assert after_groups(warnings(), [group(0, 1, tool_calls=1, tool_errors=1)] * 8) == []
+
+
+@pytest.mark.parametrize(
+    ("metric", "calm", "trouble", "rule"),
+    [
+        ("entropy", [1.0] * 5 + [0.2] * 20, [1.0] * 5 + [0.05] * 10, "entropy_collapse"),
+        ("staleness/mean", [1.9] * 10 + [9.0, 9.0, 1.0], [1.0, 2.5, 2.5, 2.5, 2.5], "too_stale"),
+        ("ratio/mean", [1.0, 1.3, 1.3, 1.0], [1.0, 1.3, 1.3, 1.3], "ratio_out_of_range"),
+        ("correction/k3_kl", [0.01] * 10, [0.01, 0.2, 0.2, 0.2], "ratio_out_of_range"),
+        ("reference/kl", [0.01] * 5 + [0.5, 0.4] * 10, [0.01 * 1.3**i for i in range(20)], "kl_growth"),
+    ],
+)
+def test_a_metric_out_of_range_warns_once(metric, calm, trouble, rule):
+    assert after_steps(warnings(), metric, calm) == []
+    assert after_steps(warnings(), metric, trouble) == [rule]
+
+
+def test_missing_and_infinite_metrics_are_no_trouble():
+    found = warnings()
+    for step in range(20):
+        found.observe_step(step, {"entropy": float("nan")} if step % 2 else {})
+    assert found.pop() == []
+
+
+def test_every_rule_is_documented():
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    assert [name for name in (*GROUP_RULES, *STEP_RULES) if f"`{name}`" not in page] == []

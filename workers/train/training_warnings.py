@@ -1,0 +1,271 @@
+"""Warnings while a run goes wrong: each rule is a function of the last groups, or of the metrics of steps.
+
+===================  ==========================================================================================
+`constant_rewards`   all rewards equal within every group of a window (4 x `train.batch_size` groups)
+`all_truncated`      every completion cut off, over a batch of groups
+`tool_errors`        more than half of the tool calls failed, over a window with 20 or more calls
+`entropy_collapse`   mean entropy of 5 steps below a tenth of that of the run's first 5 steps
+`too_stale`          mean staleness above `pacing.max_staleness` + 1, in 3 steps in a row
+`ratio_out_of_range` mean ratio outside [0.8, 1.25], or off-policy KL above 0.1, in 3 steps in a row
+`kl_growth`          reference KL above 0.5, and rising faster and faster over three blocks of 5 steps
+===================  ==========================================================================================
+
+A rule warns when its condition becomes true, and again only after the condition has been false.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+from msgspec import Struct
+
+from stream.records import Group
+from workers.settings import Settings
+from workers.train.progress import GroupTotals
+
+log = structlog.get_logger()
+
+WARNINGS_FILE: Final = "warnings.jsonl"
+BLOCK: Final = 5
+"""Steps that are averaged."""
+IN_A_ROW: Final = 3
+"""Steps in a row in which a value must be out of range."""
+MIN_TOOL_CALLS: Final = 20
+MIN_TRUNCATED: Final = 8
+"""Completions that `all_truncated` needs."""
+MAX_ERROR_FRACTION: Final = 0.5
+ENTROPY_FRACTION: Final = 0.1
+RATIO_RANGE: Final = (0.8, 1.25)
+MAX_OFF_POLICY_KL: Final = 0.1
+MIN_REFERENCE_KL: Final = 0.5
+_BLOCKS: Final = 3
+
+Metrics = Mapping[str, float]
+GroupRule = Callable[[Sequence[GroupTotals], Settings], str]
+"""(the last groups, one `GroupTotals` for each, settings) -> text of the warning, or nothing."""
+StepRule = Callable[[Sequence[Metrics], Sequence[Metrics], Settings], str]
+"""(metrics of the first steps, metrics of the last steps, settings) -> text of the warning, or nothing."""
+
+
+class TrainingWarning(Struct, frozen=True, kw_only=True):
+    """One line of `warnings.jsonl`."""
+
+    name: str
+    """Name of the rule."""
+    text: str
+    """What is wrong, and what to look at."""
+    step: int
+    time: float
+    """Unix time in seconds."""
+
+
+def write_warnings(folder: Path, warnings: Sequence[TrainingWarning]) -> None:
+    """Log warnings, and append them to `warnings.jsonl` in the run's folder. Blocks on file I/O.
+
+    `penstock run` prints them. A full disk must not end a run for the sake of a warning.
+    """
+    for warning in warnings:
+        log.warning("training.warning", rule=warning.name, step=warning.step, why=warning.text)
+    with suppress(OSError), (folder / WARNINGS_FILE).open("ab") as file:
+        file.write(b"".join(msgspec.json.encode(warning) + b"\n" for warning in warnings))
+
+
+def warnings_size(folder: Path) -> int:
+    """Return the length of a run's `warnings.jsonl`; 0 if there is none."""
+    try:
+        return (folder / WARNINGS_FILE).stat().st_size
+    except OSError:
+        return 0
+
+
+def read_warnings(folder: Path, start: int) -> tuple[list[TrainingWarning], int]:
+    """Return the warnings after byte `start` of a run's file, and its length. Blocks on file I/O."""
+    try:
+        with (folder / WARNINGS_FILE).open("rb") as file:
+            file.seek(start)
+            whole = file.read().rpartition(b"\n")[0]
+    except OSError:  # no warning yet
+        return [], start
+    if not whole:
+        return [], start
+    return [msgspec.json.decode(line, type=TrainingWarning) for line in whole.split(b"\n")], start + len(whole) + 1
+
+
+class TrainingWarnings:
+    """Applies the rules to every group and step.
+
+    Args:
+        settings: of the run.
+        step: steps done so far.
+    """
+
+    def __init__(self, settings: Settings, step: int = 0) -> None:
+        self._settings = settings
+        self._step = step
+        self._groups: deque[GroupTotals] = deque(maxlen=settings.abort_window_groups)
+        self._first: list[Metrics] = []
+        self._last: deque[Metrics] = deque(maxlen=_BLOCKS * BLOCK)
+        self._active: set[str] = set()
+        self._pending: list[TrainingWarning] = []
+
+    def observe_group(self, group: Group) -> None:
+        """Apply the rules for groups to one more group, trained or dropped."""
+        totals = GroupTotals()
+        totals.add(group)
+        self._groups.append(totals)
+        for name, rule in GROUP_RULES.items():
+            self._update(name, rule(self._groups, self._settings))
+
+    def observe_step(self, step: int, metrics: Metrics) -> None:
+        """Apply the rules for steps to one more step."""
+        self._step = step
+        if len(self._first) < BLOCK:
+            self._first.append(metrics)
+        self._last.append(metrics)
+        for name, rule in STEP_RULES.items():
+            self._update(name, rule(self._first, self._last, self._settings))
+
+    def pop(self) -> list[TrainingWarning]:
+        """Return the warnings since the previous call."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    def _update(self, name: str, text: str) -> None:
+        if not text:
+            self._active.discard(name)
+        elif name not in self._active:
+            self._active.add(name)
+            self._pending.append(TrainingWarning(name=name, text=text, step=self._step, time=time.time()))
+
+
+def constant_rewards(groups: Sequence[GroupTotals], settings: Settings) -> str:
+    """All rewards are equal within every group of the window."""
+    window = settings.abort_window_groups
+    if not settings.estimator.within_group or len(groups) < window or any(g.tied != 1 for g in groups):
+        return ""
+    values = sorted({group.tied_min for group in groups if group.tied_min is not None})
+    shown = f"{values[0]}" if len(values) == 1 else f"from {values[0]} to {values[-1]}"
+    return (
+        f"the last {len(groups)} groups each had equal rewards ({shown}), so they teach nothing: look at a few "
+        "completions (`penstock show`) and at the reward function"
+    )
+
+
+def all_truncated(groups: Sequence[GroupTotals], settings: Settings) -> str:
+    """Every completion was cut off."""
+    recent = list(groups)[-settings.train.batch_size :]
+    completions = sum(group.completions for group in recent)
+    if len(recent) < settings.train.batch_size or completions < MIN_TRUNCATED:
+        return ""
+    if sum(group.truncated for group in recent) < completions:
+        return ""
+    return (
+        f"all of the last {completions} completions were cut off: look at rollout.max_tokens, "
+        "rollout.max_tokens_per_turn, rollout.max_turns and engine.max_model_len"
+    )
+
+
+def tool_errors(groups: Sequence[GroupTotals], settings: Settings) -> str:  # noqa: ARG001
+    """More than half of the tool calls failed."""
+    errors = sum(group.tool_errors for group in groups)
+    calls = max(errors, sum(group.tool_calls for group in groups))
+    if calls < MIN_TOOL_CALLS or errors <= MAX_ERROR_FRACTION * calls:
+        return ""
+    return (
+        f"{errors} of the last {calls} tool calls failed: look at the tools' messages (`penstock show --worst`), at "
+        "their schemas (`penstock check REF`), and at model.tool_format"
+    )
+
+
+def entropy_collapse(first: Sequence[Metrics], last: Sequence[Metrics], settings: Settings) -> str:  # noqa: ARG001
+    """The entropy has fallen to a fraction of its first values."""
+    before, now = _block_mean(first, "entropy"), _block_mean(list(last)[-BLOCK:], "entropy")
+    if before is None or now is None or now >= ENTROPY_FRACTION * before:
+        return ""
+    return (
+        f"the entropy fell from {before:.3g} to {now:.3g} nats, so completions of a group become the same: look at "
+        "train.learning_rate, at loss.clip_high, and at whether the reward can be earned by one phrase"
+    )
+
+
+def too_stale(first: Sequence[Metrics], last: Sequence[Metrics], settings: Settings) -> str:  # noqa: ARG001
+    """Groups are older than the settings intend."""
+    limit = settings.pacing.max_staleness + 1
+    values = _recent(last, "staleness/mean")
+    if not values or min(values) <= limit:
+        return ""
+    return (
+        f"tokens are {values[-1]:.1f} versions old on average, more than pacing.max_staleness = "
+        f"{settings.pacing.max_staleness} intends: look at pacing.stale_policy, and at episodes that take long "
+        "(attempt/seconds)"
+    )
+
+
+def ratio_out_of_range(first: Sequence[Metrics], last: Sequence[Metrics], settings: Settings) -> str:  # noqa: ARG001
+    """The policies of trainer and engine, or of one batch's updates, are far apart."""
+    ratios, distances = _recent(last, "ratio/mean"), _recent(last, "correction/k3_kl")
+    low, high = RATIO_RANGE
+    if ratios and not any(low <= ratio <= high for ratio in ratios):
+        return (
+            f"the mean ratio is {ratios[-1]:.3g}, outside [{low}, {high}]: look at train.learning_rate and "
+            "train.updates_per_batch"
+        )
+    if distances and min(distances) > MAX_OFF_POLICY_KL:
+        return (
+            f"trainer and engine differ by a KL of {distances[-1]:.3g} nats a token: look at staleness/mean, "
+            "at model.dtype against the engine's, and at [correction]"
+        )
+    return ""
+
+
+def kl_growth(first: Sequence[Metrics], last: Sequence[Metrics], settings: Settings) -> str:  # noqa: ARG001
+    """The divergence from the reference policy grows faster and faster."""
+    steps = list(last)
+    if len(steps) < _BLOCKS * BLOCK:
+        return ""
+    one, two, three = (_block_mean(steps[i : i + BLOCK], "reference/kl") for i in range(0, len(steps), BLOCK))
+    if one is None or two is None or three is None:
+        return ""
+    if not one < two < three or three - two < two - one or three <= MIN_REFERENCE_KL:
+        return ""
+    return (
+        f"the KL to the reference policy grows faster and faster, from {one:.3g} to {three:.3g} nats a token within "
+        f"{_BLOCKS * BLOCK} steps: look at algorithm.kl_coefficient, at train.learning_rate, and at whether "
+        "completions still make sense (`penstock show`)"
+    )
+
+
+GROUP_RULES: Final[dict[str, GroupRule]] = {
+    "constant_rewards": constant_rewards,
+    "all_truncated": all_truncated,
+    "tool_errors": tool_errors,
+}
+STEP_RULES: Final[dict[str, StepRule]] = {
+    "entropy_collapse": entropy_collapse,
+    "too_stale": too_stale,
+    "ratio_out_of_range": ratio_out_of_range,
+    "kl_growth": kl_growth,
+}
+
+
+def _recent(last: Sequence[Metrics], name: str) -> list[float]:
+    """Return a metric of the last steps; empty if one of them lacks it."""
+    values = [value for metrics in list(last)[-IN_A_ROW:] if (value := _value(metrics, name)) is not None]
+    return values if len(values) == IN_A_ROW else []
+
+
+def _block_mean(steps: Sequence[Metrics], name: str) -> float | None:
+    """Return the mean of a metric over a block of steps; None if one of them lacks it."""
+    values = [value for metrics in steps if (value := _value(metrics, name)) is not None]
+    return sum(values) / BLOCK if len(values) == BLOCK else None
+
+
+def _value(metrics: Metrics, name: str) -> float | None:
+    value = metrics.get(name)
+    return float(value) if value is not None and math.isfinite(value) else None
