@@ -36,6 +36,7 @@ from tests.chaos import project
 from tests.chaos.audit import acquitted, audit
 from tests.chaos.ends import intended
 from tests.chaos.recount import recount
+from tests.preload.fixtures import is_used, start_fork_server
 from workers.run.run_command import raise_for_failure, supervise
 from workers.run.run_info import read_run_info
 from workers.settings import Settings
@@ -83,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--every-file", action="store_true", help="flip one byte in every file instead")
     options = parser.parse_args(arguments)
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    if is_used():  # trainer and engine import torch, which takes longer than the rest of a short run
+        sys.executable = start_fork_server()
     home = Path(tempfile.mkdtemp(prefix="penstock-faults-")).resolve()
     settings = project.write_project(home, options.groups, options.seed)
     folder, older, newer = settings.folder, home / "older", home / "newer"

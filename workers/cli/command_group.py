@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import click
@@ -13,9 +14,10 @@ from workers.cli.command_error import as_command_error
 class CommandGroup(click.Group):
     """A click group with its commands in sections, which turns every `PenstockError` into a `CommandError`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._sections: dict[str, list[str]] = {}
+    @cached_property
+    def _sections(self) -> dict[str, list[str]]:
+        """Names of commands by title."""
+        return {}
 
     def add_section(self, title: str, *commands: click.Command) -> None:
         """Add commands, listed below a title in the help text."""

@@ -30,7 +30,7 @@ from workers.settings import EnvironmentSettings, RewardSettings, Settings
 from workers.settings.toml_file import settings_for_model
 
 _PROMPT_TOKENS = 4096
-"""Room for the prompt in an engine that is started for playing, if the model has so many positions."""
+"""Room for the prompt in an engine that is started for playing, if the model has as many positions."""
 _NO_MODEL = Path("no-model")
 """Stands for the model's folder where an endpoint serves it."""
 
