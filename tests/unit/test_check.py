@@ -9,11 +9,14 @@ import time
 
 import pytest
 import structlog
+from click.testing import CliRunner
 from rich.console import Console
 
 from stream.errors import SettingsError
 from stream.validity import Measured
+from workers.cli import penstock
 from workers.commands.check import check_environment, check_reference, render_report
+from workers.rollout.tool_formats.parsed_turn import ToolCall
 from workers.settings import Rollout
 
 
@@ -181,20 +184,92 @@ async def test_every_problem_of_an_environment_is_a_warning(environment):
     assert "say [bold]it[/bold]" in shown(report)
 
 
-async def test_a_tool_that_fails_the_episode_differs_from_one_that_raises(environment):
-    report = await check_environment(
-        environment("""
-            from envs import EnvironmentFailure
-            class Env:
-                def reset(self): pass
-                def tool(self):
-                    "A tool."
-                    raise EnvironmentFailure("the server is gone")
-        """),
-        {},
-    )
+BROKEN = """
+    from envs import EnvironmentFailure
+    class Env:
+        def reset(self): self.calls = 0
+        def broken(self):
+            "A tool."
+            raise EnvironmentFailure("the server is gone")
+        def look(self):
+            "Look."
+            self.calls += 1
+            return [{"type": "text", "text": "\\x1b[31mred"}, {"type": "image", "image": "data:,"}]
+        def draw(self):
+            "Draw."
+            self.calls += 1
+            return Env
+        def get_reward(self): return self.calls
+"""
+
+
+async def test_a_tool_that_breaks_the_environment_is_an_error_and_the_others_are_tried_in_a_new_one(environment):
+    report = await check_environment(environment(BROKEN), {})
+    assert [tool.name for tool in report.tools] == ["broken", "look", "draw"]
     assert "the server is gone" in report.tools[0].failure
-    assert any("failed the episode" in warning for warning in report.warnings)
+    assert [error for error in report.errors if "tool broken broke the environment" in error] == report.errors
+    assert not report.ok
+    assert report.reward == Measured(2.0)  # of the new instance
+    assert [tool.returned for tool in report.tools[1:]] == [
+        "content parts: text, image",
+        "an object of type builtins.type",
+    ]
+    assert any("tool draw returned an object of type builtins.type" in warning for warning in report.warnings)
+    text = shown(report)
+    assert "\\x1b[31mred" in text
+    assert "\x1b[31mred" not in text
+
+
+async def test_given_turns_are_played_in_order_until_the_episode_is_over():
+    turns = ["hm", ToolCall("open", {"key": 1}, raw=""), "Sesame", "Sesame", "unused"]
+    report = await check_environment("tests.cases.answering:Cave", {}, turns=turns)
+    assert [(trial.said, trial.reply, trial.ends) for trial in report.turns] == [
+        ("hm", "A rumble.", False),
+        ("Sesame", "A rumble.", False),
+        ("Sesame", "", True),
+    ]
+    roles = ["assistant", "user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert [m["role"] for m in report.messages] == roles
+    assert (report.reward, report.ok) == (Measured(1.0), True)
+    assert any("1 given turns were not played" in warning for warning in report.warnings)
+    report = await check_environment("tests.cases.answering:Cave", {}, turns=[ToolCall("shut", {}, raw="")])
+    assert "there is no tool 'shut'; the tools are: open" in report.tools[0].reply
+
+
+async def test_without_given_turns_respond_is_called_once():
+    report = await check_environment("tests.cases.answering:Cave", {})
+    assert [(tool.name, tool.reply) for tool in report.tools] == [("open", "No lock.")]
+    assert [(trial.said, trial.reply) for trial in report.turns] == [("I do not know.", "A rumble.")]
+    assert "a turn without a call" in shown(report)
+
+
+def test_calls_and_turns_keep_their_order_on_the_command_line():
+    command = [
+        "check",
+        "tests.cases.answering:Cave",
+        "--json",
+        "--say",
+        "Sesame",
+        "--call",
+        'open={"key": 2}',
+        "--say=Sesame",
+    ]
+    result = CliRunner().invoke(penstock, command)
+    report = json.loads(result.output)
+    roles = [message["role"] for message in report["messages"]]
+    assert roles == ["assistant", "user", "assistant", "tool", "assistant"]
+    assert (report["tools"][0]["arguments"], report["reward"]["value"]) == ({"key": 2}, 1.0)
+    wrong = CliRunner().invoke(penstock, ["check", "tests.cases.answering:Cave", "--call", "open=key"])
+    assert "the arguments are not JSON" in wrong.output
+
+
+async def test_an_environment_with_its_own_loop_is_run_with_a_scripted_model():
+    report = await check_environment("tests.cases.answering:Agent", {}, turns=["Four", "Five"])
+    assert (report.ok, report.reward) == (True, Measured(1.0))
+    assert [m["content"] for m in report.messages] == ["2 + 2?", "Four", "And 2 + 3?", "Five"]
+    assert "its own loop, with a scripted model" in shown(report)
+    broken = await check_environment("tests.cases.answering:Agent", {"fail": True})
+    assert any("its own loop failed" in error and "no route" in error for error in broken.errors)
 
 
 @pytest.mark.parametrize(("idle", "warned"), [("0.0", True), ("None", True), ("-2.0", False)])

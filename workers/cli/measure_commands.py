@@ -10,12 +10,28 @@ from workers.cli import options
 from workers.cli.command_group import exit_process, log_errors_only
 
 
-@click.command(short_help="Try an environment, a reward function, or a settings file.")
+class OrderedTurns(click.Command):
+    """A command that knows in which order `--call` and `--say` were given."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Store the order, and parse the arguments."""
+        ctx.meta["turns"] = [name for name in (arg.partition("=")[0] for arg in args) if name in ("--call", "--say")]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=OrderedTurns, short_help="Try an environment, a reward function, or a settings file.")
 @click.argument("ref", metavar="REF|FILE")
 @click.option("fields", "--field", multiple=True, metavar="k=v", help="A column of the row; may be repeated.")
 @click.option(
     "arguments", "--args", multiple=True, metavar="k=v", help="An argument as in the settings; may be repeated."
 )
+@click.option(
+    "--call",
+    multiple=True,
+    metavar="TOOL={..}",
+    help="A tool call with its arguments as JSON, instead of samples; may be repeated.",
+)
+@click.option("--say", multiple=True, metavar="TEXT", help="A turn without a call; played in order with --call.")
 @click.option("--env", "world", default="", metavar="REF", help="For a reward function that looks at environments.")
 @options.overrides
 @click.option("--report", type=click.Path(path_type=Path), metavar="PATH", help="FILE: also write the report as JSON.")
@@ -24,10 +40,10 @@ def check(
     ref: str,
     fields: tuple[str, ...],
     arguments: tuple[str, ...],
-    world: str,
     overrides: tuple[str, ...],
     report: Path | None,
     as_json: bool,
+    **chosen: Any,
 ) -> None:
     """Try the environment or the reward function REF without a model, or everything that the settings FILE names.
 
@@ -43,8 +59,11 @@ def check(
         log_errors_only("check")
         exit_process(check_settings_file(Path(ref), overrides, report, as_json=as_json))
     from workers.commands.check import check_reference
+    from workers.commands.check.check import parse_call
 
-    sys.exit(check_reference(ref, fields, as_json, arguments, world))
+    given = {"--call": map(parse_call, chosen["call"]), "--say": iter(chosen["say"])}
+    turns = [next(given[name]) for name in click.get_current_context().meta["turns"]]
+    sys.exit(check_reference(ref, fields, as_json, arguments, chosen["world"], turns))
 
 
 @click.command()

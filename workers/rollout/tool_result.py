@@ -25,6 +25,8 @@ class ToolResult:
     is_error: bool = False
     parts: tuple[dict[str, Any], ...] = ()
     """Content parts, if the tool returned a list of them; `text` is then their text."""
+    object_type: str = ""
+    """Type of an object that JSON cannot hold, of which the model reads only `str()`."""
     seconds: float = field(default=0.0, compare=False)
     """Wall time of the call; 0 if it could not be made."""
     cause: ErrorCause | None = field(default=None, compare=False)
@@ -38,6 +40,12 @@ class ToolResult:
 
 def to_text(value: Any) -> str:
     """Return strings unchanged, other values as JSON, and what JSON cannot hold as `str(value)`."""
+    text = _plain_text(value)
+    return replace_surrogates(str(value)) if text is None else text
+
+
+def _plain_text(value: Any) -> str | None:
+    """Return strings unchanged and other values as JSON; None if JSON cannot hold the value."""
     if isinstance(value, str):
         return replace_surrogates(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -45,7 +53,7 @@ def to_text(value: Any) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, OverflowError, RecursionError):
-        return replace_surrogates(str(value))
+        return None
 
 
 def to_tool_result(value: Any) -> ToolResult:
@@ -55,7 +63,10 @@ def to_tool_result(value: Any) -> ToolResult:
         EnvironmentFailure: the parts hold objects that a record cannot hold, such as an image object.
     """
     if not is_content_parts(value):
-        return ToolResult(to_text(value))
+        text = _plain_text(value)
+        if text is not None:
+            return ToolResult(text)
+        return ToolResult(to_text(value), object_type=f"{type(value).__module__}.{type(value).__qualname__}")
     try:
         parts = msgspec.msgpack.decode(msgspec.msgpack.encode(value))  # a copy: the tool may change its own later
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

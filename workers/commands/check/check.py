@@ -1,6 +1,6 @@
 """The command `penstock check`: check a reference, print the report, and return an exit code."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from workers.commands.check.check_report import LOAD_TIMEOUT_S, EnvironmentRepor
 from workers.commands.check.environment_check import check_environment
 from workers.commands.check.rendering import render_report
 from workers.commands.check.reward_check import check_reward, is_reward_function
+from workers.rollout.tool_formats.parsed_turn import ToolCall
 from workers.runtime.daemon_thread import run_in_daemon_thread
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.log_setup import configure_logging
@@ -26,6 +27,7 @@ def check_reference(
     as_json: bool,
     args: Mapping[str, object] | Iterable[str] = (),
     environment: str = "",
+    turns: Sequence[str | ToolCall] = (),
 ) -> int:
     """Check an environment or a reward function, and print the report.
 
@@ -35,6 +37,7 @@ def check_reference(
         as_json: print the report as JSON.
         args: arguments of the factory or the reward function, in the form of `fields`.
         environment: reference of an environment, for a reward function that reads environments.
+        turns: texts and calls of the model, for an environment; see `check_environment`.
 
     Returns:
         The exit code: 0 if the reference is usable, else 1.
@@ -44,7 +47,7 @@ def check_reference(
     """
     row, given = parse_pairs(fields, "--field"), parse_pairs(args, "--args")
     configure_logging("check")
-    report = run_in_daemon_thread(partial(_check, ref, row, given, environment))
+    report = run_in_daemon_thread(partial(_check, ref, row, given, environment, turns))
     if as_json:
         encoded = msgspec.json.encode(report, enc_hook=str)
         click.echo(msgspec.json.format(encoded, indent=2).decode())
@@ -54,14 +57,30 @@ def check_reference(
 
 
 async def _check(
-    ref: str, row: dict[str, Any], args: dict[str, Any], environment: str
+    ref: str, row: dict[str, Any], args: dict[str, Any], environment: str, turns: Sequence[str | ToolCall]
 ) -> EnvironmentReport | RewardReport:
     outcome = await CallRunner(anyio.CapacityLimiter(1)).call(
         is_reward_function, {"ref": ref, "args": args}, LOAD_TIMEOUT_S
     )
     if isinstance(outcome, Ok) and outcome.value:
         return await check_reward(ref, row, args=args, environment=environment)
-    return await check_environment(ref, row, args=args)
+    return await check_environment(ref, row, args=args, turns=turns)
+
+
+def parse_call(text: str) -> ToolCall:
+    """Return the call that `--call NAME={"argument": value}` names; `--call NAME` has no arguments.
+
+    Raises:
+        SettingsError: the arguments are no JSON object.
+    """
+    name, equals, arguments = text.partition("=")
+    try:
+        found = msgspec.json.decode(arguments) if equals else {}
+    except msgspec.DecodeError as error:
+        raise SettingsError(f"--call {text}: the arguments are not JSON: {error}") from error
+    if not name or not isinstance(found, dict):
+        raise SettingsError(f'--call {text}: write it as NAME={{"argument": value}}')
+    return ToolCall(name, found, raw=arguments)
 
 
 def parse_pairs(given: Mapping[str, object] | Iterable[str], option: str) -> dict[str, Any]:

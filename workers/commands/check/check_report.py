@@ -7,7 +7,7 @@ from msgspec import Struct, field
 
 from envs.call import CallRunner, Failed, Ok, Outcome, describe_failure
 from stream.errors import PenstockError
-from stream.records import RewardPart
+from stream.records import Message, RewardPart
 from stream.validity import Reward
 
 LOAD_TIMEOUT_S = 120.0
@@ -15,20 +15,36 @@ LOAD_TIMEOUT_S = 120.0
 T = TypeVar("T")
 
 
+class TurnTrial(Struct, kw_only=True):
+    """One turn without a tool call: what was said, and what the environment answered."""
+
+    said: str
+    reply: str = ""
+    """What `respond` returned; empty if there is no such method, or it ended the episode."""
+    ends: bool = False
+    """The episode was over after it."""
+    failure: str = ""
+    """Why the completion is invalid; empty: it is not."""
+
+
 class ToolTrial(Struct, kw_only=True):
-    """One sample call of a tool."""
+    """One call of a tool."""
 
     name: str
     description: str
     schema: dict[str, Any]
     arguments: dict[str, Any]
-    """Sample arguments generated from the schema."""
+    """As given, or samples generated from the schema."""
     reply: str = ""
     """The text that a model would read."""
     is_error: bool = False
     """The reply is an error message for the model; the episode continues."""
     failure: str = ""
     """Reason why the call failed the episode and made the completion invalid; empty: it did not."""
+    returned: str = ""
+    """What the result is if it is not text: types of content parts, or the type of an object."""
+    ends: bool = False
+    """The episode was over after it (`done`)."""
 
 
 class CheckReport(Struct, kw_only=True):
@@ -62,6 +78,11 @@ class EnvironmentReport(CheckReport, kw_only=True):
     observation: Any = None
     """The return value of `reset`."""
     tools: list[ToolTrial] = field(default_factory=list)
+    """Calls in order; at least one for each tool, unless calls were given."""
+    turns: list[TurnTrial] = field(default_factory=list)
+    """Turns without a call, in order."""
+    messages: list[Message] = field(default_factory=list)
+    """The conversation after the prompt."""
     has_reward: bool = False
     parts: list[RewardPart] = field(default_factory=list)
     reward: Reward | None = None

@@ -6,7 +6,7 @@ as in a run. Tool arguments are samples generated from the schemas; if a tool re
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,14 +18,10 @@ from envs.references import class_key
 from envs.rewards import environment_reward
 from envs.rewards.env_reward import accepts_messages
 from envs.rewards.merge import merge_parts
-from envs.snapshot import omitted_attributes, thaw
-from envs.tools import ToolSpec
-from envs.tools.examples import example_arguments
-from stream.errors import PenstockError
-from stream.records import Failure, Message
 from stream.validity import Measured, RewardReason, Unmeasured
-from workers.commands.check.check_report import EnvironmentReport, ToolTrial, failure_reason
-from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
+from workers.commands.check.check_report import EnvironmentReport, failure_reason
+from workers.commands.check.episode_check import EpisodeCheck, check_own_loop
+from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.tool_formats.parsed_turn import ToolCall
 from workers.settings import Rollout
 
@@ -39,6 +35,7 @@ async def check_environment(
     fields: dict[str, Any],
     limits: Rollout | None = None,
     args: Mapping[str, Any] = MappingProxyType({}),
+    turns: Sequence[str | ToolCall] = (),
 ) -> EnvironmentReport:
     """Load an environment and play one episode in it.
 
@@ -47,6 +44,7 @@ async def check_environment(
         fields: fields of the prompt, for `reset`.
         limits: deadlines; default: the defaults of `[rollout]`.
         args: arguments of the factory.
+        turns: texts and calls of the model, in order; default: one call of each tool with sample arguments.
     """
     limits = limits or Rollout()
     report = EnvironmentReport(ref=ref, fields=fields, args=dict(args))
@@ -57,75 +55,19 @@ async def check_environment(
     report.reference_kind = factory.reference.kind
     report.environment = class_key(factory.environment_class)
     report.has_reward = factory.has_reward
-    slot = EnvironmentSlot(ref, factory, caller)
-    try:
-        await _play_episode(report, factory, slot, limits)
-    finally:
-        await slot.close()
-    if not report.errors:
+    if factory.runs_own_loop:
+        was_reset = await check_own_loop(report, factory, limits, [turn for turn in turns if isinstance(turn, str)])
+    else:
+        slot = EnvironmentSlot(ref, factory, caller)
+        try:
+            was_reset = await EpisodeCheck(report, factory, slot, limits).run(turns)
+        finally:
+            await slot.close()
+    if was_reset:
         await _compare_two_episodes(report, factory, caller, limits)
     _inspect_class(report, factory)
     report.ok = not report.errors
     return report
-
-
-async def _play_episode(
-    report: EnvironmentReport, factory: EnvironmentFactory, slot: EnvironmentSlot, limits: Rollout
-) -> None:
-    observation = await slot.reset(report.fields, seed=0, index=0, timeout_s=limits.call_timeout_s)
-    if isinstance(observation, Failure):
-        report.errors.append(f"{observation.detail}; reset gets the row's fields: give them with --field name=value")
-        return
-    report.observation = observation
-    if factory.runs_own_loop:
-        report.warnings.append("it runs its own agent loop: only a rollout worker can try more than its reset")
-        return
-    for spec in factory.tools:
-        trial = await _try_tool(spec, slot, limits.call_timeout_s)
-        report.tools.append(trial)
-        if trial.failure:
-            report.warnings.append(f"tool {spec.name} failed the episode: {trial.failure}")
-            return  # the instance may be broken after a failure
-    if factory.has_reward:
-        report.parts = await slot.reward(limits.call_timeout_s, _conversation(report.tools))
-        report.reward = merge_parts(report.parts)
-        if not isinstance(report.reward, Measured):
-            reason = f"{report.reward.reason} {report.reward.detail}".rstrip()
-            report.warnings.append(
-                f"get_reward measured nothing after these calls ({reason}); such completions are invalid"
-            )
-    data = await slot.freeze(MAX_SNAPSHOT_BYTES, limits.call_timeout_s)
-    if isinstance(data, Failure):
-        report.errors.append(data.detail)
-        return
-    report.snapshot_bytes = len(data)
-    try:
-        report.omitted = dict(_all_omitted(await anyio.to_thread.run_sync(thaw, data, factory)))
-    except PenstockError as error:
-        report.errors.append(f"the snapshot cannot be read back: {error}")
-    for name, reason in report.omitted.items():
-        report.warnings.append(f"attribute {name} is not in snapshots: {reason}; reward functions cannot read it")
-
-
-def _conversation(trials: list[ToolTrial]) -> list[Message]:
-    """Return a conversation with one turn per call and a last turn without a call."""
-    messages: list[Message] = []
-    for trial in trials:
-        call = {"type": "function", "function": {"name": trial.name, "arguments": trial.arguments}}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "name": trial.name, "content": trial.reply})
-    return [*messages, {"role": "assistant", "content": ""}]
-
-
-async def _try_tool(spec: ToolSpec, slot: EnvironmentSlot, timeout_s: float) -> ToolTrial:
-    arguments = example_arguments(spec.schema["function"]["parameters"])
-    trial = ToolTrial(name=spec.name, description=spec.description, schema=spec.schema, arguments=arguments)
-    result = await slot.call_tool(ToolCall(spec.name, arguments, raw=""), timeout_s)
-    if isinstance(result, Failure):
-        trial.failure = result.detail
-    else:
-        trial.reply, trial.is_error = result.text, result.is_error
-    return trial
 
 
 async def _compare_two_episodes(
@@ -164,7 +106,7 @@ async def _compare_with_no_step(
     report: EnvironmentReport, factory: EnvironmentFactory, started: Any, caller: CallRunner, limits: Rollout
 ) -> None:
     """Warn if an episode without a tool call earns more than one with tool calls."""
-    parts = await environment_reward(started, limits.call_timeout_s, caller, _conversation([]))
+    parts = await environment_reward(started, limits.call_timeout_s, caller, [{"role": "assistant", "content": ""}])
     report.no_step_reward = idle = merge_parts(parts)
     seen = [report.reward.value] if isinstance(report.reward, Measured) else []
     if factory.declares_tools and callable(getattr(started, "sample_rewards", None)):
@@ -220,12 +162,3 @@ def _returns_turn_rewards(report: EnvironmentReport) -> bool:
         part.turn is not None or (isinstance(part.reward, Unmeasured) and part.reward.reason is RewardReason.SHAPE)
         for part in report.parts
     )
-
-
-def _all_omitted(snapshot: object, prefix: str = "", depth: int = 4) -> Iterator[tuple[str, str]]:
-    """Yield the dotted name and the reason of each omitted attribute, nested objects included."""
-    for name, reason in omitted_attributes(snapshot).items():
-        yield f"{prefix}{name}", reason
-    for name, value in getattr(snapshot, "__dict__", {}).items() if depth else ():
-        if hasattr(value, "__dict__"):
-            yield from _all_omitted(value, f"{prefix}{name}.", depth - 1)

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from stream.records import RewardPart
 from stream.validity import Measured, Reward
-from workers.commands.check.check_report import EnvironmentReport, RewardReport, ToolTrial
+from workers.commands.check.check_report import EnvironmentReport, RewardReport, ToolTrial, TurnTrial
+from workers.runtime.transcript import content_text, escape_controls
 
 _MAX_CHARACTERS = 2000
 _MAX_COMPLETION_CHARACTERS = 60
@@ -40,7 +41,11 @@ def _environment(report: EnvironmentReport) -> list[RenderableType]:
     elif report.snapshot_bytes is not None:
         parts.append(Text("reset returned nothing: the prompt is the one in the data."))
     parts += [_tool(trial) for trial in report.tools]
-    if report.environment and not report.tools and not report.errors:
+    parts += [_turn(trial) for trial in report.turns]
+    if report.messages and not report.tools and not report.turns:
+        lines = [f"{m['role']:<11}{_short(content_text(m.get('content')))}" for m in report.messages]
+        parts.append(Panel(Text("\n".join(lines)), title="its own loop, with a scripted model", title_align="left"))
+    elif report.environment and not report.tools and not report.turns and not report.errors:
         parts.append(Text("It has no tools: the model answers once."))
     if report.parts:
         parts.append(_parts(report))
@@ -74,14 +79,26 @@ def _tool(trial: ToolTrial) -> RenderableType:
         kind = Text(schema_summary(schema), "cyan")
         table.add_row(Text(name, "bold"), needed, kind, Text(schema.get("description", "")))
     reply = trial.failure or trial.reply
+    notes = [trial.returned, "the episode is over" if trial.ends else ""]
     style = "red" if trial.failure else "yellow" if trial.is_error else "green"
     call = f"{trial.name}({', '.join(f'{name}={value!r}' for name, value in trial.arguments.items())})"
-    example = Text.assemble((call, "bold"), " -> ", (_short(reply), style))
+    example = Text.assemble((escape_controls(call), "bold"), " -> ", (_short(reply), style))
+    if any(notes):
+        example.append(f"  ({'; '.join(filter(None, notes))})", "bright_black")
     lines = [Text(trial.description or "(no docstring)", "" if trial.description else "yellow")]
     if returns := function.get("return", {}).get("description"):
         lines.append(Text(f"Returns: {returns}"))
     body = Group(*lines, table, example) if table.row_count else Group(*lines, example)
     return Panel(body, title=Text(f"tool {trial.name}"), title_align="left")
+
+
+def _turn(trial: TurnTrial) -> RenderableType:
+    end = "the episode is over" if trial.ends else ""
+    reply = trial.failure or trial.reply
+    lines = [Text.assemble((_short(trial.said), "bold"), " -> ", (_short(reply), "red" if trial.failure else "green"))]
+    if end:
+        lines.append(Text(end, "bright_black"))
+    return Panel(Group(*lines), title="a turn without a call", title_align="left")
 
 
 def _default(schema: dict[str, Any]) -> str:
@@ -148,4 +165,5 @@ def _count(things: list[str], word: str) -> str:
 
 def _short(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False, default=str)
-    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} … ({len(text):,} characters)"
+    shown = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} … ({len(text):,} characters)"
+    return escape_controls(shown)
