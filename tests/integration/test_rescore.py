@@ -134,6 +134,7 @@ def test_every_archived_completion_is_scored_on_its_snapshot_and_the_run_is_unch
     assert [part["name"] for part in actual[0]["new_parts"]] == ["env", "total"]
     assert actual[3]["old"] == {"type": "unmeasured", "reason": "timeout", "detail": "slow"}
     assert actual[5]["new"] is None  # the completion failed
+    assert actual[0]["messages"] == [{"role": "assistant", "content": "(1, 2)"}]
     assert (report["groups"], report["missing"]) == (3, 1)
     assert report["validity"] == {"measured": 4, "timeout -> measured": 1}
     (till,) = report["environments"]

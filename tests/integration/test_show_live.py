@@ -6,9 +6,11 @@ import anyio
 import pytest
 from click.testing import CliRunner
 
+from stream.connection.run_connection import connect
 from stream.operator.run_status import read_status
 from stream.operator.unfinished_groups import newest_scored_group
 from stream.queue.stage import Stage
+from stream.server_process import private_server
 from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.outcomes import Trained
 from workers.cli import penstock
@@ -51,6 +53,18 @@ async def test_unfinished_groups_are_shown_and_the_server_stays_as_it_is(pipe, r
         shown += [(step, lines[0].plain[:43])] if lines else []
     assert shown == [(step, f"── sample at step {step}: waiting #0, reward 1 ─") for step in (1, 6)]
     assert await content(pipe.connection) == before
+
+
+async def test_a_killed_runs_own_server_is_read_if_nothing_is_archived(run_name, pipe_on, tmp_path):
+    async with private_server(tmp_path / "redis") as url, connect(url, run_name, reconnect_s=5.0) as connection:
+        await pipe_on(connection).scored("waiting")
+    (tmp_path / "run.toml").write_text(
+        f'[run]\nname = "{run_name}"\nfolder = "{tmp_path}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
+        '[[rewards]]\nref = "a:b"\n'
+    )
+    result = await anyio.to_thread.run_sync(CliRunner().invoke, penstock, ["show", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["prompt_id"] == "waiting"
 
 
 @pytest.mark.timeout(30)

@@ -4,7 +4,7 @@ Groups and frozen environment snapshots come from the run's archive. Reward part
 (`env`, `env.KEY`) are kept, because the episode cannot be repeated; all other parts are replaced. The run's files are
 only read. The comparison has its own folder::
 
-    RUN/rescored/NAME/  completions.jsonl   one line per completion: old and new reward, old and new parts
+    RUN/rescored/NAME/  completions.jsonl   one line per completion: conversation, old and new reward, old and new parts
                         summary.json        the summary that the command prints
 """
 
@@ -26,7 +26,7 @@ from rich.table import Table
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from stream.errors import PenstockError, SettingsError
-from stream.records import Completion, Group, RewardPart
+from stream.records import Completion, Group, Message, RewardPart
 from stream.trainer.archive import ArchivedGroups
 from stream.trainer.ledger import read_ledger
 from stream.trainer.outcomes import encode_outcome
@@ -58,6 +58,8 @@ class RescoredCompletion(Struct, kw_only=True):
     new: Reward | None
     old_parts: list[RewardPart]
     new_parts: list[RewardPart]
+    prompt_messages: list[Message]
+    messages: list[Message]
 
 
 def rescore_and_print(
@@ -209,6 +211,8 @@ async def _rescore_group(
             new=new.reward,
             old_parts=old.parts,
             new_parts=new.parts,
+            prompt_messages=old.prompt_messages,
+            messages=old.messages,
         )
         for old, new in zip(group.completions, fresh.completions, strict=True)
     ]

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -43,9 +42,11 @@ def show_completions(
     settings, folder = saved_settings(location, "showing completions")
     archived = ArchivedRunGroups(folder)
     notes: list[str] = []
-    if _reads_server(location, folder, filter_, archived):
+    if location.url and filter_.steps is None:
         notes += _offer_unfinished(location, filter_, chosen)
     _offer_archived(archived, filter_, chosen)
+    if not location.url and not chosen.offered and filter_.steps is None and (folder / "redis").is_dir():
+        notes += _offer_unfinished(location, filter_, chosen)  # what a killed run left on its private server
     notes += archived.damaged[:3]
     for note in notes:
         print(f"note: {' '.join(note.split())}", file=sys.stderr, flush=True)  # noqa: T201
@@ -57,13 +58,6 @@ def show_completions(
             print_json(_as_json(each))
         return
     _print(found, chosen, archived, settings, full=full)
-
-
-def _reads_server(location: RunLocation, folder: Path, filter_: Filter, archived: ArchivedRunGroups) -> bool:
-    """Whether unfinished groups are read: those of a server that runs, or of a killed run that archived nothing."""
-    if filter_.steps is not None:
-        return False
-    return bool(location.url) or (not len(archived) and (folder / "redis").is_dir())
 
 
 def _offer_unfinished(location: RunLocation, filter_: Filter, chosen: Chosen) -> list[str]:
@@ -131,9 +125,8 @@ def _print(
     of = f"steps {steps[0]} to {steps[1]}" if steps else "no step yet"
     missing = f", {archived.missing:,} more are not archived any more (archive.keep)" if archived.missing else ""
     more = "" if chosen.is_complete else f" of {chosen.offered:,} that match"
-    console.print(
-        f"{len(found)} completions{more}; the archive has {len(archived):,} groups, {of}{missing}", style="bright_black"
-    )
+    shown = f"{len(found):,} completion{'' if len(found) == 1 else 's'}{more}"
+    console.print(f"{shown}; the archive has {len(archived):,} groups, {of}{missing}", style="bright_black")
 
 
 def _heading(found: RunCompletion, width: int) -> Text:
