@@ -15,6 +15,7 @@ from workers.run.run_start import finished_text, prepare_start, start_lines
 from workers.run.summary import RunSummary, Staleness
 from workers.settings.estimators import Grpo
 from workers.settings.toml_file import dump_settings, load_settings, parse_settings
+from workers.vllm.launch_command import build_command
 
 NO_CHANGES = FolderCheck(identity=None, pinned={}, changes=())
 LEAST = """
@@ -137,3 +138,21 @@ def test_saved_files_have_the_permissions_of_their_folder(tmp_path):
         (folder / "config.json").write_text("{}")
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
     assert modes["weights"] == modes["config.json"] == (tmp_path / "model").stat().st_mode & 0o666
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "length"),
+    [
+        ({"max_position_embeddings": 512}, "0", "512"),
+        ({"max_position_embeddings": 99_999}, "0", "1224"),
+        ({"text_config": {"max_position_embeddings": 600}}, "0", "600"),
+        ({}, "0", "1224"),
+        ({"max_position_embeddings": 512}, "700", "700"),  # vLLM refuses it, with a message of its own
+    ],
+)
+def test_an_engine_is_as_long_as_needed_and_as_the_model_was_made_for(file, config, asked, length):
+    (file.parent / "m").mkdir()
+    (file.parent / "m" / "config.json").write_bytes(msgspec.json.encode(config))
+    limits = ("rollout.max_tokens=200", "rollout.max_tokens_per_turn=50", f"engine.max_model_len={asked}")
+    command = build_command(load_settings(file, limits), Path("python"), "localhost", 8000, is_cpu_build=True)
+    assert command[command.index("--max-model-len") + 1] == length

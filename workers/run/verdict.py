@@ -38,9 +38,10 @@ def describe_totals(totals: GroupTotals) -> str:
     if not totals.completions:
         return ""
     mean = "no reward was measured" if totals.mean_reward is None else f"mean reward {totals.mean_reward:.3f}"
-    calls = f"{totals.tool_calls} tool calls" if totals.tool_calls else "no tool was called"
+    attempts = max(totals.tool_calls, totals.tool_errors)  # a malformed call is an error, and no call
+    calls = f"{attempts} tool calls" if attempts else "no tool was called"
     if totals.tool_errors:
-        calls = f"{totals.tool_errors / max(1, totals.tool_calls, totals.tool_errors):.0%} of {calls} failed"
+        calls = f"{totals.tool_errors / attempts:.0%} of {calls} failed"
     return (
         f"{mean} over {totals.completions} completions; equal rewards in {totals.tied} of {totals.groups} groups; "
         f"{calls}; {totals.truncated / totals.completions:.0%} of completions were truncated"

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from workers.runtime.model_config import max_positions
 from workers.settings import Settings
 from workers.vllm.interpreter import PLUGIN_NAME
 
@@ -60,7 +61,7 @@ def build_command(settings: Settings, python: Path, host: str, port: int, *, is_
         *(str(python), *SERVER_MODULE, "--model", str(Path(settings.model.path).absolute())),
         *("--host", host, "--port", str(port)),
         *("--dtype", settings.model.dtype),
-        *("--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(engine.max_batch_size)),
+        *("--max-model-len", str(_max_model_len(settings)), "--max-num-seqs", str(engine.max_batch_size)),
         "--enable-scale-out",  # token ids in, token ids out
         *("--logprobs-mode", "processed_logprobs"),  # at the sampling temperature, not raw
         *("--generation-config", "vllm"),  # ignore generation_config.json
@@ -69,6 +70,14 @@ def build_command(settings: Settings, python: Path, host: str, port: int, *, is_
         *(CPU_FLAGS if is_cpu_build else ()),
         *engine.flags,  # last, so that they override the others
     ]
+
+
+def _max_model_len(settings: Settings) -> int:
+    """Return the engine's length: what the settings ask for, or what they need and the model has."""
+    positions = max_positions(Path(settings.model.path))
+    if settings.engine.max_model_len or not positions:
+        return settings.max_model_len
+    return min(settings.max_model_len, positions)
 
 
 def _weight_update_flags(settings: Settings) -> tuple[str, ...]:

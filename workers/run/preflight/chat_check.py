@@ -92,6 +92,8 @@ def _check_lengths(
         if tokens > longest:
             longest, row = tokens, prompt.id
     limit, wanted = settings.max_model_len, settings.rollout.max_tokens
+    if max_positions and not settings.engine.max_model_len:
+        limit = min(limit, max_positions)
     if settings.engine.urls or not longest:
         return
     key, enough = "engine.max_model_len", longest + wanted
@@ -107,7 +109,7 @@ def _check_lengths(
 
 
 def _check_max_positions(settings: Settings, max_positions: int, report: PreflightReport) -> None:
-    limit = settings.max_model_len
+    limit = settings.engine.max_model_len
     if max_positions and limit > max_positions and not settings.engine.urls:
         add = report.error if settings.engine.server == "vllm" else report.warn
         add(

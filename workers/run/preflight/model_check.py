@@ -10,6 +10,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from workers.run.preflight.findings import PreflightReport
+from workers.runtime.model_config import max_positions
 from workers.settings import Settings
 
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
@@ -45,7 +46,7 @@ def check_model(settings: Settings, report: PreflightReport) -> ModelFacts | Non
             )
     if "quantization_config" in config:
         report.warn("model", _KEY, f"{folder} holds quantized weights; the trainer needs the original ones")
-    return ModelFacts(_count_parameters(folder, report), int(config.get("max_position_embeddings") or 0))
+    return ModelFacts(_count_parameters(folder, report), max_positions(folder))
 
 
 def _missing(path: str) -> str:
