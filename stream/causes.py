@@ -10,10 +10,10 @@ MAX_TRACEBACK: Final = 3000
 """Characters of a traceback; the beginning of a longer one is cut off."""
 _HEADER = "Traceback (most recent call last):"
 _CAUSED_BY = "caused by "
-_GROUP_MARGIN, _GROUP_MARKS = " |+-", ("|", "+")
+_GROUP_MARGIN = re.compile(r"^ *\| ")
 """What Python draws on the left of tracebacks in an exception group."""
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+)')
-_PLACE = re.compile(r" \((?P<file>.+), line (?P<line>\d+)\)$")
+_PLACE = re.compile(r"^(?P<before>.*) \((?P<file>.+), line (?P<line>\d+)\)$")
 
 
 class ErrorCause(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,9 +61,8 @@ def parse_cause(text: str) -> ErrorCause | None:
         return None
     headline = lines[starts[-1]].removeprefix(_CAUSED_BY)
     file, line = "", 0
-    if found := _PLACE.search(headline):
-        file, line = found["file"], int(found["line"])
-        headline = headline[: found.start()]
+    if found := _PLACE.match(headline):
+        headline, file, line = found["before"], found["file"], int(found["line"])
     source, separator, exception = headline.partition(": ")
     return ErrorCause(
         exception=exception if separator else headline,
@@ -82,7 +81,7 @@ def cause_from_traceback(text: str, source: str, own_folder: str) -> ErrorCause 
         source: name of the process.
         own_folder: folder of Penstock's packages, whose frames are left out if there are others.
     """
-    lines = [line.lstrip(_GROUP_MARGIN) if line[:4].strip(" ") in _GROUP_MARKS else line for line in text.splitlines()]
+    lines = [_GROUP_MARGIN.sub("", line) for line in text.splitlines()]
     starts = [i for i, line in enumerate(lines) if line == _HEADER]
     if not starts:
         return None

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from workers.runtime.exit_codes import ExitCode
 
 MAZE = """
@@ -77,3 +79,136 @@ def test_a_reward_that_raises_later_ends_the_run_with_its_place(project):
     assert failure["cause"]["source"] == "reward function exact"
     assert (failure["cause"]["file"], failure["cause"]["line"]) == (f"{project.folder}/rewards.py", line)
     assert "Traceback" in failure["cause"]["traceback"]
+
+
+REWARD = """
+import time
+
+import anyio
+
+
+def exact(completions, number, **columns):
+    if number[0] >= 8:
+        FAULT
+    return [float(i) for i in range(len(completions))]
+"""
+WORLD = """
+import time
+
+from envs.contract import EnvironmentFailure
+
+
+class World:
+    def reset(self, number, **row):
+        self.number = number
+        if number >= 8:
+            FAULT_IN_RESET
+        return "Look around."
+
+    def look(self) -> str:
+        "Look around."
+        return "nothing"
+
+    def get_reward(self):
+        if self.number >= 8:
+            FAULT_IN_REWARD
+        return float(id(self) % 7)
+"""
+AGENT = """
+import threading
+
+from envs.contract import AgentEnvironment
+
+
+class World(AgentEnvironment):
+    def reset(self, number, **row):
+        self.number = number
+
+    def run_episode(self, endpoint, sampling):
+        raise ConnectionError(f"the simulator is gone at row {self.number}")
+
+    def get_reward(self):
+        return 0.0
+"""
+IN_REWARD = {
+    "raises on most rows": (
+        "raise LookupError(f'no table for {number[0]}')",
+        {},
+        "reward:raised",
+        "LookupError: no table",
+    ),
+    "hangs": ("time.sleep(60)", {"timeout_s": 0.5}, "reward:timeout", "TimeoutError"),
+    "raises in a killable process": ("{}['a']", {"processes": 1}, "reward:raised", "KeyError: 'a'"),
+    "raises within a library": ("__import__('json').loads('{')", {}, "reward:raised", "JSONDecodeError"),
+    "leaves the process": ("raise SystemExit('enough')", {}, "reward:raised", "SystemExit: enough"),
+}
+IN_WORLD = {
+    "reset raises": ("raise RuntimeError('no room')", "pass", "failed:env_reset", "RuntimeError: no room"),
+    "reset hangs": ("time.sleep(60)", "pass", "failed:env_reset", "TimeoutError"),
+    "the world fails": (
+        "raise EnvironmentFailure('offline')",
+        "pass",
+        "failed:env_reset",
+        "EnvironmentFailure: offline",
+    ),
+    "get_reward raises": ("pass", "[][3]", "reward:raised", "IndexError: list index out of range"),
+}
+
+
+def assert_ends_with(project, file: str, fault: str, reason: str, error: str) -> None:
+    """The run fails for this reason, and its terminal shows the error, its file and its line."""
+    project.prompts(40)
+    project.table["data"]["shuffle"] = False
+    result = project.run("run", str(project.write()), "--json")
+    assert result.returncode == ExitCode.FAILURE, f"{result.stdout}\n{result.stderr}"
+    path = project.folder / file
+    line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if text.strip() == fault)
+    for words in (reason, error, f"({file}, line {line})", f'  File "{path}", line {line}, in '):
+        assert words in result.stderr, result.stderr
+    cause = json.loads(result.stdout)["failure"]["cause"]
+    assert (cause["file"], cause["line"]) == (str(path), line)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("fault", IN_REWARD)
+def test_a_reward_function_that_fails_later(project, fault):
+    code, options, reason, error = IN_REWARD[fault]
+    (project.folder / "rewards.py").write_text(REWARD.replace("FAULT", code))
+    project.table["rewards"] = [{"ref": f"{project.folder}/rewards.py:exact", **options}]
+    assert_ends_with(project, "rewards.py", code, reason, error)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("fault", IN_WORLD)
+def test_an_environment_that_fails_later(project, fault):
+    in_reset, in_reward, reason, error = IN_WORLD[fault]
+    world = WORLD.replace("FAULT_IN_RESET", in_reset).replace("FAULT_IN_REWARD", in_reward)
+    (project.folder / "world.py").write_text(world)
+    project.table |= {"environments": {"world": f"{project.folder}/world.py:World"}, "rewards": []}
+    project.table["rollout"]["call_timeout_s"] = 1.0
+    assert_ends_with(project, "world.py", in_reset if in_reset != "pass" else in_reward, reason, error)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+def test_an_environment_whose_own_loop_raises(project):
+    (project.folder / "world.py").write_text(AGENT)
+    project.table |= {"environments": {"world": f"{project.folder}/world.py:World"}, "rewards": []}
+    fault = 'raise ConnectionError(f"the simulator is gone at row {self.number}")'
+    assert_ends_with(project, "world.py", fault, "failed:env_step", "ConnectionError: the simulator is gone")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+def test_a_reward_that_raises_on_one_row_is_shown_at_the_end_of_a_run_that_goes_on(project):
+    code = REWARD.replace("number[0] >= 8", "number[0] == 30").replace("FAULT", "raise LookupError('row 30')")
+    (project.folder / "rewards.py").write_text(code)
+    project.table["rewards"] = [{"ref": f"{project.folder}/rewards.py:exact"}]
+    project.prompts(40)
+    project.table["data"]["shuffle"] = False
+    result = project.run("run", str(project.write()))
+    assert result.returncode == ExitCode.SUCCESS, result.stderr
+    line = code.splitlines().index("        raise LookupError('row 30')") + 1
+    assert f"reward:raised: reward function exact: LookupError: row 30 (rewards.py, line {line})" in result.stdout

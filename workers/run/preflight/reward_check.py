@@ -1,8 +1,8 @@
 """Calls each reward function once, on scripted completions of a row of the data."""
 
 import inspect
+import math
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, Final
 
@@ -17,13 +17,11 @@ from envs.rewards.loading import CALL_PARAMETERS
 from stream.errors import PenstockError
 from stream.records import Completion, Group, Prompt
 from stream.validity import RewardReason, Unmeasured
-from workers.run.preflight.environment_check import CALL_TIMEOUT_S, CheckedEnvironment, load_user_code
+from workers.run.preflight.environment_check import CALL_TIMEOUT_S, LOAD_TIMEOUT_S, CheckedEnvironment, load_user_code
 from workers.run.preflight.findings import PreflightReport
 from workers.runtime.reward_functions import load_reward_function, measure_completions
 from workers.settings import Settings
 
-_OPEN_TIMEOUT_S: Final = 5.0
-"""For a function that connects to a server before its first call."""
 _MAX_VALUE: Final = 200
 """Characters of a column's value that a scripted completion quotes."""
 
@@ -89,18 +87,18 @@ async def _call(
     )
     group = _scripted_group(prompt, environment)
     timeout_s = min(CALL_TIMEOUT_S, function.call_options.timeout_s or CALL_TIMEOUT_S)
+    results: list[RowResult] = []
     try:
-        async with AsyncExitStack() as stack:
-            with anyio.move_on_after(_OPEN_TIMEOUT_S) as opening:
-                await stack.enter_async_context(function.open())
-            if opening.cancelled_caught:
-                report.warn(subject, place, f"it did not open within {_OPEN_TIMEOUT_S:g} s; its server may be down")
-                return
-            results = []
-            for i in range(len(group.completions)):  # one by one, so that one failure does not hide another
-                alone = msgspec.structs.replace(group, completions=[group.completions[i]])
-                found = await measure_completions(alone, alone.completions, function, factory, timeout_s)
-                results += found.rows
+        with anyio.move_on_after(LOAD_TIMEOUT_S) as opening:
+            async with function.open():
+                opening.deadline = math.inf
+                for completion in group.completions:  # one by one, so that one failure does not hide another
+                    alone = msgspec.structs.replace(group, completions=[completion])
+                    found = await measure_completions(alone, [completion], function, factory, timeout_s)
+                    results += found.rows
+        if opening.cancelled_caught:
+            report.warn(subject, place, f"it did not open within {LOAD_TIMEOUT_S:g} s; its server may be down")
+            return
     except PenstockError as error:
         report.warn(subject, place, error)
         return

@@ -1,0 +1,155 @@
+"""Where an error came from: found in user code, carried through records and logs, shown without our frames."""
+
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+
+from envs.call import CallRunner, Failed, error_cause, outcome_cause
+from envs.factory import EnvironmentFactory
+from stream.causes import MAX_TRACEBACK, ErrorCause, cause_from_traceback, parse_cause
+from stream.records import Completion, Failure, Group, Prompt, RewardPart, ToolRun
+from stream.validity import RewardReason, RolloutReason, Unmeasured
+from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.train.groups.failure_causes import failure_causes
+
+
+def line_of(text: str) -> int:
+    with Path(__file__).open() as file:
+        return next(i for i, line in enumerate(file, 1) if line.strip().endswith(f"# {text}"))
+
+
+def broken() -> None:
+    {}["a"]  # raises
+
+
+class Slow:
+    def reset(self, **row) -> None:
+        pass
+
+    def look(self) -> str:
+        """Look around."""
+        time.sleep(0.5)  # hangs
+        return ""
+
+    async def listen(self) -> str:
+        """Listen."""
+        await anyio.sleep(5)  # hangs on the loop
+        return ""
+
+    def fall(self) -> str:
+        """Fall."""
+        raise RuntimeError("down")  # falls
+
+
+def test_an_exception_has_its_place_and_no_frames_of_ours():
+    outcome = anyio.run(CallRunner(anyio.CapacityLimiter(1)).call, broken, {}, 5.0)
+    cause = outcome_cause(outcome, "reward function exact")
+    assert cause.place == f"{__file__}:{line_of('raises')}"
+    assert cause.exception == "KeyError: 'a'"
+    assert "/envs/call/" not in cause.traceback
+    assert cause.traceback.splitlines()[-1] == "KeyError: 'a'"
+
+
+@pytest.mark.parametrize(
+    ("tool", "place", "error"),
+    [
+        ("look", "hangs", "TimeoutError"),
+        ("listen", "hangs on the loop", "TimeoutError"),
+        ("fall", "falls", "RuntimeError: down"),
+    ],
+)
+def test_a_tool_that_hangs_or_raises_has_its_place(tool, place, error):
+    async def call() -> ErrorCause | None:
+        slot = EnvironmentSlot("slow", EnvironmentFactory.from_callable(Slow), CallRunner(anyio.CapacityLimiter(1)))
+        await slot.reset({}, 0, 0, 1.0)
+        result = await slot.call_tool(ToolCall(tool, {}, raw=""), 0.1)
+        assert result.is_error
+        assert __file__ not in result.text, "the model reads only the error"
+        return result.cause
+
+    cause = anyio.run(call)
+    assert cause.source == f"environment slow, tool {tool}"
+    assert cause.place == f"{__file__}:{line_of(place)}"
+    assert error in cause.exception
+
+
+def test_a_cause_survives_the_log_of_its_process():
+    try:
+        __import__("json").loads("{")
+    except ValueError as error:
+        cause = error_cause(error, "reward function exact")
+    log = f"2026 something\nerror: it failed\n{cause.render()}\n"
+    assert parse_cause(log) == cause
+    assert cause.line
+    assert parse_cause("error: nothing behind it\n") is None
+
+
+def test_an_error_that_our_code_raises_from_another_has_the_first_ones_place():
+    try:
+        try:
+            broken()
+        except KeyError as error:
+            raise ExceptionGroup("", [error]) from None
+    except ExceptionGroup as group:
+        cause = error_cause(group)
+    assert cause.line == line_of("raises")
+
+
+ENGINE_LOG = """loading
+  + Exception Group Traceback (most recent call last):
+  |   File "/p/workers/run/model_server.py", line 3, in run
+  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/home/me/kernels.py", line 7, in attend
+    |     allocate()
+    |   File "/p/workers/local_engine/scheduler.py", line 9, in step
+    |     cache = torch.zeros(size)
+    | torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB
+    +------------------------------------
+"""
+
+
+def test_the_log_of_an_engine_out_of_memory_names_the_error_and_its_place():
+    cause = cause_from_traceback(ENGINE_LOG, "engine-0", "/p/workers/")
+    assert cause.exception == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB"
+    assert (cause.source, cause.place) == ("engine-0", "/home/me/kernels.py:7")
+    only_ours = "\n".join(
+        line for line in ENGINE_LOG.splitlines() if "me/kernels" not in line and "allocate()" not in line
+    )
+    assert cause_from_traceback(only_ours, "engine-0", "/p/workers/").place == "/p/workers/local_engine/scheduler.py:9"
+    assert cause_from_traceback("it just ended\n", "engine-0", "/p/workers/") is None
+
+
+def test_a_long_traceback_is_cut():
+    def recurse(n: int) -> None:
+        recurse(n - 1) if n else broken()
+
+    with pytest.raises(KeyError) as caught:
+        recurse(200)
+    assert len(error_cause(caught.value).traceback) < MAX_TRACEBACK + 200
+
+
+def test_each_state_of_a_group_has_its_cause():
+    cause = error_cause(KeyError("a"))
+    invalid = Unmeasured(RewardReason.RAISED, "KeyError: 'a'", cause)
+    group = Group(
+        prompt=Prompt(id="d:0:0", messages=[], environment="maze"),
+        completions=[
+            Completion(index=0, reward=invalid, parts=[RewardPart(name="exact", reward=invalid)]),
+            Completion(index=1, reward=Unmeasured(RewardReason.MISSING), parts=[
+                RewardPart(name="env", reward=Unmeasured(RewardReason.MISSING, "returned None"))]),
+            Completion(index=2, failure=Failure(reason=RolloutReason.ENGINE, detail="no answer")),
+            Completion(index=3, tool_runs=[ToolRun(0.1, is_error=True, cause=cause)]),
+        ],
+    )  # fmt: skip
+    assert {state: each.headline for state, each in failure_causes(group).items()} == {
+        "reward:raised": "reward function exact: KeyError: 'a'",
+        "reward:missing": "environment maze, get_reward: missing: returned None",
+        "failed:engine": "environment maze: no answer",
+        "tool_error": "KeyError: 'a'",
+    }
+    assert outcome_cause(Failed(KeyError("a"))) == cause
