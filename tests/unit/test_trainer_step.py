@@ -12,6 +12,7 @@ from workers.train.groups.collector import CollectedBatch
 from workers.train.progress import Progress
 from workers.train.step.metrics import StepReport
 from workers.train.trainer import Trainer
+from workers.train.training_warnings import TrainingWarnings
 
 SETTINGS = parse_settings({"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "r:f"}]})
 
@@ -26,6 +27,26 @@ class Consumer:
 
     async def commit(self, leased, step, reasons, completions):
         self.committed = ([each.group.prompt.id for each in leased], step, reasons, completions)
+
+
+class Collector:
+    """Has nothing to report but its consumer."""
+
+    def __init__(self, consumer) -> None:
+        self.consumer = consumer
+        self.warnings = TrainingWarnings(SETTINGS)
+
+    def pop_dropped(self):
+        return {}, []
+
+    def pop_logged(self):
+        return {}
+
+    def observe_step(self, *_) -> None:
+        """Ignore what the step measured."""
+
+    async def report_warnings(self) -> None:
+        """Report nothing."""
 
 
 class Evaluation:
@@ -50,9 +71,7 @@ async def test_groups_that_were_not_trained_on_are_dropped_and_not_counted(
     report = StepReport(trained=trained, skipped=skipped, dropped=dropped, loss=0.0, metrics={}, completions={"a": []})
     monkeypatch.setattr(trainer_module, "_train_step", lambda *_: report)
     consumer, progress = Consumer(), Progress()
-    collector = SimpleNamespace(
-        consumer=consumer, pop_dropped=lambda: ({}, []), pop_logged=dict, observe_step=lambda *_: None
-    )
+    collector = Collector(consumer)
     log = SimpleNamespace(append=lambda _metrics: None)
     trainer = Trainer(SETTINGS, collector, None, None, None, Evaluation(), log, progress)
     await trainer._step(0.0, CollectedBatch(["a", "b"]))
