@@ -10,7 +10,6 @@ every other public method  a tool: name, Google-style docstring and type hints b
                            the return value, the message of an exception, or that the call timed out
 `respond(message)`         optional: answers a turn without a tool call; None ends the episode
 `done`                     optional attribute: true after a call ends the episode
-`rows()`                   optional: the problems, as rows, where the environment makes them itself
 `get_reward()`             optional: a number, None for "unknown" (invalid, never 0), a mapping of named parts, or a
                            list with one number for each model turn; may take `messages`, the conversation
 `close()`                  optional: called before an instance is discarded

@@ -22,7 +22,7 @@ __all__ = (
     "is_response",
 )
 
-RESERVED_METHODS = frozenset({"reset", "respond", "get_reward", "rows", "close"})
+RESERVED_METHODS = frozenset({"reset", "respond", "get_reward", "close"})
 """Public methods that the pipeline calls itself. Every other public method is a tool."""
 
 Observation = str | list[dict[str, Any]] | None

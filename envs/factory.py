@@ -54,8 +54,6 @@ class EnvironmentFactory:
         self.has_reward: bool = callable(getattr(sample, "get_reward", None))
         self.responds: bool = callable(getattr(sample, "respond", None)) and not self.runs_own_loop
         """It answers turns of the model without a tool call, in `respond`."""
-        self.has_rows: bool = callable(getattr(sample, "rows", None))
-        """It lists its problems itself, in `rows`."""
         self.known_classes: dict[str, type] = _known_classes(reference, type(sample))
         """Classes that snapshots may contain, by `module:qualname`: those defined in the environment's modules, and the
         enums, dataclasses and structs imported there."""

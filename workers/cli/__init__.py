@@ -38,7 +38,9 @@ def penstock() -> None:
     check_package_origin()
 
 
-penstock.add_section("Try an environment or a reward", measure_commands.check, measure_commands.algorithms)
+penstock.add_section(
+    "Try an environment or a reward", measure_commands.check, measure_commands.play, measure_commands.algorithms
+)
 penstock.add_section(
     "Train on one machine",
     start_commands.demo,

@@ -251,11 +251,11 @@ def open_dataset_mix(settings: Settings, lengths: Mapping[str, Sequence[int]] | 
     """
     data = settings.data
     datasets: dict[str, Dataset] = {}
-    for each in data.sets or (DatasetSettings(path=data.path),):
-        name = each.name or default_dataset_name(each.path)
+    for each in data.all_sets:
+        name = each.name or default_dataset_name(each.source)
         if name in datasets:
             raise DataError(
-                f"two datasets have the name {name!r}, {datasets[name].settings.data.path} and {each.path}, so their "
+                f"two datasets have the name {name!r}, {datasets[name].settings.data.path} and {each.source}, so their "
                 "prompts would have the same ids; give one of them another `name`"
             )
         its_settings = _settings_for(each, settings)
@@ -270,8 +270,9 @@ def _settings_for(dataset: DatasetSettings, settings: Settings) -> Settings:
     replaced = msgspec.structs.replace(
         data,
         sets=(),
-        path=dataset.path,
-        prompt=dataset.prompt or data.prompt,
+        path=dataset.source,
+        rows=0,
+        prompt="" if dataset.rows else dataset.prompt or data.prompt,
         columns=data.columns | dataset.columns,
         system=dataset.system or data.system,
     )

@@ -43,7 +43,7 @@ def dataset_lengths(pinned: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
 
 def dataset_name(dataset: DatasetSettings) -> str:
     """Return the name of a data set, which is a part of its prompts' ids."""
-    return dataset.name or default_dataset_name(dataset.path)
+    return dataset.name or default_dataset_name(dataset.source)
 
 
 def pinned_data(
@@ -64,8 +64,7 @@ def pinned_data(
         DataError: a data set cannot be read.
     """
     known = _decode(stored)
-    sets = settings.data.sets or (DatasetSettings(path=settings.data.path),)
-    names = {_PREFIX + dataset_name(each): each.path for each in sets}
+    names = {_PREFIX + dataset_name(each): each.source for each in settings.data.all_sets}
     try:
         files = {name: files_fingerprint(path) for name, path in names.items()}
     except OSError as error:

@@ -17,6 +17,7 @@ import msgspec
 
 from stream.errors import DataError
 from workers.settings import Data
+from workers.settings.data import GENERATED
 
 Row = dict[str, Any]
 
@@ -52,6 +53,8 @@ def open_source(data: Data, setting: str = "data.path") -> Source:
     Raises:
         DataError: there is no such file, its format is unknown, or the library that reads it is missing.
     """
+    if data.path.startswith(GENERATED):
+        return GeneratedSource(int(data.path.removeprefix(GENERATED)))
     path, split = _split_path(data.path)
     if path.is_dir():
         return TableSource(data, _hugging_face(path, split), path)
@@ -79,8 +82,32 @@ def epoch_order(size: int, epoch: int, seed: int, shuffle: bool) -> Sequence[int
 
 def default_dataset_name(path: str) -> str:
     """What a data set is called in the ids of its prompts: the file's stem, or the folder with its split."""
+    if path.startswith(GENERATED):
+        return GENERATED.removesuffix(":")
     found, split = _split_path(path)
     return (found.stem if found.suffix in {".jsonl", ".parquet"} else found.name) + (f"#{split}" if split else "")
+
+
+class GeneratedSource:
+    """Rows without columns, for environments that make their problems from the seed that each row has."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read_rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, Row | DataError]]:
+        """See `Source.read_rows`."""
+        return ((number, {}) for number in numbers)
+
+    def fingerprint(self) -> str:
+        """See `Source.fingerprint`."""
+        return files_fingerprint(f"{GENERATED}{self._size}")
+
+    def row_digests(self, lengths: Sequence[int]) -> list[str]:
+        """See `Source.row_digests`."""
+        return _digest_rows((b"" for _ in range(self._size)), lengths)
 
 
 class JsonLinesSource:
@@ -268,6 +295,8 @@ def files_fingerprint(path: str) -> str:
     Raises:
         OSError: it cannot be read.
     """
+    if path.startswith(GENERATED):
+        return hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
     place, _ = _split_path(path)
     if not place.is_dir():
         return _digest([place])

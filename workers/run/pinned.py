@@ -29,7 +29,7 @@ from stream.errors import RunMismatchError
 from workers.feed.dataset_rows import dataset_name, is_rows
 from workers.run.code_digest import code_digests
 from workers.settings import Settings
-from workers.settings.data import DatasetSettings, EnvironmentSettings, RewardSettings
+from workers.settings.data import EnvironmentSettings, RewardSettings
 from workers.settings.section import Section
 
 _UNCHANGEABLE: Final = ("run.name", "run.seed", "data", "model.files", "model.weights", "model.dtype")
@@ -63,11 +63,10 @@ def pinned_settings(settings: Settings) -> dict[str, str]:
     found: dict[str, Any] = {"run.name": settings.run.name, "run.seed": settings.run.seed}
     found |= {"model.path": Path(settings.model.path).name, "model.dtype": settings.model.dtype}
     found["model.tool_format"] = settings.model.tool_format
-    found |= dict(_section("data", settings.data, ("path", "sets", "max_queued_prompts")))
-    sets = settings.data.sets or (DatasetSettings(path=settings.data.path),)
-    found["data.sets"] = [dataset_name(each) for each in sets]
+    found |= dict(_section("data", settings.data, ("path", "rows", "sets", "max_queued_prompts")))
+    found["data.sets"] = [dataset_name(each) for each in settings.data.all_sets]
     for each in settings.data.sets:
-        found |= dict(_section(f"data.sets.{dataset_name(each)}", each, ("path", "name")))
+        found |= dict(_section(f"data.sets.{dataset_name(each)}", each, ("path", "rows", "name")))
     found |= {"environments": sorted(names), "environments.default": names[0] if names else ""}
     for name in names:
         found |= dict(_section(f"environments.{name}", _environment(settings, name)))

@@ -1,17 +1,22 @@
 """Settings of prompts, environments and reward functions."""
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from msgspec import field
 
 from workers.settings.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
+GENERATED: Final = "rows:"
+"""Start of the source of a data set without a file."""
+
 
 class DatasetSettings(Section, frozen=True):
     """`[[data.sets]]`: one of several data sets. Keys that are left out have the value from `[data]`."""
 
-    path: str
+    path: str = ""
     """As `data.path`."""
+    rows: NonNegativeInt = 0
+    """As `data.rows`."""
     weight: NonNegativeFloat = 0.0
     """Share of the prompts, relative to the other sets; 0: the number of rows."""
     name: str = ""
@@ -25,12 +30,20 @@ class DatasetSettings(Section, frozen=True):
     environment: str = ""
     """Environment of its rows without an `environment` column; empty: the first of `[environments]`."""
 
+    @property
+    def source(self) -> str:
+        """Its path, or `rows:N` for problems that the environment makes."""
+        return f"{GENERATED}{self.rows}" if self.rows else self.path
+
 
 class Data(Section, frozen=True):
     """`[data]`: prompts and the meaning of their columns."""
 
     path: str = ""
     """A `.jsonl` or `.parquet` file, or the folder of a Hugging Face data set saved to disk."""
+    rows: NonNegativeInt = 0
+    """Number of problems, instead of `path`, where the environment makes them itself from the `seed` that `reset` gets.
+    What `reset` returns is then the prompt."""
     sets: tuple[DatasetSettings, ...] = ()
     """Several data sets instead of `path`: tables `[[data.sets]]` with `path`, `weight` (share of the prompts; default:
     number of rows), `name`, and where they differ from `[data]`: `prompt`, `columns`, `system`, `environment`."""
@@ -50,6 +63,11 @@ class Data(Section, frozen=True):
     """Shuffle each epoch, with the run's seed."""
     max_queued_prompts: PositiveInt = 256
     """Largest number of prompts that wait for a rollout worker."""
+
+    @property
+    def all_sets(self) -> tuple[DatasetSettings, ...]:
+        """The data sets: those of `sets`, or the only one."""
+        return self.sets or (DatasetSettings(path=self.path, rows=self.rows),)
 
 
 class EnvironmentSettings(Section, frozen=True):
