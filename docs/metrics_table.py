@@ -1,6 +1,7 @@
 """Print the tables of metrics in docs/run-folder.md: `python docs/metrics_table.py`. A test compares them."""
 
 import sys
+from collections.abc import Iterable
 
 from workers.train.evaluation.results import EVALUATION_METRICS
 from workers.train.groups.reward_log import REWARD_LOG_METRICS
@@ -37,6 +38,12 @@ def metrics_table() -> str:
     """Return the table, in the order of the code."""
     rows = [f"| `{name}` | {UNITS[name]} | {meaning} |" for name, meaning in METRICS.items()]
     return "\n".join(["| key | unit | meaning |", "|---|---|---|", *rows])
+
+
+def undocumented(keys: Iterable[str]) -> list[str]:
+    """Return the keys of `metrics.jsonl` that the table does not have."""
+    families = tuple(name.removesuffix("*") for name in METRICS if name.endswith("*"))
+    return [key for key in keys if key not in METRICS and not key.startswith(families)]
 
 
 if __name__ == "__main__":

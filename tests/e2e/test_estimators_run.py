@@ -1,10 +1,13 @@
 """Estimators that need more than the group's rewards, from a prompt file to a checkpoint."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.harness import balanced, summary_of
+from workers.commands.transcripts.run_completions import ArchivedRunGroups
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("preloaded")]
 
@@ -51,6 +54,22 @@ def test_remax_trains_against_a_greedy_completion_and_drops_groups_whose_greedy_
     # The baseline is a fifth, greedy completion, which no count includes.
     assert (summary["groups_trained"], summary["groups_dropped"]) == (5, {"no_baseline": 5})
     assert summary["completion_states"] == {"valid": 40}
+    table = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "metrics_table.py"))
+    assert table["undocumented"]({key for step in metrics(project) for key in step}) == []
+    _check_archived_advantages(ArchivedRunGroups(project.run_folder))
+
+
+def _check_archived_advantages(archived):
+    """The archive has the advantages that the trainer used: the reward minus that of the greedy completion."""
+    trained = [each for each in archived.read() if each.outcome == "trained"]
+    baselines = {each.group.prompt.id: each.reward for each in trained if each.completion.greedy}
+    others = [each for each in trained if not each.completion.greedy]
+    assert (len(baselines), len(others)) == (5, 20)
+    for each in others:
+        assert each.trained.state == "valid"
+        assert each.trained.loss_tokens == sum(row.sampled_count for row in each.completion.rows)
+        assert each.trained.advantage == pytest.approx(each.reward - baselines[each.group.prompt.id])
+    assert {each.trained for each in trained if each.completion.greedy} == {None}
 
 
 def test_a_run_that_trained_nothing_fails_with_the_reason(project):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -27,7 +28,8 @@ from workers.testing.scripted_engine import ScriptedEngine
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("preloaded")]
 
 GROUPS, HELD_OUT = 24, 10
-ENGINE = Path(__file__).parents[1] / "evaluation" / "engine.py"
+ROOT = Path(__file__).parents[2]
+ENGINE = ROOT / "tests" / "evaluation" / "engine.py"
 
 
 def scores(settings):
@@ -86,6 +88,8 @@ def test_the_first_every_nth_and_the_last_version_are_evaluated_without_mixing_v
     report = [json.loads(line) for line in (settings.folder / "metrics.jsonl").read_text().splitlines()]
     shown = [step["eval/version"] for step in report if "eval/version" in step]
     assert shown
+    table = runpy.run_path(str(ROOT / "docs" / "metrics_table.py"))
+    assert table["undocumented"]({key for step in report for key in step if key.startswith("eval/")}) == []
     assert shown == [line.version for line in lines][: len(shown)], "each in the first step after it was over"
 
 
