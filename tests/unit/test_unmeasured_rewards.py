@@ -24,7 +24,7 @@ weights normalized before rejection               normalized_after_rejection    
 "no EOS" guessed from the padded width            longest_row                          unit/test_episode, P11
 one group of one gets its raw reward              single_completion                    property/estimators, P5
 a ratio cap that the code lacks: 4.8e8            ratio_cap                            property/twins_correction
-1172 of 1280 failed in reset, trained as 0        failed_resets                        unit/test_invalid_reward_monitor
+1172 of 1280 failed in reset, trained as 0        failed_resets                        unit/test_no_loss_monitor
 `[nan,0,1,1]` earns 1000, a reversed box 1        an_invalid_box                       unit/test_vlm
 results of the wrong shape                        wrong_shape                          unit/test_rewards
 functions with and without validity, mixed        with_and_without_validity
@@ -58,7 +58,7 @@ from workers.train.algorithms.losses import LOSSES, LossInputs, policy_loss
 from workers.train.algorithms.masks import reject_tokens
 from workers.train.algorithms.ratios import log_ratios
 from workers.train.algorithms.sequences import Sequences
-from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
+from workers.train.groups.no_loss_monitor import NoLossMonitor
 from workers.train.step.collation import collate
 from workers.train.step.estimation import estimate_advantages
 from workers.train.step.group_checks import check_group, filter_reasons, mask_batch
@@ -309,7 +309,7 @@ def test_a_ratio_cap_limits_the_ratio():
 
 
 def test_failed_resets_are_not_zeros_in_the_baseline_and_stop_the_run():
-    guard = InvalidRewardMonitor(max_invalid_fraction=0.2, window=4)
+    guard = NoLossMonitor(max_invalid_fraction=0.2, window=4)
     failed = Failure(reason=RolloutReason.ENV_RESET)
     group = group_of(completion(0, 1.0), *(completion(i, failure=failed) for i in range(1, 10)))
     assert trained(group)[:2] == ([0.0] * 10, [True] + [False] * 9)  # none of them is a 0 in the baseline

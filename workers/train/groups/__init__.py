@@ -5,6 +5,6 @@
 `group_checker.py`               decides whether a group is worth training on; counts the dropped ones
 `step_plan.py`                   which groups a step takes, and which it waits for
 `straggler_wait.py`              how long the current step has been waiting, and for which groups
-`invalid_reward_monitor.py`      stops a run whose rewards are no longer measured
+`no_loss_monitor.py`             stops a run in which too many completions bear no loss
 ===============================  ========================================================================
 """

@@ -8,7 +8,7 @@ from stream.trainer.outcomes import Dropped
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.groups.failure_causes import failure_causes
-from workers.train.groups.invalid_reward_monitor import InvalidRewardMonitor
+from workers.train.groups.no_loss_monitor import NoLossMonitor
 from workers.train.groups.reward_log import RewardLog
 from workers.train.progress import Progress
 from workers.train.step.group_checks import CheckedGroup, GroupRewards, check_group, unusable_greedy
@@ -31,7 +31,7 @@ class GroupChecker:
         self._settings = settings
         self._vocab_size = vocab_size
         self._progress = progress
-        self._monitor = InvalidRewardMonitor(settings.abort.max_invalid_fraction, settings.abort_window_groups)
+        self._monitor = NoLossMonitor(settings.abort.max_invalid_fraction, settings.abort_window_groups)
         self._reward_log = RewardLog()
         self.pop_logged = self._reward_log.pop
         self.warnings = TrainingWarnings(settings, progress.step)
@@ -43,7 +43,7 @@ class GroupChecker:
 
         Raises:
             RecordError: the group cannot be trained on as it is.
-            RunFailedError: the group is dropped, and too many completions bear no loss (`InvalidRewardMonitor`).
+            RunFailedError: the group is dropped, and too many completions bear no loss (`NoLossMonitor`).
         """
         checked = check_group(group, self._settings, version, self._vocab_size)
         self._reward_log.observe(group)

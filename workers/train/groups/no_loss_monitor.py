@@ -27,7 +27,7 @@ _REMEDIES: Final = {
 """By the reason, or what precedes its colon."""
 
 
-class InvalidRewardMonitor:
+class NoLossMonitor:
     """Counts completions without loss in the last groups of each environment.
 
     Args:
