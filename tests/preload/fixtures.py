@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from tests.preload.client import ADDRESS
 HERE = Path(__file__).parent
 REAL = "PENSTOCK_TEST_REAL_PROCESSES"
 """Environment variable: set, every process is a real one, as users start it; so it is at night."""
-_started: list[subprocess.Popen[bytes]] = []
-"""The fork server, if it was started here; it is never waited for."""
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -46,14 +43,9 @@ def start_fork_server() -> str:
             # It ends with the process that has started all of these: with xdist that is not ours.
             parent = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-            _started.append(
-                subprocess.Popen(
-                    [sys.executable, str(HERE / "server.py"), str(address), str(executable), str(parent)],
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            )
+            command = [sys.executable, str(HERE / "server.py"), str(address), str(executable), str(parent)]
+            no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+            os.posix_spawn(command[0], command, environment, file_actions=[no_input], setsid=True)
     os.environ[ADDRESS] = str(address)
     return str(executable)
 
