@@ -16,10 +16,13 @@ ROOT = Path(__file__).parents[2]
 def test_every_example_has_prompts_an_environment_and_a_reward(file, monkeypatch):
     monkeypatch.chdir(file.parent)
     settings = load_settings(file)
-    assert all(json.loads(line)[settings.data.prompt] for line in Path(settings.data.path).read_text().splitlines())
+    if settings.data.path:
+        rows = [json.loads(line) for line in Path(settings.data.path).read_text().splitlines()]
+        assert all(row[settings.data.prompt] for row in rows)
+    assert settings.data.path or settings.data.rows
     for reference in settings.environments.values():
         factory = EnvironmentFactory.load(reference)
-        assert factory.tools
+        assert factory.tools or factory.responds
         assert factory.has_reward
     for reward in settings.rewards:
         assert RewardFunction.load(reward.ref, reward.weight, reward.run_in, reward.name, reward.args).name
