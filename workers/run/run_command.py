@@ -66,9 +66,10 @@ def run(
     """
     start = prepare_start(target, overrides)
     settings = start.settings
-    if accept == NOTHING and (text := finished_text(settings)):
+    text, code = finished_text(settings)
+    if text and accept == NOTHING:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
-        return ExitCode.SUCCESS
+        return code
     with ProcessLauncher() as launcher:
         if check:
             report = anyio.run(run_preflight_process, launcher, start.file, start.overrides)

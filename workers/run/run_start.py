@@ -11,6 +11,7 @@ from workers.run.pinned import free_changes
 from workers.run.run_folder import find_newest_run, new_run_name
 from workers.run.run_info import find_settings_file
 from workers.run.summary import latest_progress, read_summary
+from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
@@ -48,22 +49,28 @@ def prepare_start(target: str, overrides: tuple[str, ...]) -> RunStart:
     return RunStart(file=file, overrides=overrides, settings=load_settings(file, overrides), earlier=earlier)
 
 
-def finished_text(settings: Settings) -> str:
-    """Return what to tell the user if the run has finished and nothing was changed since; else an empty text."""
+def finished_text(settings: Settings) -> tuple[str, ExitCode]:
+    """Return what to tell the user, and the exit code, if the run has finished and nothing was changed since.
+
+    The text is empty if the run has work to do.
+    """
     folder = settings.folder
     summary = read_summary(folder)
     if summary is None or not summary.finished:
-        return ""
+        return "", ExitCode.SUCCESS
     try:
         if load_settings(folder / "run.toml") != settings:
-            return ""
+            return "", ExitCode.SUCCESS
     except PenstockError:
-        return ""
-    return (
+        return "", ExitCode.SUCCESS
+    text = (
         f"run {settings.run.name} has finished: {_count(summary.steps, 'step')}, "
         f"{_count(summary.groups_trained, 'group')} trained. `penstock export {folder} OUT` copies its model. "
         "To train on, raise data.epochs or train.max_steps; to start anew, give it another run.name"
     )
+    if summary.verdict:
+        return f"{text}. {summary.verdict}", ExitCode.UNTRAINED
+    return text, ExitCode.SUCCESS
 
 
 def start_lines(settings: Settings, check: FolderCheck, earlier: Path | None = None) -> list[str]:
