@@ -3,7 +3,6 @@
 ::
 
     calculator    the demo's model: uses a calculator, badly          made by workers/demo/make_base_model.py
-    tool-caller   calls any tool by its schema, at random             made by workers/base_models/make_tool_caller.py
 
 A package folder holds the weights as float16, the tokenizer, and `made_from.json`: hashes of what the script made it
 from. A test makes the hashes again, so a change of a template or of the transcripts cannot leave an old model behind.

@@ -50,7 +50,7 @@ def run_demo(
         folder: the run's folder.
         as_json: print the summary as one JSON line, the only output on stdout.
         control: `zero-lr` trains with learning rate 0; `permuted` permutes rewards within each group.
-        steps: optimizer steps that the prompts suffice for; None: 50. Dropped groups reduce the number.
+        steps: optimizer steps that the prompts suffice for; None: 32. Dropped groups reduce the number.
         vllm_python: interpreter with vLLM, to sample with vLLM; empty: the local engine.
 
     Raises:

@@ -12,8 +12,9 @@ from workers.settings.toml_file import dump_settings, parse_settings
 
 NegativeControl = Literal["zero-lr", "permuted"]
 
-STEPS = 50
-"""Default steps; by then the score has flattened, because half of the groups have no variance left."""
+STEPS = 32
+"""Steps that the prompts suffice for by default; by then the score has flattened, because half of the groups have no
+variance left."""
 GROUPS_PER_STEP = 16
 GROUP_SIZE = 8
 
