@@ -112,10 +112,10 @@ def test_thawing_snapshots_requests_no_tools(monkeypatch):
     )
 
 
-async def test_check_warns_about_environments_with_their_own_loop():
+async def test_check_tries_environments_with_their_own_loop():
     report = await check_environment(f"{__name__}:Leading", {})
-    assert report.ok
-    assert any("runs its own agent loop" in warning for warning in report.warnings)
+    assert not report.ok
+    assert ["ended without a turn of the model" in error for error in report.errors] == [True]
 
 
 def test_tool_schemas_or_call_tool_alone_is_an_ordinary_tool():

@@ -23,7 +23,7 @@ def test_a_block_of_settings_is_accepted(name):
     data = table.get("data", {})
     least = {
         "model": {"path": "model"},
-        "data": {} if "sets" in data else {"path": "prompts.jsonl"},
+        "data": {} if {"sets", "rows"} & data.keys() else {"path": "prompts.jsonl"},
         "environments": {name: f"games.py:{name.title()}" for name in ("calculator", "maze", "sudoku")},
         "rewards": [{"ref": "rewards.py:exact"}],
     }

@@ -33,9 +33,9 @@ def test_drawing_never_ends_a_run(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 1.0}) + "\n")
     (tmp_path / "progress.png").symlink_to("/dev/full")
-    run_command._draw(tmp_path)
+    run_command._draw(tmp_path, None)
     (tmp_path / "progress.png").unlink()
-    run_command._draw(tmp_path)
+    run_command._draw(tmp_path, None)
     assert (tmp_path / "progress.png").stat().st_size > 0, "it is drawn where it can be"
 
 

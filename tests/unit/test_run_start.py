@@ -5,20 +5,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stream.connection.run_identity import RunIdentity
 from stream.durable import create_folder_atomically
 from stream.errors import PenstockError, SettingsError
 from workers.commands.queues import _wait_for_run
 from workers.run.identity_check import FolderCheck
 from workers.run.run_folder import write_settings
 from workers.run.run_info import RunInfo, find_run, find_run_folder, write_run_info
-from workers.run.run_start import finished_text, prepare_start, start_lines
+from workers.run.run_start import finished_summary, finished_text, prepare_start, start_lines
 from workers.run.summary import RunSummary, Staleness
-from workers.runtime.exit_codes import ExitCode
 from workers.settings.estimators import Grpo
 from workers.settings.toml_file import dump_settings, load_settings, parse_settings
 from workers.vllm.launch_command import build_command
 
 NO_CHANGES = FolderCheck(identity=None, pinned={}, changes=())
+RESUMED = FolderCheck(identity=RunIdentity.create(), pinned={}, changes=())
 LEAST = """
 [model]
 path = "m"
@@ -82,7 +83,7 @@ def test_a_run_is_resumed_by_folder_name_or_file(file, target):
     begin(prepare_start(str(file), ()))
     start = prepare_start(target, ("train.learning_rate=3e-5", "train.max_steps=20"))
     assert (start.settings.run.name, start.earlier) == ("a", None)
-    [line] = start_lines(start.settings, NO_CHANGES)
+    [line] = start_lines(start.settings, RESUMED)
     assert line.startswith("resuming run a at step 0 of 20; ")
     assert "train.learning_rate from 1e-06 to 3e-05" in line
     assert find_run_folder(target) == Path("runs/a")
@@ -90,24 +91,21 @@ def test_a_run_is_resumed_by_folder_name_or_file(file, target):
 
 def test_a_finished_run_says_so_until_something_changes(file):
     settings = load_settings(file, ("run.name=a",))
-    assert finished_text(settings) == ("", ExitCode.SUCCESS)
+    assert finished_summary(settings) is None
     folder = begin(prepare_start(str(file), ("run.name=a",)))
     summary = RunSummary(
         steps=4, groups_trained=1, groups_dropped={}, completion_states={}, staleness=Staleness(),
         tokens_per_second=1.0, seconds=1.0, fed=1, outstanding=0, dead=0, duplicates=0,
     )  # fmt: skip
     (folder / "summary.json").write_bytes(msgspec.json.encode(summary))
-    assert finished_text(settings)[0] == ""
-    summary.finished = True
+    assert finished_summary(settings) is None
+    summary.finished, summary.verdict = True, "nothing was trained"
     (folder / "summary.json").write_bytes(msgspec.json.encode(summary))
-    text, code = finished_text(settings)
+    assert finished_summary(settings) == summary
+    text = finished_text(settings, summary)
     assert text.startswith("run a has finished: 4 steps, 1 group trained. `penstock export runs/a OUT`")
-    assert code == ExitCode.SUCCESS
-    assert finished_text(load_settings(file, ("run.name=a", "train.max_steps=8")))[0] == ""
-    summary.verdict = "nothing was trained"
-    (folder / "summary.json").write_bytes(msgspec.json.encode(summary))
-    text, code = finished_text(settings)
-    assert (text.endswith(". nothing was trained"), code) == (True, ExitCode.UNTRAINED)
+    assert text.endswith(". nothing was trained")
+    assert finished_summary(load_settings(file, ("run.name=a", "train.max_steps=8"))) is None
 
 
 def test_no_such_run_is_an_error_by_name(file):

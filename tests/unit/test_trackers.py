@@ -142,7 +142,10 @@ async def test_the_settings_name_the_trackers_and_a_missing_package_is_found_fir
 def test_a_tracker_is_given_no_secret_of_the_run():
     settings = parse_settings(
         LEAST
-        | {"run": {"redis": "redis://:secret@host"}, "environments": {"a": {"ref": "a:b", "args": {"k": "secret"}}}}
+        | {
+            "run": {"name": "run", "redis": "redis://:secret@host"},
+            "environments": {"a": {"ref": "a:b", "args": {"k": "secret"}}},
+        }
     )
     run = tracked_run(settings, 1)
     assert "secret" not in json.dumps(run.settings)

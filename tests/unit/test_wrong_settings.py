@@ -30,7 +30,7 @@ def measure(completions, number): return [1.0] * len(completions)
 @pytest.mark.parametrize(
     ("section", "change", "words"),
     [
-        ("data", {"sets": [{"path": "a", "share": 1.0}]}, ["data.sets[0].share", "path, weight, name"]),
+        ("data", {"sets": [{"path": "a", "share": 1.0}]}, ["data.sets[0].share", "path, rows, weight, name"]),
         ("data", {"sets": [{"path": "a", "weight": math.inf}]}, ["data.sets[0].weight", "inf"]),
         ("data", {"sets": [{"path": "a", "weight": -1.0}]}, ["data.sets[0].weight", ">= 0"]),
         ("environments", {"a": "x:y", "b": {"ref": "x:y", "arg": {}}}, ["environments.b.arg", "ref, args"]),

@@ -19,7 +19,7 @@ from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import choose_display, format_duration
 from workers.run.role_specs import MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
 from workers.run.run_folder import lock_folder, write_atomically, write_settings
-from workers.run.run_start import finished_text, prepare_start, print_start, start_lines
+from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
 from workers.run.sampled_completion import newest_archived_group, sample_lines
 from workers.run.summary import RunSummary, latest_progress, summarize
 from workers.run.supervisor import RunOutcome, Supervisor
@@ -66,10 +66,12 @@ def run(
     """
     start = prepare_start(target, overrides)
     settings = start.settings
-    text, code = finished_text(settings)
-    if text and accept == NOTHING:
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
-        return code
+    finished = finished_summary(settings) if accept == NOTHING else None
+    if finished is not None:
+        print(finished_text(settings, finished), file=sys.stderr, flush=True)  # noqa: T201
+        if as_json:
+            print(msgspec.json.encode(finished).decode(), flush=True)  # noqa: T201
+        return ExitCode.UNTRAINED if finished.verdict else ExitCode.SUCCESS
     with ProcessLauncher() as launcher:
         if check:
             report = anyio.run(run_preflight_process, launcher, start.file, start.overrides)

@@ -10,8 +10,7 @@ from workers.run.identity_check import FolderCheck
 from workers.run.pinned import free_changes
 from workers.run.run_folder import find_newest_run, new_run_name
 from workers.run.run_info import find_settings_file
-from workers.run.summary import latest_progress, read_summary
-from workers.runtime.exit_codes import ExitCode
+from workers.run.summary import RunSummary, latest_progress, read_summary
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
@@ -49,41 +48,38 @@ def prepare_start(target: str, overrides: tuple[str, ...]) -> RunStart:
     return RunStart(file=file, overrides=overrides, settings=load_settings(file, overrides), earlier=earlier)
 
 
-def finished_text(settings: Settings) -> tuple[str, ExitCode]:
-    """Return what to tell the user, and the exit code, if the run has finished and nothing was changed since.
-
-    The text is empty if the run has work to do.
-    """
-    folder = settings.folder
-    summary = read_summary(folder)
+def finished_summary(settings: Settings) -> RunSummary | None:
+    """Return the summary of a run that has finished, if no setting was changed since; None if it has work to do."""
+    summary = read_summary(settings.folder)
     if summary is None or not summary.finished:
-        return "", ExitCode.SUCCESS
+        return None
     try:
-        if load_settings(folder / "run.toml") != settings:
-            return "", ExitCode.SUCCESS
+        stored = load_settings(settings.folder / "run.toml")
     except PenstockError:
-        return "", ExitCode.SUCCESS
+        return None
+    return summary if stored == settings else None
+
+
+def finished_text(settings: Settings, summary: RunSummary) -> str:
+    """Say that a run has finished, and what can be done with it."""
     text = (
         f"run {settings.run.name} has finished: {_count(summary.steps, 'step')}, "
-        f"{_count(summary.groups_trained, 'group')} trained. `penstock export {folder} OUT` copies its model. "
+        f"{_count(summary.groups_trained, 'group')} trained. `penstock export {settings.folder} OUT` copies its model. "
         "To train on, raise data.epochs or train.max_steps; to start anew, give it another run.name"
     )
-    if summary.verdict:
-        return f"{text}. {summary.verdict}", ExitCode.UNTRAINED
-    return text, ExitCode.SUCCESS
+    return f"{text}. {summary.verdict}" if summary.verdict else text
 
 
 def start_lines(settings: Settings, check: FolderCheck, earlier: Path | None = None) -> list[str]:
     """Describe a start: what it begins or resumes, and which settings differ from the last start."""
-    file = settings.folder / "run.toml"
-    if not file.exists():
+    if check.identity is None:
         lines = [f"new run {settings.run.name} in {settings.folder}"]
         if earlier is not None:
             lines.append(f"`penstock run {earlier.parent}` resumes the one before")
         return lines
     step, limit = latest_progress(settings.folder).step, settings.train.max_steps
     changes = [f"accepted: {change.name} changed" for change in check.changes]
-    changes += free_changes(load_settings(file), settings)
+    changes += free_changes(load_settings(settings.folder / "run.toml"), settings)
     what = f"resuming run {settings.run.name} at step {step}" + (f" of {limit}" if limit else "")
     return [f"{what}; {'; '.join(changes)}" if changes else what]
 

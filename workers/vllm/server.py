@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import aiohttp
 import anyio
@@ -71,7 +72,9 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
         )
     port = free_port(host, port)  # another server on that port could be mistaken for vLLM
     tail = OutputTail()
-    started = build_command(settings, python, host, port, is_cpu_build=installed.is_cpu_build)
+    started = await anyio.to_thread.run_sync(
+        partial(build_command, settings, python, host, port, is_cpu_build=installed.is_cpu_build)
+    )
     log.info("engine.started", vllm=installed.version, cpu=installed.is_cpu_build, command=" ".join(started))
     if not _is_loopback(host):
         log.warning("engine.exposed", host=host, why="everyone who can reach it can change its weights")
