@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 SEED   ?= 1
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --root-user-action=ignore
 
 # Without compiled files every process that a test starts compiles the project again, which takes minutes in sum.
 unexport PYTHONDONTWRITEBYTECODE
@@ -38,7 +38,7 @@ check: setup  ## Format, lint, types, import contracts, spelling, house rules
 	$(BIN)/pytest -q tests/unit/test_house_rules.py
 
 test: setup  ## Unit, property, integration and end-to-end tests
-	$(BIN)/pytest -m "not full and not gpu and not vllm" -n 3 --dist worksteal
+	$(BIN)/pytest -m "not full and not gpu and not vllm" -n 4 --dist worksteal
 
 test-nightly: setup  ## What is too long for `make test`, with random examples; takes hours
 	$(BIN)/python tests/nightly.py
