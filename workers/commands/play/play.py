@@ -21,10 +21,10 @@ from workers.commands.play.chat_episode import play_group
 from workers.commands.play.summary import describe_summary, summarize_rewards
 from workers.commands.transcripts.export_groups import export_row, write_export
 from workers.commands.transcripts.run_completions import RunCompletion
-from workers.rollout.chat.template import read_json
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.run.process_main import run_async
 from workers.runtime.exit_codes import ExitCode
+from workers.runtime.model_config import max_positions
 from workers.runtime.transcript import completion_lines
 from workers.settings import EnvironmentSettings, RewardSettings, Settings
 from workers.settings.toml_file import settings_for_model
@@ -106,7 +106,7 @@ def play_settings(options: PlayOptions, folder: Path | None) -> Settings:
     settings = settings_for_model(folder or _NO_MODEL, options.overrides)
     engine = settings.engine
     if folder is not None and not any(each.startswith("engine.max_model_len=") for each in options.overrides):
-        length = min(_model_length(folder), _PROMPT_TOKENS + settings.rollout.max_tokens)
+        length = min(max_positions(folder) or _PROMPT_TOKENS, _PROMPT_TOKENS + settings.rollout.max_tokens)
         engine = msgspec.structs.replace(engine, max_model_len=length)
     environment = EnvironmentSettings(ref=options.ref, args=dict(options.args))
     return msgspec.structs.replace(
@@ -117,13 +117,6 @@ def play_settings(options: PlayOptions, folder: Path | None) -> Settings:
         rollout=msgspec.structs.replace(settings.rollout, group_size=options.count),
         data=msgspec.structs.replace(settings.data, path="-"),  # an engine's settings need one, and read no row
     )
-
-
-def _model_length(folder: Path) -> int:
-    """Return the number of positions of a model."""
-    config = read_json(folder / "config.json")
-    found = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
-    return found if isinstance(found, int) else _PROMPT_TOKENS
 
 
 async def play(options: PlayOptions, settings: Settings, folder: Path | None) -> Group:
