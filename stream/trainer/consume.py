@@ -99,7 +99,9 @@ async def open_consumer(
         lambda: Ledger(ledger_path, resume.ledger_bytes, folder_lock, digest=resume.ledger_digest, cut=False)
     )
     try:
-        requeued = await trainer_lease.recover(ledger, keep_cut=not resume.is_newest)
+        requeued = await trainer_lease.recover(
+            ledger, keep_cut=not resume.is_newest, has_checkpoint=resume != ResumePoint()
+        )
         await anyio.to_thread.run_sync(_record_changes, ledger, ledger_path.parent, resume.step)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stage.renew_leases)

@@ -141,7 +141,7 @@ class Consumer(Generic[Checked]):
         and groups that `check` drops end here.
         """
         if self.trainer_lease.lost_recovery:
-            await self.trainer_lease.recover(self.ledger)
+            await self.trainer_lease.recover(self.ledger, has_checkpoint=True)
         claim = await self._stage.claim(count)
         ended: list[EndedGroup] = []
         for lease in claim.leases:
@@ -270,7 +270,20 @@ class Consumer(Generic[Checked]):
             if self.trainer_lease.lost_recovery:
                 raise RunFailedError("the server lost its last writes as the run ended; resumed, the run ends properly")
             await self.trainer_lease.reconcile_server(self.ledger, self._synced_bytes)
+            await self._record_dead_letters()
             await self.trainer_lease.finish_run(reason)
+
+    async def _record_dead_letters(self) -> None:
+        """Record dead letters that the ledger lacks: a server that lost writes may have forgotten a retry."""
+        dead = await self.trainer_lease.read_dead_prompts()
+
+        def write() -> None:
+            for prompt, end in dead.items():
+                if prompt not in self.ledger.dead:
+                    self.ledger.append_end(prompt, end, self.step, self.version)
+            self.ledger.sync()
+
+        await anyio.to_thread.run_sync(write)
 
     async def _receive(self, lease: Lease) -> list[EndedGroup]:
         """Buffer one leased entry; returns the entries that end because of it."""

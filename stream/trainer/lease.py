@@ -33,7 +33,7 @@ from stream.queue.entry_scan import scan_dead_entries
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from stream.trainer.ledger import Ledger
-from stream.trainer.outcomes import OPERATOR, Dropped, GroupOutcome, LedgerEntry, decode_outcome, encode_outcome
+from stream.trainer.outcomes import OPERATOR, Dead, Dropped, GroupOutcome, LedgerEntry, decode_outcome, encode_outcome
 
 log = structlog.get_logger()
 
@@ -140,7 +140,7 @@ class TrainerLease:
         """Give up the lease, so that the next trainer need not wait."""
         await self.connection.run_script("renew_trainer", self.token, 0)
 
-    async def recover(self, ledger: Ledger, *, keep_cut: bool = False) -> int:
+    async def recover(self, ledger: Ledger, *, keep_cut: bool = False, has_checkpoint: bool = False) -> int:
         """Make the server agree with the ledger.
 
         Marked groups that the ledger has are acknowledged, all others that a previous trainer held are delivered again,
@@ -151,6 +151,7 @@ class TrainerLease:
         Args:
             ledger: if it is not cut to the checkpoint yet, it is cut here, after it was compared with the server.
             keep_cut: keep what is cut off in a file, since the checkpoint is not the newest one.
+            has_checkpoint: the weights come from a checkpoint, even if its part of the ledger is empty.
 
         Returns:
             The number of marked groups that are delivered again.
@@ -159,14 +160,14 @@ class TrainerLease:
             RunMismatchError: the server has ended prompts of which the ledger's file knows nothing. Nothing is changed.
         """
         await self._index_dead_letters()
-        facts = await self._read_recovery(ledger)
+        facts = await self._read_recovery(ledger, has_checkpoint)
         starts = not self._has_recovered
         if facts.must_rebuild:
             log.warning("server.rebuilt", why="the checkpoint is older than what the server has deleted", **facts.log())
             self._raise_if_fenced(await self.connection.run_script("rebuild", self.token, ledger.length))
         if not ledger.is_cut:
             await anyio.to_thread.run_sync(lambda: ledger.cut(keep_aside=keep_cut or facts.must_rebuild))
-        facts = await self._read_recovery(ledger)
+        facts = await self._read_recovery(ledger, has_checkpoint)
         await self._revoke_dead_letters(ledger)
         if starts:  # later the ledger has records that no checkpoint contains
             recorded = [entry for entry, prompt in facts.marked.items() if prompt in ledger.outcomes]
@@ -182,7 +183,7 @@ class TrainerLease:
         self._has_recovered, self.lost_recovery = True, False
         return len(facts.again)
 
-    async def _read_recovery(self, ledger: Ledger) -> "_RecoveryFacts":
+    async def _read_recovery(self, ledger: Ledger, has_checkpoint: bool) -> "_RecoveryFacts":
         """Compare the server with the ledger, by sets of prompts.
 
         Raises:
@@ -193,6 +194,8 @@ class TrainerLease:
         facts = await anyio.to_thread.run_sync(_RecoveryFacts.compare, answer, ledger)
         run, path = self.connection.run, ledger.path
         file_bytes = await anyio.to_thread.run_sync(lambda: ledger.file_bytes)
+        if self._has_recovered:  # the ledger fitted the server, which was then set back to an earlier state
+            return facts
         if facts.acknowledged > file_bytes:
             raise RunMismatchError(
                 f"the server of run {run!r} has deleted groups up to byte {facts.acknowledged} of the ledger, but "
@@ -204,7 +207,7 @@ class TrainerLease:
                 f"{facts.unexplained} prompts of run {run!r} have ended that are not in {path}: it is another run's "
                 "ledger, or an older one. Restore the run's folder, or give this run another name"
             )
-        if facts.must_rebuild and not facts.ledger_bytes:
+        if (facts.acknowledged > 0 or facts.is_abandoned) and not (facts.ledger_bytes or has_checkpoint):
             raise RunMismatchError(
                 f"the server of run {run!r} has deleted groups that a checkpoint contained, but {path.parent} has no "
                 "checkpoint. Restore the run's folder, or give this run another name"
@@ -295,6 +298,11 @@ class TrainerLease:
             (entry.decode(), fields[b"prompt"].decode(errors="replace"), decode_outcome(fields[b"outcome"].decode()))
             for entry, fields in found
         ]
+
+    async def read_dead_prompts(self) -> dict[str, Dead]:
+        """Return the prompts that are dead letters now."""
+        letters = await scan_dead_entries(self.connection)
+        return {letter.prompt: Dead(letter.reason) for letter in letters if letter.ends_prompt}
 
     async def forget_unrecorded(self, entry_ids: Sequence[str]) -> None:
         """Delete entries of `read_unrecorded`. Call it after the ledger that has them is durable."""

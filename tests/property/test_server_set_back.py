@@ -67,6 +67,7 @@ class Run:
             for name in ("feed", "pass_on", "pass_on", "train", "time_passes"):
                 await self.act(name)
         await self.act("checkpoint")
+        await self.consumer.finish("done")
         await self.check_the_end()
 
     async def act(self, name: str) -> None:
@@ -176,7 +177,8 @@ class Run:
         self.ledger = await aside(
             lambda: Ledger(self.path, resume.ledger_bytes, lock, digest=resume.ledger_digest, cut=False)
         )
-        again = await lease.recover(self.ledger, keep_cut=not is_newest)
+        is_saved = len(self.checkpoints) > 1
+        again = await lease.recover(self.ledger, keep_cut=not is_newest, has_checkpoint=is_saved)
         stage = Stage(self.connection, "scored", f"trainer-{self.lives}", TERMS)
         self.consumer = Consumer(lease, stage, self.ledger, resume, check, requeued_groups=again)
 
@@ -216,8 +218,12 @@ class Run:
         assert (balance["trained"] + balance["dropped"], balance["dead"]) == (len(ended), len(dead)), self.log
 
 
+KNOWN = pytest.mark.xfail(strict=True, reason="seed 302: after a fall-back, a prompt is recorded twice in the ledger")
+NIGHTLY = [pytest.param(n, marks=pytest.mark.full) for n in range(10, 300, 10)]
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(10, 200, 10))])
+@pytest.mark.parametrize("first", [0, *NIGHTLY, pytest.param(300, marks=[pytest.mark.full, KNOWN])])
 async def test_a_server_that_is_set_back_never_unbalances_the_account(pipe_on, redis_url, tmp_path, first):
     for seed in range(first, first + 10):
         folder = tmp_path / str(seed)
