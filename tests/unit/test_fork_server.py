@@ -103,7 +103,7 @@ from pathlib import Path
 from workers.run.fork_server import ForkServer
 from workers.run.program import Program
 server = ForkServer.start()
-program = Program.parse([sys.executable, "-c", "import os, time; os.write(1, b'runs\\n'); time.sleep(1000)"])
+program = Program.parse([sys.executable, "-c", "import os, time; os.write(1, b'runs' + bytes([10])); time.sleep(1000)"])
 pid = server.spawn(program, environment=dict(os.environ), folder=Path.cwd(), output=(1, 2))
 os.write(1, b"%d %d\\n" % (pid, server._process.pid))  # at once: both processes write to one pipe
 time.sleep(1000)
