@@ -62,7 +62,7 @@ class TextArena:
         return self._news()
 
     def respond(self, message: str) -> str | None:
-        """Take the model's move, and those of the other players; None ends the episode.
+        """Take the model's move, then let the other players move; None ends the episode.
 
         Raises:
             EnvironmentFailure: the game raised.

@@ -49,8 +49,8 @@ if ended == in_ledger then
   for _, name in ipairs(names) do redis.call('HDEL', counts, name) end
   for name, n in pairs(recorded) do set_count(name, n) end
 else
-  -- The server lost writes: prompts that the ledger has are fed again, and counted when they are. Until then the counts are
-  -- those of the prompts that the server knows.
+  -- The server lost writes: prompts that the ledger has are fed again, and counted when they are. Until then only
+  -- prompts that the server knows are counted.
   set_count('trained', count('trained') + ended - counted)
 end
 redis.call('HSET', key('policy'), 'ledger', ARGV[2], 'recovered', ARGV[1])

@@ -144,7 +144,7 @@ def judge(settings: Settings, folder: Path, groups: int) -> str:
 
 
 def resume(settings: Settings, stop_at: int | None = None) -> PenstockError | None:
-    """Run to the end, or until so many prompts have ended; returns why the run failed.
+    """Run to the end, or until `stop_at` prompts have ended; returns why the run failed.
 
     Raises:
         PenstockError: the run was refused before it began.

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from stream.connection.run_connection import connect
@@ -20,6 +21,8 @@ from stream.trainer.resume_point import ResumePoint
 from workers.feed.worker import feed
 from workers.run.identity_check import NOTHING, Accept, check_folder, join_run, record_identity
 from workers.run.role_process import run_role
+from workers.run.run_folder import write_settings
+from workers.run.summary import RunSummary, Staleness
 from workers.runtime.context import WorkerContext
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
@@ -226,10 +229,18 @@ async def test_a_trainer_alone_gives_the_run_its_identity_and_moves_only_with_it
             pass
 
 
-def test_penstock_run_names_the_change_with_one_line_and_leaves_the_folder_as_it_was(make, tmp_path):
+@pytest.mark.parametrize("finished", [False, True])
+def test_penstock_run_names_the_change_with_one_line_and_leaves_the_folder_as_it_was(make, tmp_path, finished):
     settings = make()
     settings.folder.mkdir()
     anyio.run(partial(_on, settings.run.redis, settings.run.name, start, settings))
+    if finished:
+        write_settings(settings)
+        summary = RunSummary(
+            finished=True, steps=1, groups_trained=1, groups_dropped={}, completion_states={}, staleness=Staleness(),
+            tokens_per_second=1.0, seconds=1.0, fed=1, outstanding=0, dead=0, duplicates=0,
+        )  # fmt: skip
+        (settings.folder / "summary.json").write_bytes(msgspec.json.encode(summary))
     (tmp_path / "file.toml").write_text(dump_settings(make(reward="return [0.0]")))
     before = {file.name: file.read_bytes() for file in settings.folder.iterdir()}
     command = [sys.executable, "-P", "-m", "workers", "run", "--no-check", str(tmp_path / "file.toml")]

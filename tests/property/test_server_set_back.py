@@ -45,7 +45,7 @@ aside = anyio.to_thread.run_sync
 
 
 class Run:
-    """One random run. The feeder, the workers and the trainer act when they are told to."""
+    """One random run. Feeder, workers and trainer act one at a time, in a random order."""
 
     def __init__(self, pipe, folder: Path, seed: int) -> None:
         self.pipe, self.folder, self.chance = pipe, folder, random.Random(seed)

@@ -68,6 +68,7 @@ def run(
     settings = start.settings
     finished = finished_summary(settings) if accept == NOTHING else None
     if finished is not None:
+        check_folder(settings, accept)  # an edit of data, rewards or code is named, also after the end
         print(finished_text(settings, finished), file=sys.stderr, flush=True)  # noqa: T201
         if as_json:
             print(msgspec.json.encode(finished).decode(), flush=True)  # noqa: T201

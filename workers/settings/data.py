@@ -66,7 +66,7 @@ class Data(Section, frozen=True):
 
     @property
     def all_sets(self) -> tuple[DatasetSettings, ...]:
-        """The data sets: those of `sets`, or the only one."""
+        """All data sets: the tables of `sets`, or the one of `path` or `rows`."""
         return self.sets or (DatasetSettings(path=self.path, rows=self.rows),)
 
 

@@ -130,7 +130,7 @@ class ChatTokenizer:
         """Encode what is between two assistant turns: the new messages and the start of the next turn.
 
         Args:
-            new_messages: all messages between the two turns: tool messages, or those of the environment's `respond`.
+            new_messages: all messages between the two turns: tool messages, or what `respond` returned.
             ended_with_eos: the turn's last sampled token is `end_of_turn_id`; otherwise the result starts with it.
 
         Raises:

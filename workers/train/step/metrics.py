@@ -42,7 +42,7 @@ STEP_METRICS: Final[dict[str, str]] = {
     "reward/min": "the same completions",
     "reward/max": "the same completions",
     "reward/count": "number of completions that the four above are over",
-    "reward/part/*": "one part of the reward, `NAME/mean`, `/std`, `/min`, `/max`: those of the same completions that "
+    "reward/part/*": "one part of the reward, `NAME/mean`, `/std`, `/min`, `/max`, over the completions that "
     "have this part",
     "trained/reward_mean": "completions in B of trained groups: without the groups whose completions all earned the "
     "same, if these are filtered",
