@@ -88,7 +88,7 @@ class Back(NamedTuple):
 
     url: str
     busy: float
-    """Number of its requests in progress when it was killed."""
+    """Number of its requests in progress just before it was killed."""
     used_s: float
     waited_s: float
     """Part of these seconds in which some process of this machine waited for a core."""
@@ -167,8 +167,9 @@ def kill_one_and_wait_for_its_restart(project: Project, process) -> Back:
     wait_for_trained(project, KILLED_AFTER, process, 600)
     urls = [event["url"] for event in events(project, "supervisor") if event["event"] == "engine.announced"]
     server = Server(urls[1])
-    until(lambda: server.count("num_requests_running") > 0)
-    busy = server.count("num_requests_running")
+    while not (busy := server.count("num_requests_running")):  # one answer: a second one may come between requests
+        assert process.poll() is None, f"the run ended first: {project.logs()}"
+        time.sleep(0.02)
     server.kill()
     wait_for_trained(project, len(project.ledger()) + WITHOUT, process, 600)
     # Otherwise the start takes a minute longer on so few cores, and the other server finishes all the work.
