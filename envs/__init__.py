@@ -12,6 +12,7 @@ every other public method  a tool: name, Google-style docstring and type hints b
 `done`                     optional attribute: true after a call ends the episode
 `get_reward()`             optional: a number, None for "unknown" (invalid, never 0), a mapping of named parts, or a
                            list with one number for each model turn; may take `messages`, the conversation
+`rows()`                   optional: the rows to train on, where no file has them; `split="eval"` for held-out ones
 `close()`                  optional: called before an instance is discarded
 `__copy__()`               optional: drop handles, keep data; the copy is frozen as the episode's snapshot
 =========================  ============================================================================================
@@ -28,6 +29,7 @@ Files, and where to add something::
     references.py  resolve a setting (entry point, package.module:attr, path/to/file.py:attr, adapter:address)
     factory.py     make environments from a reference
     call.py        run user code with deadlines
+    own_rows.py    the rows that an environment brings along
     messages.py    the text of messages; prompt and completion as one conversation
     extras.py      import libraries of optional extras
     tools/         methods as tools: schemas and argument validation; new kinds of type hints go to type_hints.py

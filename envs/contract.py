@@ -1,5 +1,6 @@
 """Types and predicates of the environment contract. The table of members is in the docstring of `envs`."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol, cast, runtime_checkable
@@ -20,10 +21,11 @@ __all__ = (
     "is_messages",
     "is_observation",
     "is_response",
+    "offers_rows",
 )
 
 RESERVED_METHODS = frozenset({"reset", "respond", "get_reward", "close"})
-"""Public methods that the pipeline calls itself. Every other public method is a tool."""
+"""Public methods that the pipeline calls itself. Every other public method is a tool, except `rows` (`offers_rows`)."""
 
 Observation = str | list[dict[str, Any]] | None
 """What `reset` returns: text or content parts, appended to the last prompt message; messages with roles, which follow
@@ -85,6 +87,22 @@ def is_done(env: object) -> bool:
     """
     done = getattr(env, "done", False)
     return type(done).__name__ in ("bool", "bool_") and bool(done)  # numpy's bool counts, too
+
+
+def offers_rows(env: object) -> bool:
+    """Return whether an environment brings its own rows: a method `rows` that can be called without arguments.
+
+    One with another required parameter is a tool, for example `rows(sheet)` of a spreadsheet.
+    """
+    method = getattr(env, "rows", None)
+    if not callable(method) or not callable(getattr(type(env), "rows", None)):
+        return False
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # a C function without a signature
+        return False
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return set(required) <= {"split"}
 
 
 def _is_message(value: object) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from envs.call import describe_error, filter_kwargs
-from envs.contract import AgentEnvironment, declares_tools
+from envs.contract import AgentEnvironment, declares_tools, offers_rows
 from envs.references import Reference, check_arguments, class_key, resolve
 from envs.tools import ToolSpec, declared_specs, tool_specs
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
@@ -54,6 +54,8 @@ class EnvironmentFactory:
         self.has_reward: bool = callable(getattr(sample, "get_reward", None))
         self.responds: bool = callable(getattr(sample, "respond", None)) and not self.runs_own_loop
         """It answers turns of the model without a tool call, in `respond`."""
+        self.has_rows: bool = offers_rows(sample)
+        """It brings its own rows, in `rows`."""
         self.known_classes: dict[str, type] = _known_classes(reference, type(sample))
         """Classes that snapshots may contain, by `module:qualname`: those defined in the environment's modules, and the
         enums, dataclasses and structs imported there."""
@@ -126,7 +128,7 @@ class EnvironmentFactory:
         if not self.declares_tools:
             return tool_specs(sample)
         try:
-            return declared_specs(_run_in_thread(sample.tool_schemas, _SCHEMAS_TIMEOUT_S, self.ref))
+            return declared_specs(run_in_thread(sample.tool_schemas, _SCHEMAS_TIMEOUT_S, self.ref))
         except ReferenceNotFoundError:
             raise
         except Exception as error:
@@ -144,6 +146,10 @@ class EnvironmentFactory:
             return self._call()
         except Exception as error:
             raise EnvironmentFailure(f"making an environment of {self.ref!r} raised {describe_error(error)}") from error
+
+    def discard(self, env: object) -> None:
+        """Close an environment that was made, with a deadline."""
+        _close(env, self.ref)
 
     def reset_arguments(self, env: object, fields: dict[str, Any], seed: int, completion_index: int) -> dict[str, Any]:
         """Return the keyword arguments for `reset`.
@@ -233,12 +239,12 @@ def _close(sample: Any, ref: str) -> None:
     if not callable(close):
         return
     try:
-        _run_in_thread(close, _CLOSE_TIMEOUT_S, ref)
+        run_in_thread(close, _CLOSE_TIMEOUT_S, ref)
     except Exception as error:  # noqa: BLE001  (user code; the environment is discarded anyway)
         log.warning("environment.close_failed", environment=ref, why=describe_error(error))
 
 
-def _run_in_thread(function: Callable[[], Any], timeout_s: float, ref: str) -> Any:
+def run_in_thread(function: Callable[[], Any], timeout_s: float, ref: str) -> Any:
     """Call a sync or async function in a new thread with its own event loop, and return its result.
 
     Raises:

@@ -8,6 +8,9 @@ from workers.runtime.exit_codes import ExitCode
 
 MAZE = """
 class Maze:
+    def rows(self) -> list:
+        return [{"number": n} for n in range(10)]
+
     def reset(self, **row) -> str:
         self.steps = []
         return "Find the way out."
@@ -25,6 +28,7 @@ class Maze:
 def test_a_maze_whose_tools_are_never_called_ends_with_a_verdict(project):
     (project.folder / "world.py").write_text(MAZE)
     project.table |= {"environments": {"maze": f"{project.folder}/world.py:Maze"}, "rewards": []}
+    del project.table["data"]["path"]
     project.table["train"]["batch_size"] = 2
     result = project.run("run", str(project.write()))
     assert result.returncode == ExitCode.UNTRAINED, f"{result.stderr}\n{project.logs()}"

@@ -158,7 +158,6 @@ def test_an_invalid_mix_is_refused(make, sets, error):
     ("data", "error"),
     [
         ({"path": "a", "sets": [{"path": "b"}]}, "several are set"),
-        ({}, "none is set"),
         ({"sets": [{"path": "a", "weight": 1}, {"path": "b"}]}, "some have none"),
         ({"sets": [{"path": "a", "environment": "other"}]}, r"data.sets\[0\].environment 'other' is unknown"),
         ({"sets": [{"path": "a", "weight": -1}]}, "weight"),

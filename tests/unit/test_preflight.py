@@ -32,6 +32,7 @@ class Counter:
     def get_reward(self) -> float:
         return float(self.n == self.target)
 """
+ROWS = "        return [{'target': n, 'answer': split} for n in range(5)]\n"
 REWARD = """
 def exact(completions, answer, **_):
     return [float(text == gold) for text, gold in zip(completions, answer)]
@@ -137,6 +138,10 @@ def long_prompt(project: Project) -> None:
     project.rows([{"question": "word " * 900, "answer": "1", "target": 1}] * 4)
 
 
+def own_rows(code: str, project: Project) -> None:
+    project.edit("world.py", "    def reset", f"    def rows(self):\n        {code}\n\n    def reset")
+
+
 def without_reward(project: Project) -> None:
     project.table["rewards"] = []
     project.edit("world.py", "def get_reward", "def _reward")
@@ -154,6 +159,18 @@ MISTAKES = {
     "a template that fails": (broken_template, ["chat template", "UndefinedError"]),
     "no such data file": (partial(set_key, "data", "path", "a.jsonl"), ["a.jsonl", "no such file", "data.path"]),
     "a CSV file": (partial(set_key, "data", "path", __file__), ["data.path", ".jsonl or .parquet"]),
+    "no data and no rows()": (lambda project: project.table.pop("data"), ["counter has no method rows()", "data.path"]),
+    "rows that raise": (
+        lambda project: (project.table.pop("data"), own_rows("return open('gone.csv')", project)),
+        ["environments.counter: rows() raised FileNotFoundError", "world.py:4"],
+    ),
+    "held-out rows that are trained on": (
+        lambda project: (
+            set_key("eval", "rows", 5, project),
+            own_rows("return [{'target': 1}]", project),
+        ),
+        ["rows() of environments.counter has no parameter `split`", "eval.path"],
+    ),
     "an empty data file": (lambda project: project.rows([]), ["prompts.jsonl", "has no rows"]),
     "a wrong prompt column": (
         partial(set_key, "data", "prompt", "prompt"),
@@ -233,6 +250,15 @@ def test_a_mistake_is_an_error_with_place_and_remedy(project, mistake):
     report = project.check()
     text = "\n".join(f"{each.subject} ({each.place}): {each.problem}" for each in report.errors)
     assert [word for word in words if word not in text] == [], text or render_findings(report)
+
+
+def test_an_environment_with_rows_of_its_own_needs_no_data(project):
+    project.table.pop("data")
+    project.table["eval"] = {"rows": 2}
+    project.edit("world.py", "    def reset", "    def rows(self, split):\n" + ROWS + "\n    def reset")
+    report = project.check()
+    assert not report.errors, render_findings(report)
+    assert "5 rows of the data" in report.checked
 
 
 def test_all_faults_are_found_at_once(project):

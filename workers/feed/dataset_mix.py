@@ -20,9 +20,9 @@ import msgspec
 from stream.errors import DataError
 from stream.records import Prompt
 from workers.feed.row_mapping import prompt_id, row_to_prompt
-from workers.feed.source import Row, Source, default_dataset_name, epoch_order, open_source
+from workers.feed.source import Row, Source, default_dataset_name, epoch_order, first_own_row, open_source
 from workers.settings import Settings
-from workers.settings.data import DatasetSettings
+from workers.settings.data import OWN_ROWS, DatasetSettings
 
 _MAX_REPEATS = 100
 """How often rows may be repeated on average until each row of every dataset has been fed."""
@@ -239,19 +239,22 @@ def _prompt(dataset: Dataset, row: Row, number: int, epoch: int) -> Prompt:
     return row_to_prompt(row, number, epoch, settings=dataset.settings, dataset=dataset.name)
 
 
-def open_dataset_mix(settings: Settings, lengths: Mapping[str, Sequence[int]] | None = None) -> DatasetMix:
+def open_dataset_mix(
+    settings: Settings, lengths: Mapping[str, Sequence[int]] | None = None, setting: str = "data.path"
+) -> DatasetMix:
     """Open all datasets of `[data]`.
 
     Args:
         settings: of the run.
         lengths: see `DatasetMix`.
+        setting: the setting that names the only data set, for error messages.
 
     Raises:
         DataError: a dataset cannot be opened, or two have the same name.
     """
     data = settings.data
     datasets: dict[str, Dataset] = {}
-    for each in data.all_sets:
+    for each in settings.datasets:
         name = each.name or default_dataset_name(each.source)
         if name in datasets:
             raise DataError(
@@ -259,20 +262,20 @@ def open_dataset_mix(settings: Settings, lengths: Mapping[str, Sequence[int]] | 
                 "prompts would have the same ids; give one of them another `name`"
             )
         its_settings = _settings_for(each, settings)
-        source = open_source(its_settings.data, "[[data.sets]] path" if data.sets else "data.path")
+        source = open_source(its_settings.data, "[[data.sets]] path" if data.sets else setting)
         datasets[name] = Dataset(its_settings, source, name, each.weight)
     return DatasetMix(settings, list(datasets.values()), lengths)
 
 
 def _settings_for(dataset: DatasetSettings, settings: Settings) -> Settings:
     """Return the settings as if this dataset were the only one; its environment is the first, which is the default."""
-    data = settings.data
+    data, column = settings.data, dataset.prompt or settings.data.prompt
     replaced = msgspec.structs.replace(
         data,
         sets=(),
         path=dataset.source,
         rows=0,
-        prompt="" if dataset.rows else dataset.prompt or data.prompt,
+        prompt="" if dataset.rows or _lacks_column(dataset.source, column) else column,
         columns=data.columns | dataset.columns,
         system=dataset.system or data.system,
     )
@@ -280,6 +283,11 @@ def _settings_for(dataset: DatasetSettings, settings: Settings) -> Settings:
     if first := dataset.environment:
         environments = {first: environments[first]} | environments
     return msgspec.structs.replace(settings, data=replaced, environments=environments)
+
+
+def _lacks_column(source: str, column: str) -> bool:
+    """Return whether an environment's own rows have no prompts, so that `reset` returns them."""
+    return source.startswith(OWN_ROWS) and column not in first_own_row(source)
 
 
 @lru_cache(maxsize=2)

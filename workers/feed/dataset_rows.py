@@ -64,7 +64,7 @@ def pinned_data(
         DataError: a data set cannot be read.
     """
     known = _decode(stored)
-    names = {_PREFIX + dataset_name(each): each.source for each in settings.data.all_sets}
+    names = {_PREFIX + dataset_name(each): each.source for each in settings.datasets}
     try:
         files = {name: files_fingerprint(path) for name, path in names.items()}
     except OSError as error:

@@ -6,8 +6,8 @@ import structlog
 from stream.errors import DataError
 from stream.queue.evaluation import create_evaluation_streams, replace_evaluation_prompts
 from stream.records import Prompt
-from workers.feed.row_mapping import row_to_prompt
-from workers.feed.source import open_source
+from workers.feed.dataset_mix import open_dataset_mix
+from workers.feed.environment_rows import write_evaluation_rows
 from workers.runtime.context import WorkerContext
 from workers.settings import Settings
 
@@ -15,11 +15,12 @@ log = structlog.get_logger()
 
 
 async def upload_evaluation_prompts(context: WorkerContext) -> None:
-    """Upload the prompts of `eval.path`, unless the server has them already.
+    """Upload the held-out prompts, unless the server has them already.
 
     Raises:
         DataError: a row is not a prompt. Results over fewer prompts could not be compared.
     """
+    await anyio.to_thread.run_sync(write_evaluation_rows, context.settings, abandon_on_cancel=True)
     prompts, data_fingerprint = await anyio.to_thread.run_sync(read_evaluation_prompts, context.settings)
     await create_evaluation_streams(context.connection)
     await replace_evaluation_prompts(
@@ -37,13 +38,10 @@ def read_evaluation_prompts(settings: Settings) -> tuple[list[Prompt], str]:
     Raises:
         DataError: there are no rows, or a row is not a prompt.
     """
-    settings = settings.for_evaluation
-    source = open_source(settings.data, "eval.path")
-    prompts = []
-    for number, row in source.read_rows(range(len(source))):
-        if isinstance(row, DataError):
-            raise row
-        prompts.append(row_to_prompt(row, number, 0, settings=settings))
+    mix = open_dataset_mix(settings.for_evaluation, setting="eval.path")
+    prompts, errors = mix.read_prompts(0, mix.total_prompts)
+    if errors:
+        raise errors[0]
     if not prompts:
-        raise DataError(f"{settings.data.path}: eval.path has no prompts")
-    return prompts, source.fingerprint()
+        raise DataError(f"{settings.eval.path}: eval.path has no prompts")
+    return prompts, mix.fingerprint()

@@ -17,7 +17,7 @@ import msgspec
 
 from stream.errors import DataError
 from workers.settings import Data
-from workers.settings.data import GENERATED
+from workers.settings.data import GENERATED, OWN_ROWS
 
 Row = dict[str, Any]
 
@@ -65,6 +65,16 @@ def open_source(data: Data, setting: str = "data.path") -> Source:
     if path.suffix == ".parquet":
         return TableSource(data, _parquet(path), path)
     raise DataError(f"{data.path}: prompts come from a .jsonl or .parquet file, or a dataset saved to a folder")
+
+
+def first_own_row(path: str) -> Row:
+    """Return the first of an environment's own rows; no columns if they were not written yet."""
+    file, _ = _split_path(path)
+    if not file.is_file():
+        return {}
+    with file.open("rb") as opened:
+        row: Row = msgspec.json.decode(opened.readline() or b"{}")
+    return row
 
 
 @lru_cache(maxsize=8)
@@ -280,6 +290,7 @@ def _check_prompt(row: Row, prompt: str, place: str) -> Row | DataError:
 
 def _split_path(path: str) -> tuple[Path, str]:
     """Return the path and the split after its last `#`. If the whole path exists, its `#` is part of the name."""
+    path = path.removeprefix(OWN_ROWS)
     whole = Path(path)
     folder, mark, split = path.rpartition("#")
     return (whole, "") if whole.exists() or not mark else (Path(folder), split)

@@ -39,7 +39,7 @@ async def feed(context: WorkerContext) -> None:
     await connection.write_hash("feed", {"total": str(total)})
     async with cancel_on(context.stopping):
         while True:
-            if settings.eval.path:
+            if settings.eval.source:
                 await upload_evaluation_prompts(context)
             await _feed_all(context, dataset_mix, total)
             await Feed(connection, settings.data.max_queued_prompts).finish()

@@ -54,7 +54,7 @@ async def open_evaluation(
         concurrency: the worker's limit of groups in flight.
     """
     settings = context.settings
-    if not settings.eval.path:
+    if not settings.eval.source:
         yield None
         return
     await create_evaluation_streams(context.connection)

@@ -24,6 +24,7 @@ from stream.connection.run_identity import (
 )
 from stream.errors import DataError, RunMismatchError
 from workers.feed.dataset_rows import AcceptData, is_rows, pinned_data
+from workers.feed.environment_rows import write_training_rows
 from workers.run.pinned import (
     differences,
     pinned_code,
@@ -138,6 +139,7 @@ async def join_run(connection: RunConnection, settings: Settings, role: str, acc
     if refused:
         raise refuse(refused, f"the server of run {connection.run!r}")
     if role == "feed":
+        await anyio.to_thread.run_sync(write_training_rows, settings, abandon_on_cancel=True)
         data, added = await anyio.to_thread.run_sync(pinned_data, settings, known, accept.data)
         pinned, changes = pinned | data, (*changes, *added)
     _raise_if_different(connection, await compare_with_server(connection, folder, pinned, changes), pinned)

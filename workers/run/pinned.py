@@ -64,7 +64,7 @@ def pinned_settings(settings: Settings) -> dict[str, str]:
     found |= {"model.path": Path(settings.model.path).name, "model.dtype": settings.model.dtype}
     found["model.tool_format"] = settings.model.tool_format
     found |= dict(_section("data", settings.data, ("path", "rows", "sets", "max_queued_prompts")))
-    found["data.sets"] = [dataset_name(each) for each in settings.data.all_sets]
+    found["data.sets"] = [dataset_name(each) for each in settings.datasets]
     for each in settings.data.sets:
         found |= dict(_section(f"data.sets.{dataset_name(each)}", each, ("path", "rows", "name")))
     found |= {"environments": sorted(names), "environments.default": names[0] if names else ""}

@@ -53,7 +53,7 @@ async def score(context: WorkerContext) -> None:
         async with anyio.create_task_group() as loops:
             loop = partial(work_loop, stopping=context.stopping, isolation=Isolation())
             loops.start_soon(partial(loop, stage, work, concurrency=limit))
-            if settings.eval.path:
+            if settings.eval.source:
                 await create_evaluation_streams(context.connection)
                 share = settings.evaluation_groups_in_flight(limit.limit)
                 evaluation_limit = ConcurrencyLimit(share, parent=limit if share < limit.limit else None)

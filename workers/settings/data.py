@@ -8,13 +8,15 @@ from workers.settings.section import NonNegativeFloat, NonNegativeInt, PositiveI
 
 GENERATED: Final = "rows:"
 """Start of the source of a data set without a file."""
+OWN_ROWS: Final = "environment:"
+"""Start of the path of rows that an environment's `rows()` returned; the file is in the run's folder."""
 
 
 class DatasetSettings(Section, frozen=True):
     """`[[data.sets]]`: one of several data sets. Keys that are left out have the value from `[data]`."""
 
     path: str = ""
-    """As `data.path`."""
+    """As `data.path`. Without `path` and `rows`: what `rows()` of its `environment` returns."""
     rows: NonNegativeInt = 0
     """As `data.rows`."""
     weight: NonNegativeFloat = 0.0
@@ -40,7 +42,8 @@ class Data(Section, frozen=True):
     """`[data]`: prompts and the meaning of their columns."""
 
     path: str = ""
-    """A `.jsonl` or `.parquet` file, or the folder of a Hugging Face data set saved to disk."""
+    """A `.jsonl` or `.parquet` file, or the folder of a Hugging Face data set saved to disk. Without `path`, `rows` and
+    `sets`: what `rows()` of each environment returns."""
     rows: NonNegativeInt = 0
     """Number of problems, instead of `path`, where the environment makes them itself from the `seed` that `reset` gets.
     What `reset` returns is then the prompt."""
@@ -63,11 +66,6 @@ class Data(Section, frozen=True):
     """Shuffle each epoch, with the run's seed."""
     max_queued_prompts: PositiveInt = 256
     """Largest number of prompts that wait for a rollout worker."""
-
-    @property
-    def all_sets(self) -> tuple[DatasetSettings, ...]:
-        """All data sets: the tables of `sets`, or the one of `path` or `rows`."""
-        return self.sets or (DatasetSettings(path=self.path, rows=self.rows),)
 
 
 class EnvironmentSettings(Section, frozen=True):

@@ -64,7 +64,10 @@ class Eval(Section, frozen=True):
     """`[eval]`: held-out prompts, sampled periodically by the run's own workers and never trained on."""
 
     path: str = ""
-    """Prompt file with the columns of `[data]`; empty: no evaluation."""
+    """Prompt file with the columns of `[data]`. Without `path` and `rows` there is no evaluation."""
+    rows: NonNegativeInt = 0
+    """Number of held-out problems of each environment, instead of `path`: the first of `rows(split="eval")`, or made
+    from seeds that training does not use."""
     every: PositiveInt = 10
     """Policy versions between evaluations; the first and the last version are always evaluated."""
     group_size: PositiveInt = 4
@@ -74,6 +77,11 @@ class Eval(Section, frozen=True):
     publish_wait_s: Seconds = 300.0
     """The next version is published when the evaluation has been sampled, or after this time without progress. Choose
     it longer than an episode and shorter than `abort.stall_timeout_s`."""
+
+    @property
+    def source(self) -> str:
+        """Origin of the held-out prompts: a path, or `20 rows of each environment`; empty: nothing is evaluated."""
+        return f"{self.rows} rows of each environment" if self.rows else self.path
 
 
 class Pacing(Section, frozen=True):

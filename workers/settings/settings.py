@@ -12,7 +12,7 @@ from msgspec import field
 from stream.errors import SettingsError
 from stream.validity import TruncationReason
 from workers.settings.algorithm import Algorithm, Correction, Filter, TruncationPolicy
-from workers.settings.data import Data, EnvironmentSettings, RewardSettings
+from workers.settings.data import OWN_ROWS, Data, DatasetSettings, EnvironmentSettings, RewardSettings
 from workers.settings.engine import Engine
 from workers.settings.estimators import Estimator, Grpo
 from workers.settings.losses import Clipped, Loss
@@ -34,7 +34,7 @@ class Settings(Section, frozen=True, kw_only=True):
 
     run: Run = field(default_factory=Run)
     model: Model
-    data: Data
+    data: Data = field(default_factory=Data)
     environments: dict[str, str | EnvironmentSettings] = field(default_factory=dict)
     """Environments by name: `NAME = "REF"`, or a table with `ref` and `args` for its factory. A row's `environment`
     column selects one; the first is the default."""
@@ -68,6 +68,15 @@ class Settings(Section, frozen=True, kw_only=True):
         if not self.run.name:
             raise SettingsError("run.name is empty: set it in the settings file, or add --set run.name=NAME")
         return Path(self.run.folder or f"runs/{self.run.name}")
+
+    @property
+    def datasets(self) -> tuple[DatasetSettings, ...]:
+        """All data sets: the tables of `data.sets`, the one of `data.path` or `data.rows`, or the environments' own."""
+        data, sets = self.data, self.data.sets
+        if not sets and (data.path or data.rows):
+            sets = (DatasetSettings(path=data.path, rows=data.rows),)
+        sets = sets or tuple(DatasetSettings(environment=name) for name in self.environments)
+        return tuple(each if each.path or each.rows else self._own_rows(each) for each in sets)
 
     @property
     def max_model_len(self) -> int:
@@ -151,18 +160,26 @@ class Settings(Section, frozen=True, kw_only=True):
     @property
     def for_evaluation(self) -> "Settings":
         """Return a copy that samples the held-out prompts of `[eval]`; everything else is as in training."""
-        replace = msgspec.structs.replace
+        replace, count = msgspec.structs.replace, self.eval.rows
+        own = [DatasetSettings(environment=name, name=f"{name}-eval") for name in self.environments if count]
+        sets = tuple(self._own_rows(each, f"-{count}") for each in own)
         return replace(
             self,
-            data=replace(self.data, path=self.eval.path, sets=(), epochs=1, shuffle=False),
+            data=replace(self.data, path=self.eval.path, rows=0, sets=sets, epochs=1, shuffle=False),
             rollout=replace(self.rollout, group_size=self.eval.group_size, temperature=self.eval.temperature),
         )
 
     @property
     def evaluation_digest(self) -> str:
         """Digest of the settings that determine the held-out prompts; with their file it identifies them."""
-        made_by = (self.eval.path, self.eval.group_size, self.data, self.run.seed, list(self.environments))
+        made_by = (self.eval.source, self.eval.group_size, self.data, self.run.seed, list(self.environments))
         return hashlib.blake2b(msgspec.json.encode(made_by), digest_size=8).hexdigest()
+
+    def _own_rows(self, dataset: DatasetSettings, suffix: str = "") -> DatasetSettings:
+        """Return a data set whose path is the file with the rows that its environment returned."""
+        name = dataset.name or dataset.environment
+        file = Path(self.run.folder or f"runs/{self.run.name}") / "rows" / f"{name}{suffix}.jsonl"
+        return msgspec.structs.replace(dataset, name=name, path=f"{OWN_ROWS}{file}")
 
     def evaluation_groups_in_flight(self, groups_in_flight: int) -> int:
         """Groups of an evaluation that one worker processes concurrently, out of all its groups in flight."""

@@ -164,7 +164,7 @@ def _open_files(
         checkpoint.restore(learner)
         progress = checkpoint.progress
     evaluation_log = None
-    if settings.eval.path:
+    if settings.eval.source:
         evaluation_log = EvaluationLog(settings.folder, progress.step, folder_lock, cut=False)
     return _RunFiles(
         checkpoints=checkpoints,

@@ -1,6 +1,7 @@
 """Measure a policy on the held-out prompts of a settings file, and print the scores."""
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import anyio
@@ -10,9 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from stream.errors import SettingsError
+from stream.records import Prompt
 from workers.commands.evaluate.evaluation_engine import with_existing_engine, with_started_engine
 from workers.commands.evaluate.standalone_rollout import roll_out_and_score
 from workers.commands.output import print_json
+from workers.feed.environment_rows import temporary_folder, write_evaluation_rows
 from workers.feed.evaluation_prompts import read_evaluation_prompts
 from workers.run.process_main import run_async
 from workers.runtime.exit_codes import ExitCode
@@ -33,7 +36,7 @@ def evaluate_and_print(
         PenstockError: the settings have no held-out prompts, there is no such policy, or no engine answers.
     """
     settings = load_settings(file, overrides)
-    if not settings.eval.path:
+    if not settings.eval.source:
         raise SettingsError(f"{file}: eval.path is empty; set it to a file of held-out prompts")
     if policy is None and not engine:
         raise SettingsError("give a policy with --policy PATH, or an engine that serves one with --engine URL")
@@ -71,11 +74,11 @@ async def evaluate(settings: Settings, model: Path | None, engine: str) -> Evalu
     """Sample and score every held-out prompt on one engine, and summarize.
 
     Args:
-        settings: settings of a run, with `eval.path`.
+        settings: settings of a run, with `eval.path` or `eval.rows`.
         model: folder of the policy; None: the policy that the engine serves.
         engine: URL of the engine; empty: start one for the evaluation.
     """
-    prompts, _ = await anyio.to_thread.run_sync(read_evaluation_prompts, settings)
+    prompts = await anyio.to_thread.run_sync(_prompts, settings)
     if model is not None and settings.publishes_adapters:  # the policy is a whole model
         weights = msgspec.structs.replace(settings.weights, transport="files")
         settings = msgspec.structs.replace(settings, weights=weights, lora=Lora())
@@ -99,14 +102,21 @@ async def evaluate(settings: Settings, model: Path | None, engine: str) -> Evalu
     return await with_started_engine(settings, model, use)
 
 
+def _prompts(settings: Settings) -> list[Prompt]:
+    """Return the held-out prompts: those of the run if it has a folder, else new ones from the same settings."""
+    with nullcontext(settings) if settings.run.name and settings.folder.is_dir() else temporary_folder(settings) as its:
+        write_evaluation_rows(its)
+        return read_evaluation_prompts(its)[0]
+
+
 def _show(found: EvaluationResult, settings: Settings, what: str) -> None:
     console = Console(highlight=False)
     temperature = settings.eval.temperature
     console.print(
         Text.assemble(
             (what, "bold"),
-            f" on {settings.eval.path}: {found.overall.prompts} prompts, {settings.eval.group_size} completions each, ",
-            f"temperature {temperature:g}, {found.seconds:.1f} s",
+            f" on {settings.eval.source}: {found.overall.prompts} prompts, ",
+            f"{settings.eval.group_size} completions each, temperature {temperature:g}, {found.seconds:.1f} s",
         ),
         soft_wrap=True,
     )

@@ -92,7 +92,7 @@ class EngineClient:
     @classmethod
     def from_settings(cls, settings: Settings, engines: EngineDiscovery | Sequence[str]) -> "EngineClient":
         """Make a client with a run's deadlines, limits, and ways to sample."""
-        sampled = [settings.rollout, *([settings.for_evaluation.rollout] if settings.eval.path else [])]
+        sampled = [settings.rollout, *([settings.for_evaluation.rollout] if settings.eval.source else [])]
         return cls(
             engines,
             request_timeout_s=settings.engine.request_timeout_s,

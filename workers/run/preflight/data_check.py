@@ -1,24 +1,48 @@
-"""Checks prompt files: that they open, and that their first rows are prompts."""
+"""Checks prompt files, and the rows of environments: that they open, and that their first rows are prompts."""
 
+from collections.abc import Callable
 from typing import Final
 
-from stream.errors import DataError
+from stream.errors import DataError, ReferenceNotFoundError
 from stream.records import Prompt
 from workers.feed.dataset_mix import open_dataset_mix
+from workers.feed.environment_rows import temporary_folder, write_evaluation_rows, write_training_rows
 from workers.run.preflight.findings import PreflightReport
 from workers.settings import Settings
 
 _ROWS: Final = 64
 """Rows that are read; the feeder reports the others when it comes to them."""
+_ROWS_TIMEOUT_S: Final = 20.0
+"""For one call of an environment's `rows()`; the feeder waits longer for it."""
 
 
 def check_data(settings: Settings, report: PreflightReport) -> list[Prompt]:
-    """Report faults of `[data]` and of `eval.path`. Returns the first prompts of `[data]`."""
-    prompts = _check_rows(settings, "data.sets" if settings.data.sets else "data.path", report)
-    if settings.eval.path:
-        _check_rows(settings.for_evaluation, "eval.path", report)
+    """Report faults of `[data]` and `[eval]`. Returns the first prompts of `[data]`. Calls `rows()` of environments."""
+    with temporary_folder(settings) as own:
+        key = "data.sets" if settings.data.sets else "data.path"
+        prompts = _check_rows(own, key, report) if _check_own_rows(write_training_rows, own, key, report) else []
+        key = "eval.path" if settings.eval.path else "eval.rows"
+        if settings.eval.source and _check_own_rows(write_evaluation_rows, own, key, report):
+            _check_rows(own.for_evaluation, key, report)
     report.checked.append(f"{len(prompts)} rows of the data")
     return prompts
+
+
+def _check_own_rows(
+    write: Callable[[Settings, float], None], settings: Settings, key: str, report: PreflightReport
+) -> bool:
+    """Call `rows()` of the environments that bring their own rows. Returns whether these can be checked, too."""
+    try:
+        write(settings, _ROWS_TIMEOUT_S)
+    except DataError as error:
+        if isinstance(error.__cause__, TimeoutError):
+            report.warn("data", key, f"{error}, so its rows were not checked")
+        else:
+            report.error("data", key, error, error.cause)
+        return False
+    except ReferenceNotFoundError:
+        return False  # the check of the environments reports it
+    return True
 
 
 def _check_rows(settings: Settings, key: str, report: PreflightReport) -> list[Prompt]:
@@ -39,7 +63,7 @@ def _check_rows(settings: Settings, key: str, report: PreflightReport) -> list[P
     elif errors:
         rows = len(errors) + len(prompts)
         report.warn("data", key, f"{len(errors)} of the first {rows} rows are no prompts and are not fed: {errors[0]}")
-    if prompts and total < settings.train.batch_size and key != "eval.path":
+    if prompts and total < settings.train.batch_size and not key.startswith("eval."):
         report.warn(
             "data",
             key,

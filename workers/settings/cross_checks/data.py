@@ -30,15 +30,19 @@ def check_rewards(s: Settings) -> Iterator[str]:
 
 def check_datasets(s: Settings) -> Iterator[str]:
     """`[data]`: one data set or several, and environments that exist."""
-    if sum(map(bool, (s.data.path, s.data.rows, s.data.sets))) != 1:
-        count = "several are" if s.data.path or s.data.rows or s.data.sets else "none is"
+    given = sum(map(bool, (s.data.path, s.data.rows, s.data.sets)))
+    if given > 1 or (not given and not s.environments):
+        count = "several are" if given else "none is"
         yield (
             "data.path names one data set, [[data.sets]] several, data.rows counts problems that the environment "
             f"makes, and {count} set; set one of them"
         )
     for index, dataset in enumerate(s.data.sets):
-        if bool(dataset.path) == bool(dataset.rows):
-            yield f"data.sets[{index}] needs either path, a file, or rows, a number of problems; set one of the two"
+        if bool(dataset.path) == bool(dataset.rows) and (dataset.path or not dataset.environment):
+            yield (
+                f"data.sets[{index}] needs either path, a file, or rows, a number of problems, or an environment with "
+                "its own rows(); set one of them"
+            )
     if (s.data.rows or any(dataset.rows for dataset in s.data.sets)) and not s.environments:
         yield "data.rows counts problems that the environment makes, but [environments] is empty; name one, or a file"
     for index, dataset in enumerate(s.data.sets):

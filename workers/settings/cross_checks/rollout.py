@@ -56,10 +56,14 @@ def check_pacing(s: Settings) -> Iterator[str]:
 
 def check_evaluation(s: Settings) -> Iterator[str]:
     """`[eval]`: there are held-out prompts, and the evaluation ends."""
-    if not s.eval.path:
+    if not s.eval.source:
         for key in s.eval.non_default():
             yield f"eval.{key} is set, but eval.path is empty, so nothing is evaluated; set it too, or leave it out"
         return
+    if s.eval.path and s.eval.rows:
+        yield "eval.path names a file, eval.rows counts problems that the environment makes; set one of the two"
+    if s.eval.rows and not s.environments:
+        yield "eval.rows counts problems that the environment makes, but [environments] is empty; set eval.path"
     if s.eval.temperature == 0 and s.eval.group_size > 1:
         yield (
             f"eval.temperature is 0, so all {s.eval.group_size} completions of a prompt (eval.group_size) are the "
