@@ -46,6 +46,8 @@
 --   {NAME}:identity     hash, `id` of the run, `change:N` (accepted changes), and pinned values by name (settings, digests of
 --                       code, model and data); every process compares itself with it before it claims (`run_identity.py`)
 --   {NAME}:latest       hash, metrics of the last step, for display
+--   {NAME}:in_flight:S:WORKER string, what a worker's leases in S are doing (JSON, `GroupInFlight`); written at most once a
+--                       second, for people alone, and expires as a lease does
 --   {NAME}:wake         stream with one entry; every blocked worker waits on it
 --   {NAME}:engines      stream with one entry, the operator's engine overrides: URL -> `ACTION MS BY` (add or remove, when,
 --                       by whom)

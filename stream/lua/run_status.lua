@@ -1,5 +1,6 @@
 #!lua flags=no-writes
 -- Read the status of the whole run at one moment. Writes nothing.
+-- ARGV: `in_flight` to read the reports of workers that hold leases, too
 -- Returns JSON (`RunStatus`).
 local now = now_ms()
 local function hash(name)
@@ -47,5 +48,22 @@ if redis.call('EXISTS', key('eval')) == 1 then
   status.evaluation.results = redis.call('HLEN', key('eval:results'))
   status.evaluation.stages = {}
   for _, stage in ipairs({'eval:prompts', 'eval:groups'}) do status.evaluation.stages[stage] = stage_status(stage) end
+end
+local function add_reports(stage, consumers)
+  status.leases[stage] = table.concat(redis.call('ZRANGE', key(stage .. ':leases'), 0, -1), ' ')
+  for consumer in pairs(consumers) do
+    local groups = redis.call('GET', key('in_flight:' .. stage .. ':' .. consumer))
+    if groups then
+      status.in_flight = status.in_flight or {}
+      status.in_flight[#status.in_flight + 1] = {stage, consumer, groups}
+    end
+  end
+end
+if ARGV[1] == 'in_flight' then
+  status.leases = {}
+  for _, stage in ipairs({'prompts', 'groups'}) do add_reports(stage, status.stages[stage].consumers) end
+  if status.evaluation then
+    for stage, s in pairs(status.evaluation.stages) do add_reports(stage, s.consumers) end
+  end
 end
 return cjson.encode(status)

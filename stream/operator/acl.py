@@ -28,7 +28,7 @@ class AclRule(Struct, frozen=True):
 
 
 _READ_COMMANDS = (
-    *("hget", "hgetall", "hexists", "hkeys", "hlen", "hmget", "exists", "hscan", "scard", "sismember", "sscan"),
+    *("get", "hget", "hgetall", "hexists", "hkeys", "hlen", "hmget", "exists", "hscan", "scard", "sismember", "sscan"),
     *("xlen", "xpending", "xrange", "xread", "xrevrange", "zcard", "zrange", "zrangebyscore"),
 )
 _SERVER_COMMANDS = ("info", "time", "evalsha", "script|load", "cluster|slots", "select")
@@ -91,12 +91,14 @@ _ROLLOUT = (
     AclRule(("hset",), _subkeys("prompts", "attempts", "partials:*")),
     *_worker_rules("eval:prompts"),
     AclRule(("xadd",), ("eval:groups",)),
+    AclRule(("set",), ("in_flight:prompts:*", "in_flight:eval:prompts:*")),
 )
 _SCORE = (
     *_worker_rules("groups"),
     AclRule(("xadd",), ("scored",)),
     *_worker_rules("eval:groups"),
     AclRule(("hset",), ("eval:results",)),
+    AclRule(("set",), ("in_flight:groups:*", "in_flight:eval:groups:*")),
 )
 _EVALUATE = (
     AclRule(("xadd", "unlink"), EVALUATION_STAGES),

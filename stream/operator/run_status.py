@@ -1,5 +1,6 @@
 """The status of a run, read in one atomic step. Changes nothing."""
 
+import hashlib
 from datetime import UTC, datetime
 from typing import Any
 
@@ -9,6 +10,9 @@ from msgspec import Struct, field
 from stream.connection.keys import EVALUATION_STAGES
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
+
+_EVALUATION_FACTS = ("version", "step", "total", "unfinished", "results", "finished", "latest")
+"""What a snapshot's id covers of an evaluation, besides its stages."""
 
 
 class StageStatus(Struct, kw_only=True):
@@ -68,6 +72,15 @@ class EvaluationStatus(Struct, kw_only=True):
         return self.version >= 0 and not self.finished
 
 
+class WorkerReport(Struct, frozen=True, array_like=True):
+    """What one worker wrote last about its leases of one stage."""
+
+    stage: str
+    worker: str
+    groups: str
+    """JSON: a list of `GroupInFlight`."""
+
+
 class RunStatus(Struct, kw_only=True):
     """The status of a run at one moment."""
 
@@ -87,6 +100,25 @@ class RunStatus(Struct, kw_only=True):
     latest: str = ""
     evaluation: EvaluationStatus | None = None
     """None if the run evaluates no prompts."""
+    in_flight: list[WorkerReport] = []
+    """Reports of workers that hold leases; empty unless they were asked for (`groups_in_flight` reads them)."""
+    leases: dict[str, str] = {}
+    """Ids of the leased entries by stage, with blanks; empty unless reports were asked for."""
+
+    @property
+    def snapshot(self) -> str:
+        """Id of this state of the run: 16 hexadecimal digits. Two snapshots with one id have equal counts.
+
+        Ages, rates, the time, renewed leases and reports of workers do not change it.
+        """
+        stages = self.stages | (self.evaluation.stages if self.evaluation else {})
+        counted = [
+            [[n, s.depth, s.claimed, s.delayed, s.marked, s.lag, s.consumers] for n, s in stages.items()],
+            [self.unfinished, self.outstanding, self.dead, self.counts, self.feed, self.meta, self.latest],
+            [self.version, self.policy.get("step")],
+            None if self.evaluation is None else [getattr(self.evaluation, name) for name in _EVALUATION_FACTS],
+        ]
+        return hashlib.blake2b(msgspec.json.encode(counted, order="sorted"), digest_size=8).hexdigest()
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -120,13 +152,18 @@ class RunStatus(Struct, kw_only=True):
         }
 
 
-async def read_status(connection: RunConnection) -> RunStatus:
+async def read_status(connection: RunConnection, *, with_in_flight: bool = False) -> RunStatus:
     """Read the status of the run.
+
+    Args:
+        connection: to the run.
+        with_in_flight: also read what workers report about their leases, at the same moment.
 
     Raises:
         PenstockError: the server has no run of that name.
     """
-    status = msgspec.json.decode(await connection.run_script("run_status"), type=RunStatus, strict=False)
+    answer = await connection.run_script("run_status", *(["in_flight"] if with_in_flight else []))
+    status = msgspec.json.decode(answer, type=RunStatus, strict=False)
     if not status.meta and not status.counts and not status.policy:
         raise PenstockError(f"the server has no run named {connection.run!r}")
     if status.evaluation is not None:  # in the order of the flow

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import anyio
+import msgspec
 import structlog
 from msgspec import Struct
 
@@ -19,6 +20,7 @@ from stream.codec import decode, encode
 from stream.connection.keys import RESERVED_CONSUMERS, EvaluationStage, StageName
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.errors import LeaseLostError, PenstockError, RecordError
+from stream.queue.in_flight import GroupInFlight
 from stream.queue.lease import Lease
 from stream.records import Completion, Group
 
@@ -233,6 +235,16 @@ class Stage:
             self.connection.observe_stop(stop)
             for entry_id in lost:
                 self._mark_lost(entry_id.decode())
+
+    async def report_in_flight(self, groups: Sequence[GroupInFlight]) -> None:
+        """Overwrite what this worker's leases are doing, for people; the report expires as a lease does.
+
+        Raises:
+            ServerError: the server does not take it.
+        """
+        key = self.connection.key(f"in_flight:{self.name}:{self.consumer}")
+        payload = msgspec.json.encode(groups)
+        await self.connection.with_retry(lambda: self.connection.redis.set(key, payload, px=self._lease_ms))
 
     @contextmanager
     def ending(self, leases: Sequence[Lease]) -> Iterator[None]:

@@ -15,6 +15,7 @@ from stream.errors import ServerError
 from stream.operator.acl import ACL_ROLES, acl_rules, acl_user
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
 from stream.operator.engine_overrides import add_engine, read_engine_overrides, remove_engine
+from stream.operator.in_flight import groups_in_flight
 from stream.operator.run_control import pause, resume, stop
 from stream.operator.run_scan import scan_run
 from stream.operator.run_status import read_status
@@ -26,6 +27,7 @@ from stream.queue.evaluation import (
     replace_evaluation_prompts,
 )
 from stream.queue.feed import Feed
+from stream.queue.in_flight import GroupInFlight
 from stream.records import Prompt
 from stream.server_process import find_server
 from stream.trainer.lease import EndedGroup, TrainerLease
@@ -133,10 +135,13 @@ async def test_groups_pass_all_stages_with_one_user_per_role(links, admin, pipe_
     await rollout.release(again, "none", "")
     (again,) = (await rollout.claim(1)).leases
     await links["rollout"].run_script("renew_leases", "prompts", "r", 30_000, again.id)
+    await rollout.report_in_flight([GroupInFlight(entry=again.id, prompt="e", claimed_at=1.0)])
+    assert groups_in_flight(await read_status(links["viewer"], with_in_flight=True))
     await rollout.complete(again, "groups", rollout_group(of, again))
 
     score = of["score"].stage("groups", "s", data_attempts=1)
     leases = (await score.claim(5)).leases
+    await score.report_in_flight([])
     for lease in leases[:4]:
         await score.complete(lease, "scored", rollout_group(of, lease))
     assert await score.release(leases[4], "data", "no such image") is True
@@ -239,8 +244,10 @@ REFUSED = {
     ],
     "rollout": [*WORKER_SECRETS, ("XADD", "{run}:scored", "*", "prompt", "a"), ("HSET", "{run}:feed", "done", "1"),
                 ("XADD", "{run}:engines", "*", "http://e", "add 0 me")],
-    "score": [*WORKER_SECRETS, ("XADD", "{run}:groups", "*", "prompt", "a"), ("XADD", "{run}:prompts", "*", "p", "a")],
-    "train": [("XADD", "{run}:prompts", "*", "prompt", "a"), ("XADD", "{run}:groups", "*", "prompt", "a"),
+    "score": [*WORKER_SECRETS, ("SET", "{run}:in_flight:prompts:r", "[]"),
+              ("XADD", "{run}:groups", "*", "prompt", "a"), ("XADD", "{run}:prompts", "*", "p", "a")],
+    "train": [("SET", "{run}:in_flight:groups:s", "[]"),
+              ("XADD", "{run}:prompts", "*", "prompt", "a"), ("XADD", "{run}:groups", "*", "prompt", "a"),
               ("HSET", "{run}:feed", "cursor", "0"),
               ("XREADGROUP", "GROUP", "penstock", "t", "STREAMS", "{run}:groups", ">")],
     "run": [("DEL", "{run}:dropped_dead"), ("XADD", "{run}:engines", "*", "http://e", "add 0 me"),
@@ -261,7 +268,13 @@ FOR_NOBODY = [
     ),
     *(("ACL", "LIST"), ("SHUTDOWN",), ("ROLE",), ("SCRIPT", "FLUSH"), ("MONITOR",), ("SCAN", "0")),
     *(("HGETALL", "{other}:meta"), ("XADD", "{other}:wake", "*", "e", ""), ("XRANGE", "{run}-2:prompts", "-", "+")),
-    *(("SET", "{run}", "x"), ("GET", "{run}:prompts"), ("PUBLISH", "x", "y"), ("CLUSTER", "RESET"), ("CLIENT", "LIST")),
+    *(
+        ("SET", "{run}", "x"),
+        ("GET", "{other}:in_flight:prompts:r"),
+        ("PUBLISH", "x", "y"),
+        ("CLUSTER", "RESET"),
+        ("CLIENT", "LIST"),
+    ),
 ]
 
 

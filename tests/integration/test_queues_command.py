@@ -20,7 +20,7 @@ STAGE_KEYS = {"depth", "claimed", "delayed", "lag", "oldest_age_s", "rate", "con
 KEYS = {
     "run", "at", "stages", "fed", "trained", "dropped", "dropped_by_reason", "dead", "outstanding",
     "groups_outstanding", "capacity", "version", "step", "dead_letters", "duplicates", "cancelled", "finished",
-    "paused_by", "paused_at", "evaluation", "rows", "truncated",
+    "paused_by", "paused_at", "evaluation", "rows", "truncated", "snapshot", "bottleneck",
 }  # fmt: skip
 
 
@@ -71,12 +71,16 @@ async def test_json_has_these_keys_and_counts(connection, redis_url, run_name, c
     assert (report["fed"], report["outstanding"], report["groups_outstanding"], report["capacity"]) == (4, 4, 2, 8)
     assert report["fed"] == report["trained"] + report["dropped"] + report["dead"] + report["outstanding"]
     assert (report["version"], report["finished"]) == (-1, "")
+    assert len(report["snapshot"]) == 16
+    bottleneck = report["bottleneck"]
+    assert (bottleneck["limit"], bottleneck["figures"]["waiting"]) == ("rollout workers", 2)
 
 
 async def test_the_table_shows_the_same_counts(connection, redis_url, run_name, capsys):
     await some_work(connection)
     await in_thread(run_name, redis_url)
     output = capsys.readouterr().out
+    assert "limited by rollout workers: 1 group at 1 rollout worker, 2 prompts waiting" in output
     assert "prompts held by  rollout-1  1" in output
     assert "fed 4 = trained 0 + dropped 0 + dead 0 + outstanding 4" in output
     assert "groups outstanding 2 of 8" in output

@@ -13,12 +13,15 @@ from rich.text import Text
 
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError, SettingsError
+from stream.operator.bottleneck import Bottleneck, find_bottleneck
+from stream.operator.in_flight import groups_in_flight
 from stream.operator.run_status import EvaluationStatus, RunStatus, StageStatus, read_status
 from stream.validity import TruncationReason
 from workers.commands.output import print_json
 from workers.run.progress_display import balance_text, evaluation_lines, stage_table
 from workers.run.run_info import RunLocation, find_run, with_run
 from workers.run.summary import has_finished
+from workers.runtime.transcript import escape_controls
 
 _WATCH_INTERVAL_S = 1.0
 _START_TIMEOUT_S: Final = 600.0
@@ -65,6 +68,10 @@ class QueueReport(Struct, kw_only=True):
     run: str
     at: float
     """Unix time in seconds, by the server's clock."""
+    snapshot: str
+    """Id of this state; two reports with one id have the same counts."""
+    bottleneck: Bottleneck
+    """What limits the run now."""
     stages: dict[str, StageReport]
     fed: int
     trained: int
@@ -110,9 +117,9 @@ def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch:
         if watch:
             await _watch(connection, as_json)
         elif as_json:
-            print_json(queue_report(connection.run, await read_status(connection)))
+            print_json(queue_report(connection.run, await read_status(connection, with_in_flight=True)))
         else:
-            Console().print(render_queues(connection.run, await read_status(connection)))
+            Console().print(render_queues(connection.run, await read_status(connection, with_in_flight=True)))
 
     try:
         with_run(location, show)
@@ -152,6 +159,8 @@ def queue_report(run: str, status: RunStatus) -> QueueReport:
     return QueueReport(
         run=run,
         at=status.now_ms / 1000,
+        snapshot=status.snapshot,
+        bottleneck=find_bottleneck(status, groups_in_flight(status)),
         stages=_stage_reports(status.stages),
         **status.balance,
         dropped_by_reason=status.dropped,
@@ -233,6 +242,7 @@ def render_queues(run: str, status: RunStatus) -> RenderableType:
     ]
     return Group(
         head,
+        bottleneck_text(report.bottleneck),
         Text(),
         stage_table(status),
         Text(),
@@ -242,6 +252,13 @@ def render_queues(run: str, status: RunStatus) -> RenderableType:
         paced,
         *last,
     )
+
+
+def bottleneck_text(found: Bottleneck) -> Text:
+    """Return what limits a run as one line."""
+    text = Text(escape_controls(str(found)))
+    text.stylize("bold", 0, len(text.plain.partition(":")[0]))
+    return text
 
 
 def _last_step_counts(report: QueueReport) -> list[tuple[str, dict[str, int]]]:
@@ -273,7 +290,7 @@ async def _watch(connection: RunConnection, as_json: bool) -> None:
         if as_json:
             screen.stop()
         while True:
-            status = await read_status(connection)
+            status = await read_status(connection, with_in_flight=True)
             if as_json:
                 print_json(queue_report(connection.run, status))
             else:

@@ -34,7 +34,8 @@ async def feed(context: WorkerContext) -> None:
     lengths = dataset_lengths((await read_server_identity(connection)).pinned)
     dataset_mix = await anyio.to_thread.run_sync(open_dataset_mix, settings, lengths)
     fingerprint = await anyio.to_thread.run_sync(dataset_mix.fingerprint)
-    await connection.write_hash("meta", {"data": fingerprint, "capacity": str(settings.capacity)})
+    facts = {"data": fingerprint, "capacity": str(settings.capacity), "batch_size": str(settings.train.batch_size)}
+    await connection.write_hash("meta", facts)
     total = await anyio.to_thread.run_sync(lambda: dataset_mix.total_prompts)
     await connection.write_hash("feed", {"total": str(total)})
     async with cancel_on(context.stopping):

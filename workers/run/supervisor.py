@@ -26,8 +26,11 @@ from rich.text import Text
 
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError, RunFailedError, ServerError
+from stream.operator.bottleneck import find_bottleneck
+from stream.operator.in_flight import groups_in_flight
 from stream.operator.run_status import RunStatus, read_status
 from stream.server_process import private_server
+from workers.run.bottleneck_log import BottleneckLog
 from workers.run.child_process import ChildProcess
 from workers.run.child_processes import ChildProcesses
 from workers.run.engine_processes import EngineProcesses
@@ -206,9 +209,11 @@ class Supervisor:
     async def _watch(self, connection: RunConnection, restart_loop: RestartLoop) -> None:
         """Show progress once a second, and fail a run that makes no progress."""
         detector: StallDetector | None = None
-        samples = SampleSchedule()
+        samples, bottlenecks = SampleSchedule(), BottleneckLog()
         while True:
             status = await self._refresh(connection, restart_loop)
+            if status is not None and self._phase == _RUNNING:
+                bottlenecks.observe(find_bottleneck(status, groups_in_flight(status)))
             await self._show_warnings()
             await self._show_sample(connection, status, samples)
             if self._phase == _RUNNING and detector is None:  # starting engines have their own timeout
@@ -238,7 +243,7 @@ class Supervisor:
         """Read, show and return the run's status; None before the run has begun. A lost server fails the run."""
         status = None
         try:
-            status = await read_status(connection)
+            status = await read_status(connection, with_in_flight=True)
             connection.observe_stop(int(status.meta.get("stop", 0)))
         except ServerError as error:
             self._server_gone = True
