@@ -18,7 +18,7 @@ from msgspec import Struct, field
 from stream.connection.keys import STAGES
 from stream.operator.run_scan import RunScan
 from stream.queue.entry_scan import DeadEntry, StreamEntry
-from stream.trainer.ledger import LedgerLine
+from stream.trainer.ledger_records import LedgerLine
 from stream.trainer.outcomes import OPERATOR, Dead, Dropped, encode_outcome
 
 T = TypeVar("T")

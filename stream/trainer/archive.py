@@ -32,7 +32,7 @@ from stream.durable import fsync_path, write_all
 from stream.errors import PenstockError, RecordError, RunFailedError
 from stream.records import Group, TrainedCompletion
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
-from stream.trainer.ledger import LedgerRecord, content_hash, decode_record, encode_record
+from stream.trainer.ledger_records import LedgerRecord, content_hash, decode_record, encode_record
 
 _MAGIC = b"PSgr"
 _HEAD = struct.Struct("<4sIII")

@@ -27,7 +27,8 @@ from stream.trainer.archive import Archive
 from stream.trainer.consumer import Checked, Consumer
 from stream.trainer.folder_lock import RunFolderLock, last_token
 from stream.trainer.lease import TrainerLease
-from stream.trainer.ledger import Ledger, LedgerEvent, read_events
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerEvent, read_events
 from stream.trainer.outcomes import Dropped
 from stream.trainer.resume_point import ResumePoint
 

@@ -34,8 +34,9 @@ from stream.queue.stage import Claim, Stage
 from stream.records import Group, TrainedCompletion
 from stream.trainer.archive import Archive
 from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.ledger import Ledger, LedgerRecord, content_hash
-from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, LedgerOutcome, Trained
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerRecord, content_hash
+from stream.trainer.outcomes import OPERATOR, AlreadyEnded, Dropped, Duplicate, LedgerOutcome, Trained
 from stream.trainer.resume_point import ResumePoint
 
 log = structlog.get_logger()
@@ -90,6 +91,8 @@ class Consumer(Generic[Checked]):
         """Steps committed so far."""
         self.buffer: dict[str, LeasedGroup[Checked]] = {}
         """Leased groups that no step has taken yet, by prompt id."""
+        self._in_step: set[str] = set()
+        """Prompts of the groups that `pop` returned and `commit` has not ended yet."""
         self._stage = stage
         self._check = check
         self._archive = archive
@@ -160,6 +163,7 @@ class Consumer(Generic[Checked]):
 
     def pop(self, prompt_ids: Collection[str]) -> list[LeasedGroup[Checked]]:
         """Take these groups out of the buffer, in the order of their prompt ids: arrival order must not matter."""
+        self._in_step.update(prompt_ids)
         return [self.buffer.pop(prompt_id) for prompt_id in sorted(prompt_ids)]
 
     async def release_all(self) -> None:
@@ -197,6 +201,7 @@ class Consumer(Generic[Checked]):
         await self._record(ended, step, completions)
         self.step = step
         await self._end([EndedGroup(each.lease, outcome, in_step=True) for each, outcome in ended])
+        self._in_step.difference_update(each.group.prompt.id for each in groups)
 
     async def reserve_version(self, highest_known: int = -1) -> int:
         """Reserve a policy version number that was never used, above `highest_known`."""
@@ -348,6 +353,8 @@ class Consumer(Generic[Checked]):
         """Record in the ledger what ended without this trainer: dead letters, and what an operator did with them."""
         last = self._unrecorded[-1] if self._unrecorded else ""
         for entry, prompt, end in await self.trainer_lease.read_unrecorded(last):
+            if end == Dropped(OPERATOR) and (prompt in self._in_step or prompt in self.buffer):
+                continue  # a server that lost writes gave the prompt to both; when the step ends, the drop is revoked
             await anyio.to_thread.run_sync(self.ledger.append_end, prompt, end, self.step, self.version)
             self._unrecorded.append(entry)
 

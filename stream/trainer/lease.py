@@ -33,7 +33,8 @@ from stream.queue.entry_scan import scan_dead_entries
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from stream.trainer.ledger import Ledger
-from stream.trainer.outcomes import OPERATOR, Dead, Dropped, GroupOutcome, LedgerEntry, decode_outcome, encode_outcome
+from stream.trainer.outcomes import Dead, GroupOutcome, LedgerEntry, decode_outcome, encode_outcome
+from stream.trainer.recovery_facts import RecoveryFacts
 
 log = structlog.get_logger()
 
@@ -183,7 +184,7 @@ class TrainerLease:
         self._has_recovered, self.lost_recovery = True, False
         return len(facts.again)
 
-    async def _read_recovery(self, ledger: Ledger, has_checkpoint: bool) -> "_RecoveryFacts":
+    async def _read_recovery(self, ledger: Ledger, has_checkpoint: bool) -> RecoveryFacts:
         """Compare the server with the ledger, by sets of prompts.
 
         Raises:
@@ -191,7 +192,7 @@ class TrainerLease:
         """
         known = await anyio.to_thread.run_sync(lambda: ledger.known_prompts)
         answer = await self.connection.run_script("read_recovery")
-        facts = await anyio.to_thread.run_sync(_RecoveryFacts.compare, answer, ledger)
+        facts = await anyio.to_thread.run_sync(RecoveryFacts.compare, answer, ledger)
         run, path = self.connection.run, ledger.path
         file_bytes = await anyio.to_thread.run_sync(lambda: ledger.file_bytes)
         if self._has_recovered:  # the ledger fitted the server, which was then set back to an earlier state
@@ -350,56 +351,6 @@ class TrainerLease:
     def _raise_if_fenced(self, answer: int) -> None:
         if not answer:
             raise FencedError(f"another trainer has taken over run {self.connection.run!r}; this one must stop")
-
-
-class _RecoveryFacts(Struct):
-    """The server's prompts, compared with the ledger."""
-
-    marked: dict[str, str]
-    """Prompt by entry."""
-    again: dict[str, str]
-    """Marked entries whose prompt has no outcome in the ledger, with the prompt."""
-    ended: list[str]
-    """Unfinished prompts that have an outcome in the ledger."""
-    unexplained: int
-    """How many more prompts have ended on the server than in the ledger."""
-    acknowledged: int
-    """Length of the ledger whose groups the server has deleted; -1: unknown."""
-    is_abandoned: bool
-    """A part of that ledger was cut off when an older checkpoint was used."""
-    ledger_bytes: int
-    """Length of the ledger whose groups the trainer's weights contain."""
-
-    @classmethod
-    def compare(cls, answer: Any, ledger: Ledger) -> "_RecoveryFacts":
-        """Evaluate the answer of `read_recovery`."""
-        ended_on_server, acknowledged, flat, unfinished, acknowledged_by = answer
-        texts = [item.decode(errors="replace") for item in flat]
-        marks = list(zip(texts[::3], texts[1::3], texts[2::3], strict=True))
-        recorded = len(ledger.outcomes) - list(ledger.outcomes.values()).count(Dropped(OPERATOR))
-        again = {entry: prompt for entry, prompt, _ in marks if prompt not in ledger.outcomes}
-        reopened = sum(bool(counted) for entry, _, counted in marks if entry in again)
-        names = [prompt.decode(errors="replace") for prompt in unfinished]
-        ended = [prompt for prompt in names if prompt in ledger.outcomes]
-        operator = sum(ledger.outcomes[prompt] == Dropped(OPERATOR) for prompt in ended)
-        return cls(
-            marked={entry: prompt for entry, prompt, _ in marks},
-            again=again,
-            ended=ended,
-            unexplained=ended_on_server - reopened + len(ended) - operator - recorded,
-            acknowledged=acknowledged,
-            is_abandoned=ledger.is_abandoned(acknowledged, acknowledged_by),
-            ledger_bytes=ledger.length,
-        )
-
-    @property
-    def must_rebuild(self) -> bool:
-        """Whether the server has deleted groups that the checkpoint lacks."""
-        return self.acknowledged > self.ledger_bytes or self.is_abandoned or self.unexplained > 0
-
-    def log(self) -> dict[str, int]:
-        """Return what the log says."""
-        return {"deleted_to": self.acknowledged, "checkpoint_at": self.ledger_bytes}
 
 
 def _process_namespace() -> str:

@@ -10,131 +10,25 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from stream.durable import fsync_path, write_all
 from stream.errors import RunFailedError, RunMismatchError
-from stream.records import Group
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
-from stream.trainer.outcomes import (
-    OPERATOR,
-    Dead,
-    Dropped,
-    LedgerEntry,
-    LedgerOutcome,
-    Retried,
-    Trained,
-    decode_outcome,
-    encode_outcome,
+from stream.trainer.ledger_records import (
+    LedgerEvent,
+    LedgerRecord,
+    apply_record,
+    decode_event,
+    describe_first_error,
+    encode_record,
+    end_hash,
+    parse_contents,
+    read_contents,
+    record_or_none,
 )
-
-
-class LedgerRecord(Struct, frozen=True):
-    """The end of one prompt."""
-
-    prompt: str
-    outcome: LedgerEntry
-    step: int
-    """The optimizer step that contained the group, or the next one if it was dropped on the way; the first is 1."""
-    version: int
-    """The policy version of the trainer at that time."""
-    hash: str
-    """Of the group's content (`content_hash`); without a group, of prompt and outcome."""
-
-    @property
-    def has_group(self) -> bool:
-        """Whether the prompt ended with a group at the trainer, which may be in the archive."""
-        return isinstance(self.outcome, Trained | Dropped) and self.outcome != Dropped(OPERATOR)
-
-
-class LedgerLine(Struct, frozen=True):
-    """A record and its position in the file."""
-
-    number: int
-    """The first is 1."""
-    end_offset: int
-    """Length of the ledger up to and including this line, in bytes."""
-    record: LedgerRecord
-
-
-class _Line(Struct):
-    """The JSON form of a record."""
-
-    prompt: str
-    outcome: str
-    step: int
-    version: int
-    hash: str
-
-
-class LedgerEvent(Struct, frozen=True):
-    """A line that is about the run and no prompt, for example an accepted change of a setting."""
-
-    event: str
-    step: int
-    """Optimizer steps done before it."""
-    details: dict[str, Any]
-
-
-_line_decoder = msgspec.json.Decoder(_Line)
-_event_decoder = msgspec.json.Decoder(LedgerEvent)
-
-
-def encode_record(record: LedgerRecord) -> bytes:
-    """Return the record's JSON, without a line end."""
-    outcome = encode_outcome(record.outcome)
-    return msgspec.json.encode(_Line(record.prompt, outcome, record.step, record.version, record.hash))
-
-
-def decode_record(text: bytes) -> LedgerRecord:
-    """Parse one line of the ledger.
-
-    Raises:
-        ValueError: the line is no record.
-    """
-    line = _line_decoder.decode(text)
-    return LedgerRecord(line.prompt, decode_outcome(line.outcome), line.step, line.version, line.hash)
-
-
-def decode_event(text: bytes) -> LedgerEvent | None:
-    """Parse one line of the ledger; None if it is no event."""
-    try:
-        return _event_decoder.decode(text)
-    except msgspec.DecodeError:
-        return None
-
-
-def read_events(path: Path) -> list[LedgerEvent]:
-    """Read all events of a ledger."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    return [event for event in map(decode_event, lines) if event is not None]
-
-
-def read_ledger(path: Path) -> tuple[list[LedgerLine], list[str]]:
-    """Read all complete records without changing the file.
-
-    Returns:
-        The records, and a message for each invalid line.
-    """
-    lines: list[LedgerLine] = []
-    invalid: list[str] = []
-    end_offset = 0
-    if not path.exists():
-        return lines, invalid
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            end_offset += len(text)
-            if not text.endswith(b"\n"):
-                break  # still being written, or torn when its trainer died
-            try:
-                lines.append(LedgerLine(number, end_offset, decode_record(text)))
-            except ValueError as error:
-                if decode_event(text) is None:
-                    invalid.append(f"{path}, line {number}: {error}")
-    return lines, invalid
+from stream.trainer.outcomes import OPERATOR, Dropped, LedgerEntry, LedgerOutcome, Retried, encode_outcome
 
 
 class Ledger:
@@ -174,13 +68,15 @@ class Ledger:
         content, begin = self._history(found, length, digest)
         self._restored = (begin, content[begin:length])
         """Offset and bytes of a part that was cut off, and that the checkpoint contains after all."""
-        contained = _parse(path, content, length)
+        contained = parse_contents(path, content, length)
         self.outcomes = contained.outcomes
         """How each prompt ended that was trained or dropped."""
         self.dead = contained.dead
         """Prompts that are dead letters."""
         self._digest = hashlib.blake2b(content[:length], digest_size=16)
-        self._tail = content[length:] if begin == length else found[begin:] + content[length:]
+        self._tail = content[length:]
+        if begin < length:
+            self._tail += _without(found[begin:], _untrained_lines(content[begin:]))
         if cut:
             self.cut()
 
@@ -195,7 +91,7 @@ class Ledger:
             FencedError: another trainer has taken over the run's folder; nothing is cut.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _untrained_lines(self._tail)
+        kept = self._counting_lines(_untrained_lines(self._tail))
         with hold_optional(self._folder_lock):
             if keep_aside and self._tail:
                 self._write_aside()
@@ -218,8 +114,6 @@ class Ledger:
         self._digest.update(kept)
         self.resumed_bytes = self.checkpointed_bytes + len(kept)
         self._tail = b""
-        for record in filter(None, map(_outcome_of, kept.splitlines())):
-            self._remember(record)
 
     @property
     def is_cut(self) -> bool:
@@ -235,7 +129,7 @@ class Ledger:
     def known_prompts(self) -> set[str]:
         """Every prompt with an outcome in the file, before it is cut, or in what was cut off and kept aside."""
         asides = [aside.read_bytes() for _, aside in self._asides()]
-        found = (_outcome_of(text) for part in (self._tail, *asides) for text in part.splitlines())
+        found = (record_or_none(text) for part in (self._tail, *asides) for text in part.splitlines())
         return {record.prompt for record in found if record is not None} | self.outcomes.keys()
 
     @property
@@ -297,9 +191,9 @@ class Ledger:
             False if the prompt was trained or dropped before, so that this end does not count, or if the ledger has
             this end already; nothing is written.
         """
-        if prompt in self.outcomes or self.dead.get(prompt, Retried()) == entry:
+        if not self._counts(prompt, entry):
             return False
-        self.append([LedgerRecord(prompt, entry, step, version, _end_hash(prompt, entry))])
+        self.append([LedgerRecord(prompt, entry, step, version, end_hash(prompt, entry))])
         return True
 
     def sync(self) -> int:
@@ -332,7 +226,23 @@ class Ledger:
             self._file.close()
 
     def _remember(self, record: LedgerRecord) -> None:
-        _remember(record, self.outcomes, self.dead)
+        apply_record(record, self.outcomes, self.dead)
+
+    def _counts(self, prompt: str, entry: LedgerEntry) -> bool:
+        """Whether an end that was decided without the trainer changes how the prompt stands."""
+        return prompt not in self.outcomes and self.dead.get(prompt, Retried()) != entry
+
+    def _counting_lines(self, lines: bytes) -> bytes:
+        """Remember the ends in these lines; returns the lines without those that do not count."""
+        kept = []
+        for text in lines.splitlines(keepends=True):
+            record = record_or_none(text)
+            if record is not None and not self._counts(record.prompt, record.outcome):
+                continue
+            if record is not None:
+                self._remember(record)
+            kept.append(text)
+        return b"".join(kept)
 
     def _history(self, content: bytes, length: int, digest: str) -> tuple[bytes, int]:
         """Return the ledger of the checkpoint: the file, or the file with a part that was cut off before.
@@ -355,7 +265,7 @@ class Ledger:
                 f"{self.path} has {len(content)} bytes, but the checkpoint was made when it had {length}. Restore the "
                 "file"
             )
-        broken = [error for error in [_first_error(self.path, content[:length])] if error]
+        broken = [error for error in [describe_first_error(self.path, content[:length])] if error]
         raise RunMismatchError(
             f"{broken[0] if broken else self.path}: the file was altered: its first {length} bytes are not those that "
             "the checkpoint was made with. Restore the file"
@@ -391,100 +301,27 @@ class Ledger:
         )
 
 
-class LedgerContents(Struct):
-    """What a ledger says about prompts."""
-
-    outcomes: dict[str, LedgerOutcome]
-    """Trained or dropped."""
-    dead: dict[str, Dead]
-
-    def ends(self) -> dict[str, str]:
-        """Return the end of each prompt, in text form."""
-        return {prompt: encode_outcome(end) for prompt, end in (*self.dead.items(), *self.outcomes.items())}
-
-
-def read_contents(path: Path, length: int | None = None) -> LedgerContents:
-    """Read the first `length` bytes of a ledger, or all complete lines; changes nothing.
-
-    Raises:
-        RunMismatchError: the file is shorter, or a line is no record.
-    """
-    content = path.read_bytes() if path.exists() else b""
-    if length is None:
-        length = content.rfind(b"\n") + 1
-    if len(content) < length:
-        raise RunMismatchError(f"{path} has {len(content)} bytes, but the checkpoint was made when it had {length}")
-    return _parse(path, content, length)
-
-
-def _parse(path: Path, content: bytes, length: int) -> LedgerContents:
-    found = LedgerContents({}, {})
-    for number, text in enumerate(content[:length].splitlines(keepends=True), 1):
-        if not text.endswith(b"\n"):
-            raise RunMismatchError(f"{path}, line {number}: the checkpoint's length is inside this line")
-        try:
-            _remember(decode_record(text), found.outcomes, found.dead)
-        except ValueError as error:
-            if decode_event(text) is None:
-                raise RunMismatchError(f"{path}, line {number}: {error}") from error
-    return found
-
-
-def _remember(record: LedgerRecord, outcomes: dict[str, LedgerOutcome], dead: dict[str, Dead]) -> None:
-    """Apply a record: what is trained or dropped stays so, a dead letter may be retried."""
-    match record.outcome:
-        case Trained() | Dropped() as outcome:
-            outcomes[record.prompt] = outcome
-            dead.pop(record.prompt, None)
-        case Dead() as outcome:
-            if record.prompt not in outcomes:
-                dead[record.prompt] = outcome
-        case Retried():
-            dead.pop(record.prompt, None)
-
-
 def _untrained_lines(tail: bytes) -> bytes:
     """Return the intact lines of events, and of ends that were decided without the trainer."""
     kept = []
     for text in tail.splitlines(keepends=True):
-        record = _outcome_of(text) if text.endswith(b"\n") else None
-        is_end = record is not None and record.hash == _end_hash(record.prompt, record.outcome)
+        record = record_or_none(text) if text.endswith(b"\n") else None
+        is_end = record is not None and record.hash == end_hash(record.prompt, record.outcome)
         if is_end or (text.endswith(b"\n") and decode_event(text) is not None):
             kept.append(text)
     return b"".join(kept)
 
 
-def _outcome_of(text: bytes) -> LedgerRecord | None:
-    try:
-        return decode_record(text)
-    except ValueError:
-        return None
-
-
-def _first_error(path: Path, content: bytes) -> str:
-    """Describe the first line that is no record; empty if each is one."""
-    for number, text in enumerate(content.splitlines(keepends=True), 1):
-        if not text.endswith(b"\n") or (_outcome_of(text) is None and decode_event(text) is None):
-            return f"{path}, line {number}"
-    return ""
-
-
-def _end_hash(prompt: str, entry: LedgerEntry) -> str:
-    """Return the hash in the record of an end that has no group: of the record itself."""
-    return hashlib.blake2b(msgspec.json.encode((prompt, encode_outcome(entry))), digest_size=12).hexdigest()
+def _without(lines: bytes, copies: bytes) -> bytes:
+    """Return the lines without one occurrence of each line in `copies`."""
+    left, kept = Counter(copies.splitlines(keepends=True)), []
+    for text in lines.splitlines(keepends=True):
+        if left[text] > 0:
+            left[text] -= 1
+        else:
+            kept.append(text)
+    return b"".join(kept)
 
 
 def _digest_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def content_hash(group: Group) -> str:
-    """Hash what a step depends on: ids, tokens, log-probs, rewards, validity; not times, attempts or workers."""
-    facts = [
-        (
-            *(c.index, c.failure, c.truncated, c.parts, c.reward),
-            [(row.prompt_ids, row.token_ids, row.sampled_ranges, row.logprobs, row.spans) for row in c.rows],
-        )
-        for c in group.completions
-    ]
-    return hashlib.blake2b(msgspec.msgpack.encode((group.prompt.id, facts)), digest_size=12).hexdigest()

@@ -8,7 +8,7 @@ from msgspec import Struct
 from stream.connection.run_connection import RunConnection
 from stream.operator.dead_letters import DeadLetter, list_dead_letters
 from stream.operator.run_status import RunStatus, read_status
-from stream.trainer.ledger import decode_record
+from stream.trainer.ledger_records import decode_record
 from stream.trainer.outcomes import encode_outcome
 from tests.chaos.ends import intended
 from tests.chaos.witness import row_of, testimony

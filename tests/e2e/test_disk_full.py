@@ -5,7 +5,8 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from stream.trainer.ledger import Ledger, read_ledger
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import read_ledger
 from tests.chaos import project
 from tests.chaos.audit import acquitted
 from tests.faults import heavy_trainer

@@ -12,7 +12,8 @@ from redis import Redis
 
 from stream.errors import RecordError
 from stream.trainer.archive import scan_archive
-from stream.trainer.ledger import Ledger, read_ledger
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import read_ledger
 from tests.e2e.harness import balanced, children, finish, running, wait_for_trained
 from workers.run.run_info import read_run_info
 from workers.settings.toml_file import load_settings

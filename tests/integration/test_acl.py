@@ -31,7 +31,8 @@ from stream.queue.in_flight import GroupInFlight
 from stream.records import Prompt
 from stream.server_process import find_server
 from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Dropped, Duplicate, Trained
 from workers.cli import penstock
 

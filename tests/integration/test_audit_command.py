@@ -16,7 +16,7 @@ from stream.errors import DataError, PenstockError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters
 from stream.server_process import private_server
 from stream.trainer.lease import EndedGroup
-from stream.trainer.ledger import LedgerRecord
+from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
 from workers.commands.audit import show_audit
 from workers.feed.dataset_mix import open_dataset_mix

@@ -14,6 +14,7 @@ from stream.trainer.consume import consume
 from stream.trainer.consumer import Consumer
 from stream.trainer.lease import TrainerLease
 from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import read_ledger
 from stream.trainer.outcomes import Dropped, Trained
 from stream.trainer.resume_point import ResumePoint
 
@@ -272,6 +273,27 @@ async def test_two_copies_dropped_in_one_poll_are_recorded_once(make_consumer, p
     consumer = make_consumer(lambda *_: Dropped("difficulty"))
     await consumer.poll(2)
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "dropped:difficulty": 1, "duplicates": 1}
+
+
+@pytest.mark.parametrize("popped", [False, True])
+async def test_a_drop_by_the_operator_of_a_prompt_that_a_step_takes_is_revoked(make_consumer, pipe, popped):
+    await pipe.scored("a")
+    consumer = make_consumer()
+    await consumer.poll(1)
+    # A server that lost its last writes may have the prompt as a dead letter as well.
+    await pipe.connection.redis.sadd(pipe.connection.key("dropped_dead"), "a")
+    await pipe.connection.redis.hdel(pipe.connection.key("unfinished"), "a")
+    await pipe.connection.redis.hincrby(pipe.connection.key("counts"), "dropped:operator", 1)
+    fields = {"prompt": "a", "outcome": "dropped:operator"}
+    await pipe.connection.redis.xadd(pipe.connection.key("unrecorded"), fields)
+    groups = consumer.pop("a") if popped else []
+    await consumer.sync()
+    await consumer.commit(groups or consumer.pop("a"), 1)
+    await consumer.sync()
+    lines, _ = await anyio.to_thread.run_sync(read_ledger, consumer.ledger.path)
+    assert [line.record.outcome for line in lines] == [Trained()]
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1, "dropped:operator": 0}
+    assert not await pipe.connection.redis.xlen(pipe.connection.key("unrecorded"))
 
 
 async def test_a_lease_that_ran_out_and_was_claimed_again_is_the_same_group(make_consumer, pipe):

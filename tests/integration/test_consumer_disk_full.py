@@ -12,7 +12,8 @@ from stream.operator.run_status import read_status
 from stream.trainer.archive import Archive, ArchivedGroups, scan_archive
 from stream.trainer.consumer import Consumer
 from stream.trainer.lease import TrainerLease
-from stream.trainer.ledger import Ledger, content_hash
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import content_hash
 from stream.trainer.resume_point import ResumePoint
 from workers.settings.toml_file import parse_settings
 from workers.train.worker import _open_archive

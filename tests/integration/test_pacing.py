@@ -5,7 +5,8 @@ import pytest
 
 from stream.operator.run_status import read_status
 from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import AlreadyEnded, Dropped, Trained
 
 

@@ -15,7 +15,8 @@ from stream.records import Prompt
 from stream.server_process import private_server
 from stream.trainer.consume import consume
 from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.ledger import Ledger, LedgerEvent, LedgerRecord, read_contents, read_events, read_ledger
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerEvent, LedgerRecord, read_contents, read_events, read_ledger
 from stream.trainer.outcomes import AlreadyEnded, Dropped, Retried, Trained
 from stream.trainer.untrained_ends import record_untrained_ends
 

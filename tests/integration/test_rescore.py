@@ -11,7 +11,8 @@ from envs.snapshot import freeze
 from stream.codec import encode
 from stream.records import Completion, Failure, Group, Prompt, RewardPart
 from stream.trainer.archive import Archive
-from stream.trainer.ledger import Ledger, LedgerRecord, content_hash
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerRecord, content_hash
 from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from workers.cli import penstock

@@ -16,7 +16,7 @@ from stream.connection.run_identity import read_identity, read_server_identity
 from stream.errors import RunMismatchError
 from stream.operator.run_status import read_status
 from stream.trainer.consume import consume, open_trainer_lease
-from stream.trainer.ledger import read_events, read_ledger
+from stream.trainer.ledger_records import read_events, read_ledger
 from stream.trainer.resume_point import ResumePoint
 from workers.feed.worker import feed
 from workers.run.identity_check import NOTHING, Accept, check_folder, join_run, record_identity

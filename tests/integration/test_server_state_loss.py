@@ -17,7 +17,8 @@ from stream.operator.dead_letters import list_dead_letters
 from stream.operator.run_status import read_status
 from stream.server_process import private_server
 from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Trained
 from workers.feed.dataset_mix import open_dataset_mix
 from workers.feed.worker import feed

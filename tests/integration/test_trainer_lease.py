@@ -13,7 +13,8 @@ from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
 from stream.records import Prompt
 from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, GroupOutcome, LedgerOutcome, Trained
 
 TRAINED = Trained()

@@ -11,7 +11,8 @@ from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
 from stream.operator.run_status import read_status
 from stream.server_process import find_server, private_server
 from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Dropped, Trained
 
 SERVERS = {"path": find_server, "wheel": lambda: Path(_from_the_wheel())}

@@ -23,7 +23,8 @@ from stream.records import Prompt
 from stream.trainer.consumer import Consumer
 from stream.trainer.folder_lock import RunFolderLock, last_token
 from stream.trainer.lease import TrainerLease
-from stream.trainer.ledger import Ledger, read_contents
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import read_contents
 from stream.trainer.outcomes import Dropped
 from stream.trainer.resume_point import ResumePoint
 
@@ -218,14 +219,13 @@ class Run:
         assert (balance["trained"] + balance["dropped"], balance["dead"]) == (len(ended), len(dead)), self.log
 
 
-KNOWN = pytest.mark.xfail(strict=True, reason="seed 302: after a fall-back, a prompt is recorded twice in the ledger")
-NIGHTLY = [pytest.param(n, marks=pytest.mark.full) for n in range(10, 300, 10)]
+NIGHTLY = [pytest.param(n, marks=pytest.mark.full) for n in range(5, 600, 5)]
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("first", [0, *NIGHTLY, pytest.param(300, marks=[pytest.mark.full, KNOWN])])
+@pytest.mark.parametrize("first", [0, *NIGHTLY])
 async def test_a_server_that_is_set_back_never_unbalances_the_account(pipe_on, redis_url, tmp_path, first):
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 5):
         folder = tmp_path / str(seed)
         folder.mkdir()
         async with connect(redis_url, f"set-back-{folder.name}-{random.Random().getrandbits(40)}") as connection:

@@ -25,7 +25,8 @@ from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
 from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import AlreadyEnded, Dropped, Trained
 
 CAPACITY = 4

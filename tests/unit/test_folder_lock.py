@@ -9,7 +9,8 @@ import pytest
 
 from stream.errors import FencedError
 from stream.trainer.folder_lock import LOCK_FILE, RunFolderLock, last_token
-from stream.trainer.ledger import Ledger, LedgerRecord
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Trained
 from workers.train.metrics_log import MetricsLog
 

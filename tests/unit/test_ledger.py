@@ -7,8 +7,9 @@ import pytest
 
 from stream.errors import RunMismatchError
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, Span
-from stream.trainer.ledger import Ledger, LedgerRecord, content_hash, read_ledger
-from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerEvent, LedgerRecord, content_hash, read_events, read_ledger
+from stream.trainer.outcomes import Dead, Dropped, LedgerOutcome, Retried, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 
@@ -201,3 +202,25 @@ def test_a_line_with_an_unknown_outcome_is_junk(path):
 
 def test_a_missing_ledger_has_no_lines(path):
     assert read_ledger(path) == ([], [])
+
+
+def test_lines_that_stay_when_the_ledger_is_cut_stay_once_when_the_newer_checkpoint_comes_back(path, length):
+    ledger = Ledger(path, length)
+    ledger.append([line("c")])
+    ledger.append_end("d", Dropped("operator"), 2, 1)
+    newer, digest = ledger.sync(), ledger.digest()
+    ledger.append_end("e", Dead("unreadable"), 2, 1)
+    ledger.append_event(LedgerEvent("change_accepted", 2, {}))
+    ledger.close()
+    older = Ledger(path, length, cut=False)
+    older.cut(keep_aside=True)
+    older.append_end("e", Retried(), 2, 1)
+    older.append_end("c", Dead("unreadable"), 2, 1)
+    older.append_end("c", Dropped("operator"), 2, 1)
+    older.close()
+    back = Ledger(path, newer, digest=digest)
+    assert (back.outcomes["c"], back.outcomes["d"], back.dead) == (Trained(), Dropped("operator"), {})
+    back.close()
+    lines, junk = read_ledger(path)
+    assert (junk, len(read_events(path))) == ([], 1)
+    assert [each.record.prompt for each in lines] == ["a", "b", "c", "d", "e", "e"]

@@ -11,7 +11,8 @@ from stream.codec import encode
 from stream.errors import SettingsError
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, TrainedCompletion
 from stream.trainer.archive import Archive
-from stream.trainer.ledger import Ledger, LedgerRecord, content_hash
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerRecord, content_hash
 from stream.trainer.outcomes import Dropped, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row

@@ -15,7 +15,7 @@ from stream.connection.run_identity import read_identity
 from stream.errors import PenstockError, ServerError
 from stream.operator.audit import AuditInput, AuditReport, audit
 from stream.operator.run_scan import RunScan, scan_run
-from stream.trainer.ledger import read_ledger
+from stream.trainer.ledger_records import read_ledger
 from workers.commands.output import print_json
 from workers.commands.prompt_index import PromptIndex
 from workers.commands.run_files import saved_settings

@@ -14,7 +14,7 @@ from stream.connection.run_connection import MAX_BLOCK_S
 from stream.connection.run_identity import read_server_identity
 from stream.errors import DataError, RunFailedError
 from stream.queue.feed import CursorMovedError, Feed
-from stream.trainer.ledger import read_contents
+from stream.trainer.ledger_records import read_contents
 from workers.feed.dataset_mix import DatasetMix, open_dataset_mix
 from workers.feed.dataset_rows import dataset_lengths
 from workers.feed.evaluation_prompts import upload_evaluation_prompts

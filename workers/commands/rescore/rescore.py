@@ -28,7 +28,7 @@ from envs.rewards import RewardFunction
 from stream.errors import PenstockError, SettingsError
 from stream.records import Completion, Group, Message, RewardPart
 from stream.trainer.archive import ArchivedGroups
-from stream.trainer.ledger import read_ledger
+from stream.trainer.ledger_records import read_ledger
 from stream.trainer.outcomes import encode_outcome
 from stream.validity import Reward
 from workers.commands.output import print_json

@@ -13,7 +13,7 @@ from stream.codec import decode
 from stream.errors import PenstockError, RecordError
 from stream.records import Completion, Group, TrainedCompletion
 from stream.trainer.archive import ArchiveOffset, scan_archive
-from stream.trainer.ledger import LedgerRecord, read_ledger
+from stream.trainer.ledger_records import LedgerRecord, read_ledger
 from stream.trainer.outcomes import encode_outcome
 from stream.validity import Measured
 from workers.runtime.transcript import invalid_reason

@@ -14,7 +14,7 @@ from msgspec import Struct
 from stream.errors import RunMismatchError
 from stream.records import Group
 from stream.trainer.archive import ArchivedGroups
-from stream.trainer.ledger import LedgerLine, read_events, read_ledger
+from stream.trainer.ledger_records import LedgerLine, read_events, read_ledger
 from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained, encode_outcome
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import Checkpoint, CheckpointStore

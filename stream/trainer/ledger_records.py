@@ -1,0 +1,219 @@
+"""The lines of a ledger: records of ends and events; read and written without opening the ledger for a run."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from stream.errors import RunMismatchError
+from stream.records import Group
+from stream.trainer.outcomes import (
+    OPERATOR,
+    Dead,
+    Dropped,
+    LedgerEntry,
+    LedgerOutcome,
+    Retried,
+    Trained,
+    decode_outcome,
+    encode_outcome,
+)
+
+
+class LedgerRecord(Struct, frozen=True):
+    """The end of one prompt."""
+
+    prompt: str
+    outcome: LedgerEntry
+    step: int
+    """The optimizer step that contained the group, or the next one if it was dropped on the way; the first is 1."""
+    version: int
+    """The policy version of the trainer at that time."""
+    hash: str
+    """Of the group's content (`content_hash`); without a group, of prompt and outcome."""
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the prompt ended with a group at the trainer, which may be in the archive."""
+        return isinstance(self.outcome, Trained | Dropped) and self.outcome != Dropped(OPERATOR)
+
+
+class LedgerLine(Struct, frozen=True):
+    """A record and its position in the file."""
+
+    number: int
+    """The first is 1."""
+    end_offset: int
+    """Length of the ledger up to and including this line, in bytes."""
+    record: LedgerRecord
+
+
+class _Line(Struct):
+    """The JSON form of a record."""
+
+    prompt: str
+    outcome: str
+    step: int
+    version: int
+    hash: str
+
+
+class LedgerEvent(Struct, frozen=True):
+    """A line that is about the run and no prompt, for example an accepted change of a setting."""
+
+    event: str
+    step: int
+    """Optimizer steps done before it."""
+    details: dict[str, Any]
+
+
+_line_decoder = msgspec.json.Decoder(_Line)
+
+
+_event_decoder = msgspec.json.Decoder(LedgerEvent)
+
+
+def encode_record(record: LedgerRecord) -> bytes:
+    """Return the record's JSON, without a line end."""
+    outcome = encode_outcome(record.outcome)
+    return msgspec.json.encode(_Line(record.prompt, outcome, record.step, record.version, record.hash))
+
+
+def decode_record(text: bytes) -> LedgerRecord:
+    """Parse one line of the ledger.
+
+    Raises:
+        ValueError: the line is no record.
+    """
+    line = _line_decoder.decode(text)
+    return LedgerRecord(line.prompt, decode_outcome(line.outcome), line.step, line.version, line.hash)
+
+
+def decode_event(text: bytes) -> LedgerEvent | None:
+    """Parse one line of the ledger; None if it is no event."""
+    try:
+        return _event_decoder.decode(text)
+    except msgspec.DecodeError:
+        return None
+
+
+def read_events(path: Path) -> list[LedgerEvent]:
+    """Read all events of a ledger."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [event for event in map(decode_event, lines) if event is not None]
+
+
+def read_ledger(path: Path) -> tuple[list[LedgerLine], list[str]]:
+    """Read all complete records without changing the file.
+
+    Returns:
+        The records, and a message for each invalid line.
+    """
+    lines: list[LedgerLine] = []
+    invalid: list[str] = []
+    end_offset = 0
+    if not path.exists():
+        return lines, invalid
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            end_offset += len(text)
+            if not text.endswith(b"\n"):
+                break  # still being written, or torn when its trainer died
+            try:
+                lines.append(LedgerLine(number, end_offset, decode_record(text)))
+            except ValueError as error:
+                if decode_event(text) is None:
+                    invalid.append(f"{path}, line {number}: {error}")
+    return lines, invalid
+
+
+class LedgerContents(Struct):
+    """What a ledger says about prompts."""
+
+    outcomes: dict[str, LedgerOutcome]
+    """Trained or dropped."""
+    dead: dict[str, Dead]
+
+    def ends(self) -> dict[str, str]:
+        """Return the end of each prompt, in text form."""
+        return {prompt: encode_outcome(end) for prompt, end in (*self.dead.items(), *self.outcomes.items())}
+
+
+def read_contents(path: Path, length: int | None = None) -> LedgerContents:
+    """Read the first `length` bytes of a ledger, or all complete lines; changes nothing.
+
+    Raises:
+        RunMismatchError: the file is shorter, or a line is no record.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    if length is None:
+        length = content.rfind(b"\n") + 1
+    if len(content) < length:
+        raise RunMismatchError(f"{path} has {len(content)} bytes, but the checkpoint was made when it had {length}")
+    return parse_contents(path, content, length)
+
+
+def parse_contents(path: Path, content: bytes, length: int) -> LedgerContents:
+    """Return what the first `length` bytes of a ledger say.
+
+    Raises:
+        RunMismatchError: a line is no record and no event.
+    """
+    found = LedgerContents({}, {})
+    for number, text in enumerate(content[:length].splitlines(keepends=True), 1):
+        if not text.endswith(b"\n"):
+            raise RunMismatchError(f"{path}, line {number}: the checkpoint's length is inside this line")
+        try:
+            apply_record(decode_record(text), found.outcomes, found.dead)
+        except ValueError as error:
+            if decode_event(text) is None:
+                raise RunMismatchError(f"{path}, line {number}: {error}") from error
+    return found
+
+
+def apply_record(record: LedgerRecord, outcomes: dict[str, LedgerOutcome], dead: dict[str, Dead]) -> None:
+    """Apply a record: what is trained or dropped stays so, a dead letter may be retried."""
+    match record.outcome:
+        case Trained() | Dropped() as outcome:
+            outcomes[record.prompt] = outcome
+            dead.pop(record.prompt, None)
+        case Dead() as outcome:
+            if record.prompt not in outcomes:
+                dead[record.prompt] = outcome
+        case Retried():
+            dead.pop(record.prompt, None)
+
+
+def record_or_none(text: bytes) -> LedgerRecord | None:
+    """Parse one line of the ledger; None if it is no record."""
+    try:
+        return decode_record(text)
+    except ValueError:
+        return None
+
+
+def describe_first_error(path: Path, content: bytes) -> str:
+    """Describe the first line that is no record; empty if each is one."""
+    for number, text in enumerate(content.splitlines(keepends=True), 1):
+        if not text.endswith(b"\n") or (record_or_none(text) is None and decode_event(text) is None):
+            return f"{path}, line {number}"
+    return ""
+
+
+def end_hash(prompt: str, entry: LedgerEntry) -> str:
+    """Return the hash in the record of an end that has no group: of the record itself."""
+    return hashlib.blake2b(msgspec.json.encode((prompt, encode_outcome(entry))), digest_size=12).hexdigest()
+
+
+def content_hash(group: Group) -> str:
+    """Hash what a step depends on: ids, tokens, log-probs, rewards, validity; not times, attempts or workers."""
+    facts = [
+        (
+            *(c.index, c.failure, c.truncated, c.parts, c.reward),
+            [(row.prompt_ids, row.token_ids, row.sampled_ranges, row.logprobs, row.spans) for row in c.rows],
+        )
+        for c in group.completions
+    ]
+    return hashlib.blake2b(msgspec.msgpack.encode((group.prompt.id, facts)), digest_size=12).hexdigest()
