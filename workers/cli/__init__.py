@@ -50,6 +50,7 @@ penstock.add_section(
 )
 penstock.add_section(
     "Look at a run",
+    run_commands.dashboard,
     transcript_commands.show,
     run_commands.queues,
     run_commands.audit,

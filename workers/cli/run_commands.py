@@ -1,5 +1,6 @@
 """Commands on an existing run: status, control, audit, replay, users, export."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Final, Literal
@@ -106,3 +107,27 @@ def export(target: str, out: Path, which: str) -> None:
     logs.configure_logging("export")
     export(find_run_folder(target), out, int(which) if which.isdigit() else which)  # type: ignore[arg-type]
     click.echo(str(out))
+
+
+@click.command(short_help="Show runs in the browser, live.")
+@click.argument("targets", metavar="[RUN]...", nargs=-1)
+@options.redis
+@click.option("--host", default="127.0.0.1", show_default=True, help="Other machines can look only with a token.")
+@click.option("--port", default=7077, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
+@click.option("--allow-changes", is_flag=True, help="Let pages retry and drop dead letters.")
+def dashboard(targets: tuple[str, ...], redis: str, host: str, port: int, allow_changes: bool) -> None:
+    """Show runs in the browser. RUN is a folder, a settings file or a name; without one, all runs under runs/.
+
+    Running, stopped, killed and finished runs are shown; nothing of them is changed. The environment variable
+    PENSTOCK_DASHBOARD_TOKEN sets a token that viewers need; a host that other machines can reach needs one.
+    """
+    from envs.extras import import_extra
+
+    for module in ("aiohttp", "jinja2"):
+        import_extra(module, "dashboard")
+    from workers.dashboard.access import TOKEN_VARIABLE, Access
+    from workers.dashboard.run_dashboard import run_dashboard
+
+    log_errors_only("dashboard")
+    access = Access(host=host, token=os.environ.get(TOKEN_VARIABLE, ""), allow_changes=allow_changes)
+    run_dashboard(targets, redis, access, port)

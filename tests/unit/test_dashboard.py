@@ -1,0 +1,171 @@
+"""The dashboard's pages: who may see them, what they show, and that nothing from a run can act in a page."""
+
+import json
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import anyio.to_thread
+import pytest
+from aiohttp.test_utils import make_mocked_request
+
+from stream.errors import PenstockError, SettingsError
+from workers.dashboard.access import Access, is_same_origin
+from workers.dashboard.metrics_series import MAX_POINTS, make_charts
+from workers.dashboard.rendering import render, with_query
+from workers.dashboard.run_source import RunCatalog
+from workers.dashboard.server import serve_dashboard
+
+TOKEN = "a token, 7 words long"
+STEPS = [
+    {"step": n, "reward/mean": n / 10, "rows/valid": 6, "rows/reward:timeout": 2, "valid_fraction": 0.75}
+    for n in range(1, 4)
+]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A run that was killed: a folder, and no server."""
+    path = tmp_path / "a run"
+    (path / "logs").mkdir(parents=True)
+    (path / "run.toml").write_text(
+        f'[run]\nname = "r"\nfolder = "{path}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
+        '[[rewards]]\nref = "a:b"\n'
+    )
+    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in STEPS))
+    return path
+
+
+@asynccontextmanager
+async def browser(folder: Path, access: Access = Access(), **headers: str):  # noqa: B008
+    catalog = await anyio.to_thread.run_sync(RunCatalog, [str(folder)])
+    async with serve_dashboard(catalog, access, 0) as url:
+        timeout = aiohttp.ClientTimeout(total=20)
+        async with aiohttp.ClientSession(url, headers=headers, timeout=timeout) as session:
+            yield session
+
+
+async def text_of(session: aiohttp.ClientSession, path: str, status: int = 200) -> str:
+    async with session.get(path) as response:
+        text = await response.text()
+        assert response.status == status, text
+        return text
+
+
+async def test_a_killed_run_opens_from_its_folder_alone(folder):
+    async with browser(folder) as session:
+        runs = await text_of(session, "/?all")
+        assert '<a href="/runs/a%20run">a run</a>' in runs
+        assert "killed" in runs
+        page = await text_of(session, "/")  # the only run
+        assert "No server runs for this run now" in page
+        assert "reward <output>0.3</output>" in page
+        charts = json.loads(await text_of(session, "/runs/a%20run/charts.json"))
+    assert charts["steps"] == [1, 2, 3]
+    valid = next(chart for chart in charts["charts"] if chart["name"] == "valid")
+    assert {line["label"]: line["values"] for line in valid["lines"]} == {
+        "valid": [0.75] * 3,
+        "reward:timeout": [0.25] * 3,
+    }
+    throughput = next(chart for chart in charts["charts"] if chart["name"] == "throughput")
+    assert throughput["empty"] == "no step measured it"
+
+
+async def test_every_answer_forbids_foreign_scripts_and_frames(folder):
+    async with browser(folder) as session:
+        for path in ("/", "/nothing", "/static/dashboard.js", "/runs/none"):
+            async with session.get(path) as response:
+                policy = response.headers["Content-Security-Policy"]
+                assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+                assert "unsafe" not in policy
+                assert response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+async def test_pages_load_nothing_from_elsewhere_and_have_no_inline_script_or_style(folder):
+    async with browser(folder) as session:
+        page = await text_of(session, "/")
+    assert "://" not in page.replace("http://www.w3.org", "")
+    assert "<style" not in page
+    assert " style=" not in page
+    assert page.count("<script") == page.count('<script src="/static/') > 0
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "", "[::1", "127.0.0.1.evil.example"])
+async def test_a_name_that_is_not_this_machines_is_refused_without_a_token(folder, host):
+    async with browser(folder, Host=host) as session:
+        assert "not the dashboard" in await text_of(session, "/", 403)
+
+
+async def test_a_token_is_needed_once_and_leaves_the_address(folder):
+    async with browser(folder, Access(token=TOKEN)) as session:
+        assert "needs its token" in await text_of(session, "/", 401)
+        assert "not the token" in await text_of(session, "/?token=guess", 401)
+        async with session.get("/?all", params={"token": TOKEN}, allow_redirects=False) as response:
+            assert (response.status, response.headers["Location"]) == (303, "/?all=")
+            cookie = response.headers["Set-Cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        async with session.get("/?all", headers={"Authorization": f"Bearer {TOKEN}"}) as response:
+            assert response.status == 200
+
+
+def test_other_machines_cannot_look_without_a_token():
+    for host in ("127.0.0.1", "::1", "localhost"):
+        Access(host=host).check()
+    Access(host="0.0.0.0", token=TOKEN).check()
+    for host in ("0.0.0.0", "::", "10.0.0.7", "trainer"):
+        with pytest.raises(SettingsError, match="PENSTOCK_DASHBOARD_TOKEN"):
+            Access(host=host).check()
+
+
+async def test_nothing_is_changed_unless_that_is_allowed_and_this_page_asks(folder):
+    async with browser(folder) as session, session.post("/runs/a%20run/dead") as response:
+        assert response.status == 403
+        assert "--allow-changes" in await response.text()
+
+
+@pytest.mark.parametrize(
+    ("headers", "same"),
+    [
+        ({}, False),
+        ({"Origin": "null"}, False),
+        ({"Origin": "http://evil.example"}, False),
+        ({"Origin": "http://localhost:7077", "Sec-Fetch-Site": "cross-site"}, False),
+        ({"Origin": "http://localhost:7078"}, False),
+        ({"Origin": "http://localhost:7077"}, True),
+        ({"Origin": "http://localhost:7077", "Sec-Fetch-Site": "same-origin"}, True),
+    ],
+)
+def test_a_post_is_of_this_dashboard_if_its_origin_is(headers, same):
+    request = make_mocked_request("POST", "/", headers={"Host": "localhost:7077", **headers})
+    assert is_same_origin(request) is same
+
+
+def test_what_a_run_says_is_text_with_visible_control_characters():
+    page = render("error.html", {"title": "<script>alert(1)</script>", "text": "a\u202eb\x1b[31m\u2066c\x00"})
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "<script>" not in page
+    assert r"a\u202eb\x1b[31m\u2066c\x00" in page
+
+
+def test_a_query_keeps_what_it_has():
+    assert with_query("/g", {"step": "3", "end": ""}, prompt="a&b") == "/g?step=3&prompt=a%26b"
+    assert with_query("/g", {"step": "3"}, step=None) == "/g"
+
+
+def test_charts_of_a_long_run_are_means_over_equal_numbers_of_steps():
+    charts = make_charts([{"step": n, "reward/mean": float(n % 2)} for n in range(1, 10 * MAX_POINTS + 1)])
+    assert (charts.steps_per_point, len(charts.steps), charts.steps[-1]) == (10, MAX_POINTS, 10 * MAX_POINTS)
+    assert charts.charts[0].lines[0].values == [0.5] * MAX_POINTS
+    assert [chart.empty for chart in make_charts([]).charts] == ["no step yet: the first one adds a point"] * 6
+
+
+def test_runs_of_one_name_have_addresses_of_their_own(folder, tmp_path):
+    other = tmp_path / "other" / folder.name
+    other.mkdir(parents=True)
+    (other / "run.toml").write_text((folder / "run.toml").read_text())
+    catalog = RunCatalog([str(folder), str(other)])
+    assert [source.key for source in catalog.sources()] == ["a run", "a run~2"]
+    assert catalog.find("a run~2").folder == other
+    with pytest.raises(PenstockError, match="is neither a run's folder"):
+        RunCatalog(["no-such-run"])

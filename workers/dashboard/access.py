@@ -1,0 +1,150 @@
+"""Who may see the pages, and who may change a run: host names, token, origin, and the headers of every answer."""
+
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable
+from typing import Final
+from urllib.parse import urlsplit
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Middleware
+from msgspec import Struct
+
+from stream.errors import SettingsError
+from workers.dashboard.rendering import render
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+TOKEN_VARIABLE: Final = "PENSTOCK_DASHBOARD_TOKEN"  # noqa: S105  (the name of a variable)
+_COOKIE: Final = "penstock-dashboard"
+_COOKIE_S: Final = 30 * 86400
+_LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+_HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+class Access(Struct, frozen=True, kw_only=True):
+    """Where the dashboard listens, and what its viewers may do."""
+
+    host: str = "127.0.0.1"
+    token: str = ""
+    """Empty: everybody who reaches the address may look."""
+    allow_changes: bool = False
+    """Pages may retry and drop dead letters."""
+
+    def check(self) -> None:
+        """Refuse to be reachable from other machines without a token.
+
+        Raises:
+            SettingsError: the host is not loopback, and there is no token.
+        """
+        if not is_loopback(self.host) and not self.token:
+            raise SettingsError(
+                f"--host {self.host} lets other machines in: set a token in the environment variable {TOKEN_VARIABLE}, "
+                "or keep the default host and forward the port (ssh -L)"
+            )
+
+    def allows_host(self, host: str) -> bool:
+        """Whether a request with this Host header may be answered.
+
+        Without a token a name that is not this machine's is refused: another site's page may have let its own name
+        resolve to this machine (DNS rebinding). A browser never sends a token's cookie to such a name.
+        """
+        name = _host_name(host)
+        return bool(name) and (bool(self.token) or name in _LOOPBACK_NAMES or name == self.host.lower())
+
+    def allows_token(self, token: str) -> bool:
+        """Whether this is the token."""
+        return not self.token or hmac.compare_digest(token.encode(), self.token.encode())
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def is_same_origin(request: web.Request) -> bool:
+    """Return whether a page of this server sent the request: browsers send the origin with every POST."""
+    if (site := request.headers.get("Sec-Fetch-Site")) is not None and site != "same-origin":
+        return False
+    origin = urlsplit(request.headers.get(hdrs.ORIGIN, ""))
+    return bool(origin.netloc) and origin.netloc == request.headers.get(hdrs.HOST)
+
+
+def access_middleware(access: Access) -> Middleware:
+    """Return the middleware that refuses requests that may not be answered, and adds the headers of every answer."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        return _refusal(access, request) or await handler(request)
+
+    return check
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Add the security headers, also to errors and streams."""
+    response.headers.update(_HEADERS)
+    if not request.path.startswith("/static/"):
+        response.headers.setdefault("Cache-Control", "no-store")
+
+
+def _refusal(access: Access, request: web.Request) -> web.StreamResponse | None:
+    """Return the answer to a request that is refused, or that brings its token; None to go on."""
+    if not access.allows_host(request.headers.get(hdrs.HOST, "")):
+        return _page(403, "This name is not the dashboard's", "Open it as localhost or 127.0.0.1, with its port.")
+    if access.token and (answer := _check_token(access, request)) is not None:
+        return answer
+    if request.method not in ("GET", "HEAD"):
+        if not access.allow_changes:
+            return _page(403, "The dashboard only reads", "Start it with --allow-changes to retry or drop.")
+        if not is_same_origin(request):
+            return _page(403, "Another site sent this request", "Only this dashboard's own pages may change a run.")
+    return None
+
+
+def _check_token(access: Access, request: web.Request) -> web.StreamResponse | None:
+    if request.path.startswith("/static/"):  # public files, which the page that asks for the token needs
+        return None
+    given = request.query.get("token")
+    if given is not None and request.method == "GET" and access.allows_token(given):
+        there = str(request.rel_url.without_query_params("token"))
+        answer = web.Response(status=303, headers={hdrs.LOCATION: there})
+        answer.set_cookie(
+            _COOKIE, access.token, max_age=_COOKIE_S, httponly=True, samesite="Strict", secure=request.secure
+        )
+        return answer
+    _, _, bearer = request.headers.get(hdrs.AUTHORIZATION, "").partition("Bearer ")
+    if given is None and access.allows_token(request.cookies.get(_COOKIE) or bearer):
+        return None
+    return web.Response(
+        status=401, text=render("token.html", {"refused": given is not None}), content_type="text/html", charset="utf-8"
+    )
+
+
+def _page(status: int, title: str, text: str) -> web.Response:
+    return web.Response(
+        status=status,
+        text=render("error.html", {"title": title, "text": text}),
+        content_type="text/html",
+        charset="utf-8",
+    )
+
+
+def _host_name(host: str) -> str:
+    """Return the name in a Host header, without port and brackets; empty if it is none."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""

@@ -1,0 +1,67 @@
+"""What all pages share: the runs, their live views, and the frame of a page."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import anyio.to_thread
+from aiohttp import web
+from anyio.abc import TaskGroup
+
+from workers.dashboard.access import Access
+from workers.dashboard.live_view import LiveView, RenderPart
+from workers.dashboard.metrics_series import MetricsFile
+from workers.dashboard.rendering import render
+from workers.dashboard.run_source import RunCatalog, RunSource
+
+NAVIGATION: Final = (("", "Run"),)
+"""Pages of a run: the end of the address, and the title."""
+
+
+class Dashboard:
+    """The runs of one dashboard, and what is read of them once for all viewers.
+
+    Args:
+        catalog: the runs.
+        access: who may do what.
+        parts: functions that render the parts of pages that change while they are open.
+        tasks: runs what renews the pages while somebody looks; it must stay open as long as the server.
+    """
+
+    def __init__(self, catalog: RunCatalog, access: Access, parts: Mapping[str, RenderPart], tasks: TaskGroup) -> None:
+        self.catalog = catalog
+        self.access = access
+        self.parts = parts
+        self._tasks = tasks
+        self._views: dict[str, LiveView] = {}
+        self._metrics: dict[str, MetricsFile] = {}
+
+    async def source(self, request: web.Request) -> RunSource:
+        """Return the run of an address.
+
+        Raises:
+            HTTPNotFound: this dashboard has no such run.
+        """
+        source = await anyio.to_thread.run_sync(self.catalog.find, request.match_info["run"])
+        if source is None:
+            raise web.HTTPNotFound(text="This dashboard has no run of that name.")
+        return source
+
+    def view(self, source: RunSource) -> LiveView:
+        """Return what all viewers of a run share."""
+        if source.key not in self._views:
+            self._views[source.key] = LiveView(source, self._tasks, self.parts)
+        return self._views[source.key]
+
+    def metrics(self, source: RunSource) -> MetricsFile:
+        """Return the metrics of a run."""
+        if source.key not in self._metrics:
+            self._metrics[source.key] = MetricsFile(source.file("metrics.jsonl"))
+        return self._metrics[source.key]
+
+    def page(
+        self, template: str, source: RunSource | None, values: Mapping[str, Any], status: int = 200
+    ) -> web.Response:
+        """Return a page; `source`: the run that it is about, if any."""
+        shared = {"source": source, "access": self.access, "navigation": NAVIGATION}
+        text = render(template, {**shared, **values})
+        return web.Response(status=status, text=text, content_type="text/html", charset="utf-8")

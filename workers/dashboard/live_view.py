@@ -1,0 +1,174 @@
+"""One run while somebody looks at it: each snapshot of its server is read and rendered once, for all viewers."""
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+from markupsafe import Markup
+from msgspec import Struct
+
+from stream.connection.run_connection import RunConnection
+from stream.errors import PenstockError, ServerError
+from stream.operator.run_status import RunStatus, read_status
+from workers.dashboard.run_source import NoServerError, RunSource
+
+log = structlog.get_logger()
+
+_INTERVAL_S: Final = 1.0
+_MAX_AGE_S: Final = 1.5
+"""A page may show a frame of this age; an older one is replaced first."""
+_READ_S: Final = 5.0
+"""Deadline of one reading."""
+_RETRY_S: Final = 2.0
+"""Seconds until a run without a server is looked at again."""
+_NO_ANSWER: Final = "server does not answer"
+
+
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """What is known about a run at one moment."""
+
+    status: RunStatus | None = None
+    """None: the server did not answer."""
+    problem: str = ""
+    """Why there is no status."""
+    label: str = ""
+    """The problem in a word or two."""
+    is_offline: bool = False
+    """The run has no server at present."""
+
+
+RenderPart = Callable[[RunSource, Snapshot, RunConnection | None], Awaitable[str]]
+"""Returns the HTML of one part of a page, of one snapshot."""
+
+
+class Frame(Struct, frozen=True, kw_only=True):
+    """One snapshot with its rendered parts."""
+
+    number: int
+    read_at: float
+    """`time.monotonic()`."""
+    snapshot: Snapshot
+    parts: dict[str, str]
+
+    def part(self, name: str) -> Markup:
+        """Return a part for a page. It was rendered from a template, so it is not escaped again."""
+        return Markup(self.parts[name])  # noqa: S704
+
+
+class LiveView:
+    """The newest frame of one run, renewed every second while it has viewers.
+
+    Args:
+        source: the run.
+        tasks: runs the task that renews the frame.
+        parts: functions that render the parts, by name.
+    """
+
+    def __init__(self, source: RunSource, tasks: TaskGroup, parts: Mapping[str, RenderPart]) -> None:
+        self._source = source
+        self._tasks = tasks
+        self._render = parts
+        self._frame: Frame | None = None
+        self._changed = anyio.Event()
+        self._reading = anyio.Lock()
+        self._wanted: Counter[str] = Counter()
+        """Viewers of each part."""
+        self._is_renewing = False
+
+    @property
+    def viewers(self) -> int:
+        """Number of open streams."""
+        return self._wanted[""]
+
+    async def read(self, parts: tuple[str, ...]) -> Frame:
+        """Return a frame with these parts, read at most a moment ago; concurrent callers share one reading."""
+        async with self._reading:
+            frame = self._frame
+            if frame is None or time.monotonic() - frame.read_at > _MAX_AGE_S or set(parts) - set(frame.parts):
+                with self._wants(parts):
+                    frame = await self._read_frame()
+            return frame
+
+    async def frames(self, parts: tuple[str, ...]) -> AsyncIterator[Frame]:
+        """Yield the newest frame whenever there is one that the caller has not had. A slow caller skips frames."""
+        seen = 0
+        with self._wants(parts):
+            if not self._is_renewing:
+                self._is_renewing = True
+                self._tasks.start_soon(self._renew)
+            while True:
+                frame, changed = self._frame, self._changed
+                if frame is not None and frame.number > seen and not set(parts) - set(frame.parts):
+                    seen = frame.number
+                    yield frame
+                else:
+                    await changed.wait()
+
+    @contextmanager
+    def _wants(self, parts: tuple[str, ...]) -> Iterator[None]:
+        self._wanted.update((*parts, ""))
+        try:
+            yield
+        finally:
+            self._wanted.subtract((*parts, ""))
+
+    async def _renew(self) -> None:
+        """Read frames, with one connection, until nobody looks any more."""
+        try:
+            while self.viewers:
+                try:
+                    async with self._source.connect() as connection:
+                        while self.viewers:
+                            async with self._reading:
+                                frame = await self._read_with(connection)
+                            if frame.snapshot.status is None:
+                                break
+                            await anyio.sleep(_INTERVAL_S)
+                except PenstockError as error:
+                    async with self._reading:
+                        await self._publish(_without_server(error), None)
+                if self.viewers:
+                    await anyio.sleep(_RETRY_S)
+        finally:
+            self._is_renewing = False
+
+    async def _read_frame(self) -> Frame:
+        """Read one frame with a connection of its own."""
+        try:
+            async with self._source.connect() as connection:
+                return await self._read_with(connection)
+        except PenstockError as error:
+            return await self._publish(_without_server(error), None)
+
+    async def _read_with(self, connection: RunConnection) -> Frame:
+        try:
+            with anyio.fail_after(_READ_S):
+                snapshot = Snapshot(status=await read_status(connection, with_in_flight=True))
+        except TimeoutError:
+            snapshot = Snapshot(problem=f"it did not answer within {_READ_S:g} s", label=_NO_ANSWER)
+        except PenstockError as error:
+            snapshot = _without_server(error)
+        return await self._publish(snapshot, connection)
+
+    async def _publish(self, snapshot: Snapshot, connection: RunConnection | None) -> Frame:
+        """Render the parts that somebody looks at, and hand the frame to all viewers."""
+        parts = {}
+        for name in [name for name, count in self._wanted.items() if name and count > 0]:
+            with anyio.move_on_after(_READ_S):
+                parts[name] = await self._render[name](self._source, snapshot, connection)
+        number = self._frame.number + 1 if self._frame else 1
+        self._frame = Frame(number=number, read_at=time.monotonic(), snapshot=snapshot, parts=parts)
+        self._changed.set()
+        self._changed = anyio.Event()
+        return self._frame
+
+
+def _without_server(error: PenstockError) -> Snapshot:
+    if isinstance(error, NoServerError):
+        return Snapshot(problem=str(error), label="no server", is_offline=True)
+    return Snapshot(problem=str(error), label=_NO_ANSWER if isinstance(error, ServerError) else "not begun")

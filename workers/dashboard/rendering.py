@@ -1,0 +1,82 @@
+"""Templates: everything that comes from a run is escaped, and control and bidirectional characters become visible."""
+
+import functools
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+from urllib.parse import quote, urlencode
+
+import jinja2
+from markupsafe import Markup
+
+from workers.runtime.transcript import escape_controls, format_seconds
+
+_NOTHING: Final = "\u2013"
+
+
+def render(template: str, values: Mapping[str, Any]) -> str:
+    """Render one template of this package with these variables."""
+    return _environment().get_template(template).render(values)
+
+
+def load_templates() -> None:
+    """Compile every template. Blocks on files; afterwards `render` does not."""
+    environment = _environment()
+    for name in environment.list_templates():
+        environment.get_template(name)
+
+
+def format_count(number: float | None) -> str:
+    """Format a whole number with thousands separators; a dash for None."""
+    return _NOTHING if number is None else f"{number:,.0f}"
+
+
+def format_value(value: float | None) -> str:
+    """Format a measured value with three significant digits; a dash for None."""
+    return _NOTHING if value is None else f"{value:.3g}".replace("-", "\u2212")
+
+
+def format_age(seconds: float | None) -> str:
+    """Format a duration for people: `0.4 ms`, `3.4 s`, `75 s`, `12 min`, `3.1 h`; a dash for None."""
+    if seconds is None:
+        return _NOTHING
+    if seconds < 100:
+        return format_seconds(seconds)
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def format_time(at: float | None) -> str:
+    """Format a Unix time in seconds; a dash for None and 0."""
+    return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" if at else _NOTHING
+
+
+def with_query(path: str, query: Mapping[str, Any], **changes: Any) -> str:
+    """Return a path with a query, changed; None and empty values are left out."""
+    merged = {name: value for name, value in {**query, **changes}.items() if value not in (None, "", [], ())}
+    return f"{path}?{urlencode(merged, doseq=True)}" if merged else path
+
+
+def _visible(value: Any) -> Any:
+    return escape_controls(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("workers.dashboard", "templates"),
+        autoescape=True,
+        finalize=_visible,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    environment.filters |= {
+        "count": format_count,
+        "value": format_value,
+        "age": format_age,
+        "time": format_time,
+        "segment": lambda text: quote(text, safe=""),
+    }
+    environment.globals["with_query"] = with_query
+    return environment

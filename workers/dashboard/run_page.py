@@ -1,0 +1,83 @@
+"""The page *Run*: the pipeline with depth, rate and age of each stage, and the charts of its steps."""
+
+from typing import Any, Final
+
+import anyio.to_thread
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from stream.connection.run_connection import RunConnection
+from workers.commands.queues import QueueReport, StageReport, queue_report
+from workers.dashboard.dashboard import Dashboard
+from workers.dashboard.live_view import Snapshot
+from workers.dashboard.metrics_series import file_state
+from workers.dashboard.rendering import render
+from workers.dashboard.run_source import RunSource, read_overview
+
+_WORKERS: Final = {"prompts": "rollout", "groups": "score", "scored": "train"}
+"""The role that takes entries out of each queue."""
+
+
+class QueueBox(Struct, frozen=True, kw_only=True):
+    """One queue, and the role behind it."""
+
+    name: str
+    role: str
+    stage: StageReport
+
+    @property
+    def claimed_by(self) -> list[tuple[str, int]]:
+        """Workers of the role that hold entries, those with the most first."""
+        return sorted(self.stage.consumers.items(), key=lambda item: (-item[1], item[0]))
+
+    @property
+    def ready(self) -> int:
+        """Entries that a worker could claim now."""
+        return max(0, self.stage.depth - self.stage.claimed - self.stage.delayed)
+
+
+def queue_boxes(report: QueueReport) -> list[QueueBox]:
+    """Return the queues in the order of the flow."""
+    return [QueueBox(name=name, role=role, stage=report.stages[name]) for name, role in _WORKERS.items()]
+
+
+async def render_state(source: RunSource, snapshot: Snapshot, _: RunConnection | None) -> str:
+    """Render the line that says how the run is doing."""
+    return render("parts/state.html", _values(source, snapshot))
+
+
+async def render_pipeline(source: RunSource, snapshot: Snapshot, _: RunConnection | None) -> str:
+    """Render the pipeline."""
+    return render("parts/pipeline.html", _values(source, snapshot))
+
+
+async def render_steps(source: RunSource, _: Snapshot, __: RunConnection | None) -> str:
+    """Return a text that changes with the run's metrics; the page then loads the charts again."""
+    return await anyio.to_thread.run_sync(file_state, source.file("metrics.jsonl"))
+
+
+def _values(source: RunSource, snapshot: Snapshot) -> dict[str, Any]:
+    report = queue_report(source.key, snapshot.status) if snapshot.status else None
+    boxes = queue_boxes(report) if report else []
+    return {"source": source, "snapshot": snapshot, "report": report, "boxes": boxes}
+
+
+async def show_run(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The page *Run*."""
+    source = await dashboard.source(request)
+    frame = await dashboard.view(source).read(("state", "pipeline"))
+    charts = await anyio.to_thread.run_sync(dashboard.metrics(source).charts)
+    overview = await anyio.to_thread.run_sync(read_overview, source)
+    return dashboard.page(
+        "run.html", source, {"frame": frame, "charts": charts, "overview": overview, "more_parts": ",steps"}
+    )
+
+
+async def send_charts(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The points of all charts, as JSON."""
+    source = await dashboard.source(request)
+    charts = await anyio.to_thread.run_sync(dashboard.metrics(source).charts)
+    return web.Response(
+        body=await anyio.to_thread.run_sync(msgspec.json.encode, charts), content_type="application/json"
+    )

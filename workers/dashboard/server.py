@@ -1,0 +1,172 @@
+"""The dashboard's web server: routes, streams of events, files that pages load, and errors as pages."""
+
+import importlib.resources
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Final
+
+import anyio
+import structlog
+from aiohttp import web
+
+from stream.errors import PenstockError
+from workers.dashboard.access import Access, access_middleware, add_headers
+from workers.dashboard.dashboard import Dashboard
+from workers.dashboard.live_view import RenderPart
+from workers.dashboard.rendering import load_templates, render
+from workers.dashboard.run_page import render_pipeline, render_state, render_steps, send_charts, show_run
+from workers.dashboard.run_source import RunCatalog, RunSource
+from workers.dashboard.runs_page import show_runs
+from workers.runtime.http_server import listen
+
+log = structlog.get_logger()
+
+_PAGE_S: Final = 30.0
+"""Deadline of one page."""
+_WRITE_S: Final = 10.0
+"""Deadline of one event: a viewer that does not read loses its stream, and its browser opens another one."""
+_KEEP_ALIVE_S: Final = 15.0
+_MAX_STREAMS: Final = 256
+_CONTENT_TYPES: Final = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+_STATIC_S: Final = 3600
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Page = Callable[[Dashboard, web.Request], Awaitable[web.StreamResponse]]
+
+_RUN: Final = "/runs/{run}"
+_PAGES: Final[dict[str, Page]] = {
+    "/": show_runs,
+    _RUN: show_run,
+    f"{_RUN}/charts.json": send_charts,
+}
+_PARTS: Final[dict[str, RenderPart]] = {
+    "state": render_state,
+    "pipeline": render_pipeline,
+    "steps": render_steps,
+}
+
+
+@asynccontextmanager
+async def serve_dashboard(catalog: RunCatalog, access: Access, port: int) -> AsyncIterator[str]:
+    """Serve the pages until the context is left.
+
+    Args:
+        catalog: the runs.
+        access: where to listen, and who may do what.
+        port: 0 for a free one.
+
+    Yields:
+        The URL.
+
+    Raises:
+        SettingsError: other machines could look without a token.
+        EngineError: the address is taken, or none of this machine's.
+    """
+    access.check()
+    await anyio.to_thread.run_sync(load_templates)
+    static = await anyio.to_thread.run_sync(_read_static)
+    async with anyio.create_task_group() as tasks:
+        dashboard = Dashboard(catalog, access, _PARTS, tasks)
+        async with listen(_application(dashboard, static), access.host, port) as url:
+            yield url
+        tasks.cancel_scope.cancel()
+
+
+def _application(dashboard: Dashboard, static: dict[str, bytes]) -> web.Application:
+    app = web.Application(middlewares=[access_middleware(dashboard.access), _error_pages])
+    app.on_response_prepare.append(add_headers)
+    app.router.add_get("/static/{name}", partial(_send_static, static))
+    app.router.add_get("/health", _answer_health)
+    app.router.add_get(f"{_RUN}/events", partial(_Streams(dashboard).send, dashboard))
+    for path, page in _PAGES.items():
+        app.router.add_get(path, partial(page, dashboard))
+    return app
+
+
+class _Streams:
+    """The open streams of events, which are limited in number."""
+
+    def __init__(self, dashboard: Dashboard) -> None:
+        self._dashboard = dashboard
+        self._open = 0
+
+    async def send(self, dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+        """Send the parts of a page, and each again whenever it changes, as server-sent events."""
+        source = await dashboard.source(request)
+        names = request.query.get("parts", "").split(",")
+        parts = tuple(name for name in dict.fromkeys(names) if name in dashboard.parts)
+        if self._open >= _MAX_STREAMS:
+            raise web.HTTPServiceUnavailable(text=f"{_MAX_STREAMS} pages are open already. Close some.")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+        self._open += 1
+        try:
+            await response.prepare(request)
+            await self._write(response, source, parts)
+        except (ConnectionError, TimeoutError) as error:
+            log.debug("stream.ended", why=str(error))
+        finally:
+            self._open -= 1
+        return response
+
+    async def _write(self, response: web.StreamResponse, source: RunSource, parts: Sequence[str]) -> None:
+        sent: dict[str, str] = {}
+        written_at = 0.0
+        async for frame in self._dashboard.view(source).frames(tuple(parts)):
+            changed = [name for name in parts if sent.get(name) != frame.parts[name]]
+            sent = frame.parts
+            if not changed and time.monotonic() - written_at < _KEEP_ALIVE_S:
+                continue
+            written_at = time.monotonic()
+            text = "".join(_event(name, sent[name]) for name in changed) or ":\n\n"
+            with anyio.fail_after(_WRITE_S):
+                await response.write(text.encode())
+
+
+def _event(name: str, text: str) -> str:
+    lines = "".join(f"data: {line}\n" for line in text.splitlines()) or "data:\n"
+    return f"event: {name}\n{lines}\n"
+
+
+@web.middleware
+async def _error_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Show an error as a page; an event stream has no deadline, a page has one."""
+    try:
+        if request.path.endswith("/events"):
+            return await handler(request)
+        with anyio.fail_after(_PAGE_S):
+            return await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _error_page(error.status, error.reason, error.text or "")
+    except PenstockError as error:
+        return _error_page(503, "This page cannot be shown now", str(error))
+    except TimeoutError:
+        return _error_page(
+            503, "This page took too long", f"It was not ready within {_PAGE_S:g} s. Try a narrower filter."
+        )
+
+
+def _error_page(status: int, title: str, text: str) -> web.Response:
+    page = render("error.html", {"title": title, "text": text})
+    return web.Response(status=status, text=page, content_type="text/html", charset="utf-8")
+
+
+async def _send_static(static: dict[str, bytes], request: web.Request) -> web.StreamResponse:
+    name = request.match_info["name"]
+    if name not in static:
+        raise web.HTTPNotFound(text="There is no such file.")
+    kind = _CONTENT_TYPES.get(name.rpartition(".")[2], "text/plain")
+    headers = {"Cache-Control": f"public, max-age={_STATIC_S}"}
+    return web.Response(body=static[name], content_type=kind, charset="utf-8", headers=headers)
+
+
+async def _answer_health(_: web.Request) -> web.StreamResponse:
+    return web.Response(text="ok\n")
+
+
+def _read_static() -> dict[str, bytes]:
+    folder = importlib.resources.files("workers.dashboard") / "static"
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
