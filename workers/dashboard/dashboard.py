@@ -24,7 +24,7 @@ class Dashboard:
         catalog: the runs.
         access: who may do what.
         parts: functions that render the parts of pages that change while they are open.
-        tasks: runs what renews the pages while somebody looks; it must stay open as long as the server.
+        tasks: runs what renews the pages while a page is open; it must stay open as long as the server.
     """
 
     def __init__(self, catalog: RunCatalog, access: Access, parts: Mapping[str, RenderPart], tasks: TaskGroup) -> None:

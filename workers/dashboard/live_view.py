@@ -1,4 +1,4 @@
-"""One run while somebody looks at it: each snapshot of its server is read and rendered once, for all viewers."""
+"""One run while a page is open at it: each snapshot of its server is read and rendered once, for all viewers."""
 
 import time
 from collections import Counter
@@ -156,7 +156,7 @@ class LiveView:
         return await self._publish(snapshot, connection)
 
     async def _publish(self, snapshot: Snapshot, connection: RunConnection | None) -> Frame:
-        """Render the parts that somebody looks at, and hand the frame to all viewers."""
+        """Render the parts that open pages show, and hand the frame to all viewers."""
         parts = {}
         for name in [name for name, count in self._wanted.items() if name and count > 0]:
             with anyio.move_on_after(_READ_S):
