@@ -123,6 +123,13 @@ class RunConnection:
             if "BUSYGROUP" not in str(error):
                 raise
 
+    async def ping(self) -> bool:
+        """Return whether the server answers now; once, without retries."""
+        try:
+            return bool(await cast("Awaitable[Any]", self.redis.ping()))
+        except HANDLED_ERRORS:
+            return False
+
     async def with_retry(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call; repeat it while the server cannot answer, in a cluster on the node that has the run.
 

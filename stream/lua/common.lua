@@ -24,8 +24,9 @@
 --   {NAME}:unpublished  zset, entry id -> policy version whose publication frees the capacity of this group
 --   {NAME}:unfinished   hash, id of each prompt without an outcome -> `STAGE:ENTRY`, its current entry. Any other entry of
 --                       that prompt (a duplicate, or junk) ends nothing when it is dead-lettered
---   {NAME}:counts       hash, fed, trained, dropped:REASON, dead, duplicates, junk; cancelled (attempts, not prompts). An
---                       outcome is counted in the step that removes its prompt from `unfinished`, so at every moment
+--   {NAME}:counts       hash, fed, trained, dropped:REASON, dead, duplicates, junk; cancelled (attempts, not prompts);
+--                       dead_letters:REASON (entries that became dead letters, retried or not). An outcome is
+--                       counted in the step that removes its prompt from `unfinished`, so at every moment
 --                       fed = trained + dropped + dead + unfinished, by distinct prompts, also if the server lost writes
 --   {NAME}:dead         stream of dead letters
 --   {NAME}:dead_prompts hash, prompt id -> id of the dead letter that ends it
@@ -244,6 +245,7 @@ local function dead_letter(stage, id, reason, message)
       letter[#letter + 1] = flat[i + 1]
     end
     local written = redis.call('XADD', key('dead'), '*', unpack(letter))
+    redis.call('HINCRBY', key('counts'), 'dead_letters:' .. reason, 1)
     if ends_prompt == 1 and not is_evaluation(stage) then
       redis.call('HSET', key('dead_prompts'), prompt, written)
       note_end(prompt, 'dead:' .. reason)

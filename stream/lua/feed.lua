@@ -47,6 +47,7 @@ for i = 4, #ARGV, 3 do
       'data', '0', 'f:prompt', prompt, 'f:payload', payload)
     redis.call('HSET', key('dead_prompts'), prompt, letter)
     redis.call('HINCRBY', key('counts'), 'dead', 1)
+    redis.call('HINCRBY', key('counts'), 'dead_letters:' .. string.sub(outcome, 6), 1)
     counted = counted + 1
   else
     count_outcome(prompt, outcome)

@@ -15,6 +15,9 @@ _EVALUATION_FACTS = ("version", "step", "total", "unfinished", "results", "finis
 """What a snapshot's id covers of an evaluation, besides its stages."""
 
 
+_DEAD_LETTERS = "dead_letters:"
+
+
 class StageStatus(Struct, kw_only=True):
     """The status of one stage."""
 
@@ -94,6 +97,8 @@ class RunStatus(Struct, kw_only=True):
     """Dead letters, including junk."""
     counts: dict[str, int]
     """`fed`, `trained`, `dropped:REASON`, `dead`, `duplicates`, `junk`; `cancelled`: attempts given back as stale."""
+    dead_reasons: dict[str, int] = field(default_factory=dict)
+    """Entries that became dead letters, by reason; retried and dropped ones stay counted."""
     feed: dict[str, str] = field(default_factory=dict)
     policy: dict[str, str] = field(default_factory=dict)
     meta: dict[str, str] = field(default_factory=dict)
@@ -166,6 +171,8 @@ async def read_status(connection: RunConnection, *, with_in_flight: bool = False
     status = msgspec.json.decode(answer, type=RunStatus, strict=False)
     if not status.meta and not status.counts and not status.policy:
         raise PenstockError(f"the server has no run named {connection.run!r}")
+    for name in [name for name in status.counts if name.startswith(_DEAD_LETTERS)]:
+        status.dead_reasons[name.removeprefix(_DEAD_LETTERS)] = status.counts.pop(name)
     if status.evaluation is not None:  # in the order of the flow
         status.evaluation.stages = {name: status.evaluation.stages[name] for name in EVALUATION_STAGES}
     return status

@@ -222,6 +222,11 @@ class Stage:
         log.warning("entry.dead_lettered", stage=self.name, prompt=lease.prompt_id, reason=reason, error=error[:300])
         await self._end_lease(lease, "dead_letter", reason, error[:4000])
 
+    def oldest_lease_age_s(self) -> float:
+        """Return the seconds since the claim of the oldest lease held; 0 without any. Callable from any thread."""
+        claimed_at = min((lease.claimed_at for lease in list(self.leases.values())), default=None)
+        return 0.0 if claimed_at is None else time.monotonic() - claimed_at
+
     async def renew_leases(self) -> None:
         """Renew all held leases until cancelled; run it in the worker's task group."""
         while True:

@@ -42,6 +42,17 @@ async def test_a_retried_letter_returns_to_its_stage_without_failures(pipe, stag
     assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
+async def test_letters_are_counted_by_reason_whatever_the_operator_does_with_them(pipe):
+    await pipe.feed("a", "b", "c")
+    await bury(pipe)
+    await bury(pipe, reason="unreadable")
+    first, second = await list_dead_letters(pipe.connection)
+    await retry_dead_letters(pipe.connection, [first.id])
+    await drop_dead_letters(pipe.connection, [second.id])
+    await bury(pipe)
+    assert (await read_status(pipe.connection)).dead_reasons == {"data": 2, "unreadable": 1}
+
+
 async def test_a_dropped_letter_ends_its_prompt(pipe):
     await pipe.feed("a", "b")
     await bury(pipe)

@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from workers.local_engine.model_thread import ModelThread
 from workers.runtime.http_server import error_response
@@ -16,8 +19,23 @@ MAX_WAITING = 4096
 _VERSION = version("penstock")
 _encoder = msgspec.json.Encoder()
 
-Metric = tuple[str, str, float]
-"""(name, Prometheus type, value); names are the same as vLLM's."""
+EngineFigure = GaugeMetricFamily | CounterMetricFamily
+"""One figure of an engine; names are the same as vLLM's."""
+
+
+class _EngineCollector(Collector):
+    """Reports the figures of an engine at each scrape."""
+
+    def __init__(self, read: Callable[[], Iterable[EngineFigure]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the figures."""
+        return self._read()
+
+    def describe(self) -> list[Metric]:
+        """Return nothing, so that registering reads nothing."""
+        return []
 
 
 class InfoRoutes:
@@ -33,12 +51,13 @@ class InfoRoutes:
     def __init__(
         self,
         model_thread: ModelThread[Any],
-        read_metrics: Callable[[], Iterable[Metric]],
+        read_metrics: Callable[[], Iterable[EngineFigure]],
         model_name: str,
         max_length: int,
     ) -> None:
         self._model_thread = model_thread
-        self._read_metrics = read_metrics
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(read_metrics))
         self._model_name = model_name
         self._max_length = max_length
 
@@ -66,8 +85,7 @@ class InfoRoutes:
 
     async def metrics(self, _: web.Request) -> web.Response:
         """Return the metrics in Prometheus' text format."""
-        lines = (f"# TYPE {name} {kind}\n{name} {value}\n" for name, kind, value in self._read_metrics())
-        return web.Response(text="".join(lines))
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def models(self, _: web.Request) -> web.Response:
         """List the served model."""

@@ -10,6 +10,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 from aiohttp import web
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from tokenizers import Tokenizer
 
 from stream.errors import EngineRefusedError
@@ -22,7 +23,7 @@ from workers.engine_api.wire import (
     build_response,
     decode_generate_request,
 )
-from workers.local_engine.info_routes import InfoRoutes, json_response
+from workers.local_engine.info_routes import EngineFigure, InfoRoutes, json_response
 from workers.local_engine.messages import Generation, ModelCommand
 from workers.local_engine.model_thread import LoopBridge, run_model_thread
 from workers.local_engine.scheduler import Scheduler
@@ -201,13 +202,13 @@ class EngineRoutes:
         """Forget the keys and values of finished sequences."""
         return await self._run_command(lambda _: self._scheduler.reset_prefix_cache())
 
-    def _metrics(self) -> Iterable[tuple[str, str, float]]:
+    def _metrics(self) -> Iterable[EngineFigure]:
         s = self._scheduler
-        yield "vllm:num_requests_running", "gauge", s.running
-        yield "vllm:num_requests_waiting", "gauge", s.waiting
-        yield "vllm:kv_cache_usage_perc", "gauge", s.kv_cache_usage
-        yield "vllm:prompt_tokens_total", "counter", s.tokens_prefilled
-        yield "vllm:generation_tokens_total", "counter", s.tokens_sampled
+        yield GaugeMetricFamily("vllm:num_requests_running", "Requests that are being sampled.", s.running)
+        yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait.", s.waiting)
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", s.kv_cache_usage)
+        yield CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens read.", s.tokens_prefilled)
+        yield CounterMetricFamily("vllm:generation_tokens", "Tokens sampled.", s.tokens_sampled)
 
     async def _run_command(self, action: Callable[[ModelCommand], bool]) -> web.Response:
         """Run a command on the generation thread, and wait for it."""

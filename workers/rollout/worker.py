@@ -18,6 +18,7 @@ from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.evaluation import open_evaluation
 from workers.rollout.group import GroupRunner, open_group_runner, with_attempt
 from workers.rollout.stale_canceller import StaleCanceller
+from workers.runtime import metrics
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.context import WorkerContext
 from workers.runtime.isolation import Isolation
@@ -51,6 +52,7 @@ class TrainingRollout:
             partials=await self.stage.load_partial(lease) if self.saves_partials else (),
             save_partial=partial(self.stage.save_partial, lease) if self.saves_partials else None,
         )
+        metrics.count_group(group.completions)
         await self.stage.complete(
             lease, "groups", with_attempt(group, lease, worker=self.stage.consumer, claimed_at=claimed_at)
         )
@@ -80,6 +82,9 @@ async def rollout(context: WorkerContext) -> None:
         open_group_runner(settings, factories, chats, engines, max_episodes=max_episodes) as runner,
     ):
         await engines.wait_until_ready()
+        context.health.ready_when(lambda: "" if engines.healthy_count else "no engine answers")
+        metrics.engines_known.set_function(lambda: engines.known_count)
+        metrics.engines_healthy.set_function(lambda: engines.healthy_count)
         await _work(context, runner, concurrency, with_greedy=with_greedy)
 
 

@@ -6,6 +6,7 @@ import anyio
 import structlog
 
 from workers.run.child_process import ChildProcess
+from workers.run.role_specs import RoleSpec
 
 log = structlog.get_logger()
 
@@ -26,6 +27,14 @@ class ChildProcesses:
     def add(self, child: ChildProcess) -> None:
         """Add a process."""
         self._all.append(child)
+
+    def running_specs(self) -> list[RoleSpec]:
+        """Return the specs of processes that run or restart. Callable from any thread."""
+        return [child.spec for child in list(self._all) if not child.exited.is_set()]
+
+    def count_running(self, role: str) -> int:
+        """Return how many processes of a role run or restart. Callable from any thread."""
+        return sum(spec.role == role for spec in self.running_specs())
 
     async def trim_logs(self) -> None:
         """Trim every log that is too large."""

@@ -24,6 +24,7 @@ from workers.run.restart_policy import (
 from workers.run.role_specs import ENGINE
 from workers.run.run_ending import RunEnding
 from workers.runtime.exit_codes import ExitCode
+from workers.runtime.metrics import process_restarts
 from workers.settings import Queue
 
 log = structlog.get_logger()
@@ -128,6 +129,7 @@ class RestartLoop:
             log.warning("worker.recycled", name=name, why=await anyio.to_thread.run_sync(child.last_error))
         else:
             self.restarts[name] += 1
+            process_restarts.labels(child.spec.role).inc()
             log.warning("role.restarted", name=name, code=code, after_s=round(decision.delay_s, 2))
         with anyio.move_on_after(decision.delay_s):
             await self._stopping.wait()

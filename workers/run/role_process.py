@@ -4,9 +4,12 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -14,16 +17,21 @@ import structlog
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError, SettingsError
+from stream.operator.run_status import read_status
 from stream.parent_death import die_with_parent
 from workers.run.identity_check import NOTHING, Accept, join_run
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.runtime.context import RoleMain, WorkerContext
 from workers.runtime.exit_codes import ExitCode
+from workers.runtime.health import RoleHealth
 from workers.runtime.log_setup import configure_logging
 from workers.runtime.loop_watchdog import LoopWatchdog
 from workers.runtime.recycling import WorkerRecycler
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
 
 log = structlog.get_logger()
 
@@ -132,9 +140,15 @@ async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain
     async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s) as connection:
         await join_run(connection, settings, name, accept)
         stopping = connection.stopping
-        context = WorkerContext(settings=settings, connection=connection, consumer=consumer, stopping=stopping)
+        context = WorkerContext(
+            settings=settings,
+            connection=connection,
+            consumer=consumer,
+            stopping=stopping,
+            health=RoleHealth(queue.lease_s),
+        )
         recycler = WorkerRecycler(queue, stopping)
-        async with anyio.create_task_group() as tasks:
+        async with _serve_metrics(name, context), anyio.create_task_group() as tasks:
             tasks.start_soon(recycler.watch)
             tasks.start_soon(LoopWatchdog(queue.lease_s / 3).watch)
             tasks.start_soon(watch_signals, stopping, tasks.cancel_scope)
@@ -147,6 +161,32 @@ async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain
         print(f"asks for a restart: {recycler.reason}", file=sys.stderr, flush=True)  # noqa: T201
         return ExitCode.RECYCLE
     return ExitCode.SUCCESS
+
+
+@asynccontextmanager
+async def _serve_metrics(role: str, context: WorkerContext) -> AsyncIterator[None]:
+    """Serve `/metrics`, `/health` and `/ready` if the run has an address for them."""
+    settings, connection = context.settings, context.connection
+    if not settings.run.metrics_address:
+        yield
+        return
+    from workers.runtime.metrics import REGISTRIES
+    from workers.runtime.metrics_server import Snapshot, open_portal, serve_metrics
+    from workers.runtime.run_metrics import RunMetrics
+
+    async with open_portal() as portal:
+        answers = Snapshot(portal, connection.ping)
+        collectors: list[Collector] = list(REGISTRIES[role])
+        if role == "feed":
+            collectors.append(RunMetrics(Snapshot(portal, lambda: read_status(connection)).get))
+        async with serve_metrics(
+            settings.run.metrics_address,
+            collectors,
+            context.health,
+            {"role": role, "run": settings.run.name, "version": version("penstock")},
+            find_server_problem=lambda: "" if answers.get() else "the Redis server does not answer",
+        ):
+            yield
 
 
 def _role_main(role: str) -> RoleMain:

@@ -1,5 +1,6 @@
 """Process specs of the roles and engines of a run on one machine."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,8 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
     """Environment variables added to the supervisor's environment."""
     modules: tuple[str, ...] = ()
     """Modules that a fork server imports once for all processes that need them; empty: start a new interpreter."""
+    metrics_address: str = ""
+    """`HOST:PORT` of its `/metrics`; empty: it serves none, or at a port that the system chooses."""
     listen_timeout_s: float = 120.0
     """Seconds within which a server must announce its URL."""
 
@@ -54,16 +57,30 @@ def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, .
     wanted = {"feed": 1, "rollout": settings.rollout.workers, "score": settings.score.workers, "train": 1}
     server = ("--redis", redis) if redis != settings.run.redis else ()
     addresses = (*server, *(part for url in engines for part in ("--engine", url)))
-    return [
-        RoleSpec(
-            role=role,
-            index=index,
-            command=(*penstock_command(), role, str(file), *addresses),
-            modules=_torch_modules() if role == "train" else LIGHT_MODULES,
-        )
-        for role, count in wanted.items()
-        for index in range(count)
-    ]
+    specs: list[RoleSpec] = []
+    for role, count in wanted.items():
+        for index in range(count):
+            metrics_address = _metrics_address(settings, len(specs) + 1)
+            metrics = ("--set", f"run.metrics_address={json.dumps(metrics_address)}") if metrics_address else ()
+            specs.append(
+                RoleSpec(
+                    role=role,
+                    index=index,
+                    command=(*penstock_command(), role, str(file), *addresses, *metrics),
+                    modules=_torch_modules() if role == "train" else LIGHT_MODULES,
+                    metrics_address=metrics_address if settings.run.metrics_port else "",
+                )
+            )
+    return specs
+
+
+def _metrics_address(settings: Settings, offset: int) -> str:
+    """Return where a process serves metrics: the supervisor has the first port, the others follow; 0 stays 0."""
+    if not settings.run.metrics_address:
+        return ""
+    host, _, _ = settings.run.metrics_address.rpartition(":")
+    port = settings.run.metrics_port
+    return f"{host}:{port + offset if port else 0}"
 
 
 def engine_spec(settings: Settings, file: Path, port: int) -> RoleSpec:

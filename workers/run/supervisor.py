@@ -15,6 +15,7 @@ No process outlives the supervisor: each dies with it and is killed together wit
 
 import signal
 import time
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
 import anyio
@@ -113,6 +114,8 @@ class Supervisor:
         self._warnings_read = 0
         """Bytes of the trainer's warnings that were there before, or that were printed."""
         self._signals = 0
+        self._engines: tuple[str, ...] = ()
+        """URLs of the run's engines, once they listen."""
         self._has_started = False
         """Whether a role or an engine may have been started."""
 
@@ -152,7 +155,7 @@ class Supervisor:
             for spec in self._make_roles(settings, self._file, url, ()):
                 self._launcher.preload(spec.modules)
             try:
-                async with anyio.create_task_group() as tasks:
+                async with self._serve_metrics(), anyio.create_task_group() as tasks:
                     tasks.start_soon(self._watch, connection, restart_loop)
                     tasks.start_soon(self._watch_stop_command, connection)
                     await self._start_engines(tasks, restart_loop, url)
@@ -171,6 +174,18 @@ class Supervisor:
                 interrupted=self._ending.interrupted,
                 killed=self._children.killed,
             )
+
+    def _serve_metrics(self) -> AbstractAsyncContextManager[None]:
+        if not self._settings.run.metrics_address:
+            return nullcontext()
+        from workers.run.supervisor_metrics import serve_supervisor_metrics
+
+        return serve_supervisor_metrics(
+            self._settings,
+            self._children,
+            lambda: "" if self._phase == _RUNNING else f"the run is {self._phase}",
+            lambda: self._engines,
+        )
 
     async def _start_engines(self, tasks: TaskGroup, restart_loop: RestartLoop, url: str) -> None:
         """Start the run's own engines, if it has any, and then the roles."""
@@ -194,7 +209,7 @@ class Supervisor:
         self, tasks: TaskGroup, restart_loop: RestartLoop, url: str, engines: tuple[str, ...]
     ) -> None:
         await self._write_run_info(url, engines)
-        self._phase = _RUNNING
+        self._phase, self._engines = _RUNNING, engines
         for spec in self._make_roles(self._settings, self._file, url, engines):
             child = ChildProcess(spec, self._log_folder, self._launcher)
             self._children.add(child)

@@ -3,10 +3,11 @@
 from collections.abc import Awaitable, Callable
 
 import anyio
-from msgspec import Struct
+from msgspec import Struct, field
 
 from stream.connection.run_connection import RunConnection
 from stream.queue.stage import RetryPolicy
+from workers.runtime.health import RoleHealth
 from workers.settings import Settings
 
 
@@ -19,6 +20,8 @@ class WorkerContext(Struct, kw_only=True, eq=False):
     """This process's name in the streams; no other process ever has the same."""
     stopping: anyio.Event
     """Set by a signal or `penstock stop`: the worker claims nothing more, and finishes or gives back what it holds."""
+    health: RoleHealth = field(default_factory=RoleHealth)
+    """What `/health` and `/ready` answer; the role says when it is ready."""
 
     @property
     def retry_policy(self) -> RetryPolicy:

@@ -36,11 +36,14 @@ from stream.errors import (
 )
 from stream.queue.lease import Lease
 from stream.queue.stage import Claim, ReleaseReason, Stage
+from workers.runtime import metrics
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.idle_log import IdleLogger
 from workers.runtime.isolation import Isolation
 
 log = structlog.get_logger()
+
+_DEAD, _LOST = "dead_lettered", "lost"
 
 Work = Callable[[Lease, int], Awaitable[None]]
 """Works on a lease, given the published policy version, and completes it."""
@@ -64,6 +67,7 @@ async def work_loop(
         isolation: of this process, if it has several loops.
     """
     isolation = isolation or Isolation()
+    metrics.watch_leases(stage.name, lambda: len(stage.leases), stage.oldest_lease_age_s)
     limit = concurrency if isinstance(concurrency, ConcurrencyLimit) else ConcurrencyLimit(concurrency)
     async with anyio.create_task_group() as background:
         background.start_soon(stage.renew_leases)
@@ -125,6 +129,7 @@ async def _select(stage: Stage, leases: list[Lease], isolation: Isolation) -> li
 async def _run_job(
     stage: Stage, lease: Lease, work: Callable[[], Awaitable[None]], limit: ConcurrencyLimit, isolation: Isolation
 ) -> None:
+    started = anyio.current_time()
     try:
         with lease.cancel_on_loss() as scope:
             if stage.retry_policy.is_suspect(lease.expired_leases):
@@ -134,18 +139,23 @@ async def _run_job(
             else:
                 with isolation.shared():
                     await work()
-        if lease.stale and scope.cancelled_caught and not lease.lost:
+        if lease.lost:
+            metrics.entries.labels(stage.name, _LOST).inc()
+        elif lease.stale and scope.cancelled_caught:
             await _release(stage, lease, "stale", "")
+        else:
+            metrics.entries.labels(stage.name, "completed").inc()
     except NewerSchemaError as error:
         await _release(stage, lease, "none", str(error))
     except RecordError as error:
-        await _ignore_lost_lease(stage.dead_letter(lease, "unreadable", str(error)))
+        await _dead_letter(stage, lease, str(error))
     except DataError as error:
         await _release(stage, lease, "data", str(error))
     except (EngineUnavailableError, ServerError) as error:  # a server that is down refuses the release, too
         await _release(stage, lease, "none", str(error))
     except LeaseLostError as error:
         log.warning("result.discarded", stage=stage.name, why=str(error))
+        metrics.entries.labels(stage.name, _LOST).inc()
     except anyio.get_cancelled_exc_class():
         with anyio.CancelScope(shield=True):
             await _release(stage, lease, "none", "")
@@ -156,6 +166,7 @@ async def _run_job(
         await _release(stage, lease, "infra", f"{type(error).__name__}: {error}")
     finally:
         limit.release()
+        metrics.entry_duration.labels(stage.name).observe(anyio.current_time() - started)
 
 
 def _format_traceback(error: Exception) -> str:
@@ -163,12 +174,21 @@ def _format_traceback(error: Exception) -> str:
 
 
 async def _release(stage: Stage, lease: Lease, reason: ReleaseReason, error: str) -> None:
-    await _ignore_lost_lease(stage.release(lease, reason, error))
-
-
-async def _ignore_lost_lease(ending: Awaitable[object]) -> None:
-    """Await a verb that ends a lease; a lease that is lost already needs no ending."""
+    """Give an entry back; a lease that is lost already needs no ending."""
     try:
-        await ending
-    except LeaseLostError as error:
-        log.warning("lease.lost", why=str(error))
+        outcome = _DEAD if await stage.release(lease, reason, error) else f"released:{reason}"
+    except LeaseLostError as lost:
+        log.warning("lease.lost", why=str(lost))
+        outcome = _LOST
+    metrics.entries.labels(stage.name, outcome).inc()
+
+
+async def _dead_letter(stage: Stage, lease: Lease, error: str) -> None:
+    """Move an entry that is no record to the dead letters."""
+    outcome = _DEAD
+    try:
+        await stage.dead_letter(lease, "unreadable", error)
+    except LeaseLostError as lost:
+        log.warning("lease.lost", why=str(lost))
+        outcome = _LOST
+    metrics.entries.labels(stage.name, outcome).inc()

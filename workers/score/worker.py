@@ -21,6 +21,7 @@ from stream.records import Group
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.context import WorkerContext
 from workers.runtime.isolation import Isolation
+from workers.runtime.metrics import count_rewards
 from workers.runtime.reward_functions import add_reward_parts, load_factories, open_reward_functions
 from workers.runtime.work_loop import work_loop
 from workers.score.evaluation import evaluate_group
@@ -34,10 +35,12 @@ async def score(context: WorkerContext) -> None:
     evaluation_stage = Stage(context.connection, "eval:groups", context.consumer, context.retry_policy)
 
     async with open_reward_functions(settings, "score") as functions:
+        context.health.mark_ready()
 
         async def work(lease: Lease, _version: int) -> None:
             group = lease.group()
             await score_group(group, functions, factories, settings.rollout.call_timeout_s)
+            count_rewards(group.completions)
             group.scored_at = time.time()
             await stage.complete(lease, "scored", group)
 

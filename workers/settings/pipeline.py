@@ -34,6 +34,10 @@ class Run(Section, frozen=True):
     """`HOST` or `HOST:PORT` by which other machines reach this process: engines that download weights from the trainer
     (`weights.transport = "http"`, at this port, else at a free one), and environment servers that request turns from a
     rollout worker."""
+    metrics_address: Annotated[str, Meta(pattern=r"^(.+:[0-9]{1,5})?$")] = ""
+    """`HOST:PORT` at which each process serves `/metrics` for Prometheus, `/health` and `/ready`, without a password;
+    empty: it serves none. With `penstock run` the supervisor has this port and its processes the next ones, which
+    `/targets` lists. Port 0: any free port, named in each log."""
 
     def __post_init__(self) -> None:
         """Name the run after its folder."""
@@ -49,6 +53,11 @@ class Run(Section, frozen=True):
     def port(self) -> int:
         """The port of `address`; 0 if it has none."""
         return urlsplit(f"//{self.address}").port or 0
+
+    @property
+    def metrics_port(self) -> int:
+        """The port of `metrics_address`; 0 without one."""
+        return urlsplit(f"//{self.metrics_address}").port or 0
 
 
 class Model(Section, frozen=True):

@@ -21,6 +21,7 @@ from stream.records import Group
 from stream.trainer.consumer import LeasedGroup
 from stream.trainer.resume_point import ResumePoint
 from stream.validity import DropReason
+from workers.runtime.metrics import count_publication
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.evaluation.scheduler import EvaluationScheduler
@@ -154,7 +155,9 @@ class Trainer:
 
     async def _publish(self, metrics: Mapping[str, float]) -> None:
         await self._evaluation.wait_until_sampled()
+        started = time.monotonic()
         await self._policy_versions.publish(self._learner.save_weights, self._progress.step, metrics)
+        count_publication(self._consumer.version, time.monotonic() - started)
         self._progress.version = self._consumer.version
         self._published_step = self._progress.step
         await self._evaluation.begin_if_due(self._consumer.version, self._progress.step)

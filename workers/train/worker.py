@@ -24,6 +24,7 @@ from stream.trainer.lease import TrainerLease
 from stream.trainer.resume_point import ResumePoint
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.runtime.context import WorkerContext
+from workers.runtime.metrics import count_step
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.evaluation.results import EvaluationLog
@@ -91,6 +92,8 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
             )
             async with open_trackers(settings, files.progress.step + 1) as trackers:
                 files.metrics_log.subscribe(trackers.log)
+                files.metrics_log.subscribe(count_step)
+                context.health.mark_ready()
                 await _train(settings, consumer, checker, publisher, files)
         tasks.cancel_scope.cancel()
 

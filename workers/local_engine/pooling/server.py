@@ -8,10 +8,11 @@ import anyio
 import anyio.to_thread
 import structlog
 from aiohttp import web
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from torch import Tensor
 
 from stream.errors import EngineError, EngineRefusedError
-from workers.local_engine.info_routes import InfoRoutes, json_response
+from workers.local_engine.info_routes import EngineFigure, InfoRoutes, json_response
 from workers.local_engine.model_thread import LoopBridge, run_model_thread
 from workers.local_engine.pooling.classifier import Classifier
 from workers.local_engine.pooling.thread import PoolingRequest, PoolingThread
@@ -107,10 +108,10 @@ class PoolingRoutes:
         )
         return json_response(answer)
 
-    def _metrics(self) -> Iterable[tuple[str, str, float]]:
-        yield "vllm:num_requests_running", "gauge", self._thread.running
-        yield "vllm:num_requests_waiting", "gauge", self._thread.waiting
-        yield "vllm:prompt_tokens_total", "counter", self._thread.tokens_read
+    def _metrics(self) -> Iterable[EngineFigure]:
+        yield GaugeMetricFamily("vllm:num_requests_running", "Requests in a forward pass.", self._thread.running)
+        yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait.", self._thread.waiting)
+        yield CounterMetricFamily("vllm:prompt_tokens", "Tokens read.", self._thread.tokens_read)
 
     def _tokens(self, request: ClassifyRequest) -> list[list[int]]:
         """Return the sequences of a request as tokens; called in a thread."""

@@ -125,6 +125,16 @@ class EngineClient:
         finally:
             await self._connections.__aexit__(kind, error, trace)
 
+    @property
+    def known_count(self) -> int:
+        """Engines that the client knows, healthy or not."""
+        return len(self._router.engines)
+
+    @property
+    def healthy_count(self) -> int:
+        """Engines that answer and are compatible with the run."""
+        return len(self._router.healthy)
+
     async def wait_until_ready(self) -> None:
         """Wait until an engine answers; check that every engine that answers is compatible with the run.
 

@@ -1,5 +1,6 @@
 """Sample one turn at one given engine, once: one request, and what its answer says about the engine's weights."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from workers.rollout.engine_client.probe import ABSENT, Capabilities
 from workers.rollout.engine_client.sampled_turn import UNVERSIONED, IncompatibleEngineError, SampledTurn
 from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.engine_client.sampling_api import SamplingRequest
+from workers.runtime.metrics import engine_failures, engine_latency, sampled_tokens
 
 _LONG_ANSWER_BYTES = 200_000
 """Some 4,000 tokens. Longer answers are decoded in a thread: 100,000 tokens take more than 0.1 s, in which the event
@@ -69,6 +71,19 @@ class EngineSampler:
             EngineRefusedError: the engine refuses this request.
             EngineError: any other failure.
         """
+        started = time.perf_counter()
+        try:
+            sampled = await self._sample(engine, prompt_ids, options, min_policy_version)
+        except EngineError as error:
+            engine_failures.labels(type(error).__name__).inc()
+            raise
+        engine_latency.observe(time.perf_counter() - started)
+        sampled_tokens.inc(len(sampled.token_ids))
+        return sampled
+
+    async def _sample(
+        self, engine: EngineState, prompt_ids: Sequence[int], options: SamplingOptions, min_policy_version: int
+    ) -> SampledTurn:
         with engine.cancellable_request():
             sampled = await self._request(engine, prompt_ids, options, min_policy_version)
             engine.record_success()

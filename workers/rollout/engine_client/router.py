@@ -66,7 +66,7 @@ class Router:
     @property
     def healthy(self) -> list[EngineState]:
         """Engines that answer."""
-        return [engine for engine in self.engines.values() if engine.is_healthy]
+        return [engine for engine in list(self.engines.values()) if engine.is_healthy]
 
     def has_waiting_for(self, engine: EngineState) -> bool:
         """Whether a request waits that this engine could serve if it had a free slot."""

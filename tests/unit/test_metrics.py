@@ -1,0 +1,221 @@
+"""Prometheus metrics of a run and its processes; `/health` and `/ready`; docs/metrics.md."""
+
+import http.client
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import threading
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from stream.records import Completion, Failure
+from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
+from workers.run.role_specs import role_specs
+from workers.runtime import metrics
+from workers.runtime.health import RoleHealth
+from workers.runtime.metrics_server import Snapshot, open_portal, serve_metrics
+from workers.runtime.run_metrics import RunMetrics
+from workers.settings.toml_file import parse_settings
+
+ROOT = Path(__file__).parents[2]
+PAGE = runpy.run_path(str(ROOT / "docs" / "metrics_page.py"))
+INFO = {"run": "r", "role": "rollout", "version": "1"}
+PROMTOOL = shutil.which(os.environ.get("PROMTOOL", "promtool"))
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool is missing: apt-get install prometheus, or name it in $PROMTOOL"
+)
+
+
+def samples(registry):
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+    }
+
+
+def change(registry, do):
+    """Return what `do` adds to the registry's samples."""
+    before = samples(registry)
+    do()
+    return {key: value - before.get(key, 0) for key, value in samples(registry).items() if value != before.get(key, 0)}
+
+
+def test_the_page_lists_every_metric_as_the_code_has_it():
+    assert "\n".join(PAGE["page"]()) in (ROOT / "docs" / "metrics.md").read_text(), (
+        "run `python docs/metrics_page.py` and paste its output"
+    )
+
+
+def test_names_are_unique_and_no_label_can_grow_without_bound():
+    families = [(title, family) for title in PAGE["ROLES"] for family in PAGE["families"](title)]
+    names = [family.name for _, family in families]
+    assert len(names) == len(set(names))
+    bounded = {"stage", "outcome", "reason", "error", "end", "activity", "state", "role"}
+    assert {label for _, family in families for label in PAGE["labels"](family)} <= bounded
+
+
+def test_headroom_and_prompts_left_are_what_an_autoscaler_needs():
+    registry = CollectorRegistry()
+    registry.register(RunMetrics(PAGE["example_status"]))
+    found = samples(registry)
+    assert found[("penstock_pacing_headroom_groups",)] == 8 - 7
+    assert found[("penstock_prompts_left",)] == (20 - 12) + 2
+    assert found[("penstock_queue_oldest_age_seconds", "scored")] == 1.5
+    assert found[("penstock_dead_letters_total", "data")] == 2
+    assert found[("penstock_trainer_lease_held",)] == found[("penstock_run_status_up",)] == 1
+
+
+def test_without_an_answer_of_the_server_its_figures_are_missing_not_zero():
+    registry = CollectorRegistry()
+    registry.register(RunMetrics(lambda: None))
+    assert samples(registry) == {("penstock_run_status_up",): 0}
+
+
+def test_a_group_counts_each_completion_by_its_end():
+    group = [
+        Completion(index=0, turns=2, tool_calls=1, seconds={"engine": 2.0, "tools": 0.5}),
+        Completion(index=1, turns=1, failure=Failure(reason=RolloutReason.ENV_RESET), seconds={"engine": 1.0}),
+    ]
+    assert change(metrics.ROLLOUT, lambda: metrics.count_group(group)) == {
+        ("penstock_completions_total", "finished"): 1,
+        ("penstock_completions_total", "failed:env_reset"): 1,
+        ("penstock_turns_total",): 3,
+        ("penstock_tool_calls_total",): 1,
+        ("penstock_episode_seconds_total", "engine"): 3,
+        ("penstock_episode_seconds_total", "tools"): 0.5,
+    }
+    group[0].reward, group[1].reward = Measured(1.0), Unmeasured(RewardReason.TIMEOUT)
+    assert change(metrics.SCORE, lambda: metrics.count_rewards(group)) == {
+        ("penstock_rewards_total", "measured"): 1,
+        ("penstock_rewards_total", "unmeasured:timeout"): 1,
+    }
+
+
+def test_a_state_that_the_last_step_did_not_have_is_no_longer_reported():
+    step = {"step_seconds": 2.0, "seconds": 1.0, "tokens_per_second": 5.0, "tokens/sampled": 10, "valid_fraction": 0.75}
+    metrics.count_step(step | {"rows/valid": 3, "rows/reward:timeout": 1})
+    assert samples(metrics.TRAIN)[("penstock_step_completions_ratio", "reward:timeout")] == 0.25
+    metrics.count_step(step | {"rows/valid": 4})
+    found = samples(metrics.TRAIN)
+    assert ("penstock_step_completions_ratio", "reward:timeout") not in found
+    assert found[("penstock_step_completions_ratio", "valid")] == 1
+    assert found[("penstock_valid_ratio",)] == 0.75
+
+
+def get(url, page):
+    host, port = url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=5)
+    connection.request("GET", page)
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+async def fetch(url, page):
+    return await anyio.to_thread.run_sync(get, url, page)
+
+
+async def test_the_pages_say_when_a_role_is_alive_and_ready():
+    health = RoleHealth()
+    server_problems = ["the Redis server does not answer"]
+    serve = partial(serve_metrics, find_server_problem=lambda: server_problems[0])
+    async with serve("127.0.0.1:0", [metrics.ROLLOUT], health, INFO, list_targets=lambda: [("feed", "h:1")]) as url:
+        assert await fetch(url, "/health") == (200, "ok\n")
+        assert await fetch(url, "/ready") == (503, "the role is starting\n")
+        health.ready_when(lambda: "no engine answers")
+        assert await fetch(url, "/ready") == (503, "no engine answers\n")
+        health.mark_ready()
+        assert await fetch(url, "/ready") == (503, "the Redis server does not answer\n")
+        server_problems[0] = ""
+        assert await fetch(url, "/ready") == (200, "ok\n")
+        status, text = await fetch(url, "/metrics")
+        assert status == 200
+        assert 'penstock_info{role="rollout",run="r",version="1"} 1.0' in text
+        assert "penstock_turns_total" in text
+        assert "penstock_steps_total" not in text
+        groups = json.loads((await fetch(url, "/targets"))[1])
+        assert groups == [{"targets": ["h:1"], "labels": {"role": "feed", "run": "r"}}]
+        assert (await fetch(url, "/"))[0] == 404
+
+
+async def test_a_blocked_event_loop_is_reported_by_the_server_that_it_does_not_serve():
+    health = RoleHealth(max_pause_s=0.2)
+    answers = []
+    async with serve_metrics("127.0.0.1:0", [], health, INFO) as url:
+        health.mark_ready()
+        await fetch(url, "/health")
+        thread = threading.Timer(1.4, lambda: answers.extend([get(url, "/health"), get(url, "/ready")]))
+        thread.start()
+        thread.join()  # blocks the loop
+    assert [status for status, _ in answers] == [503, 503]
+    assert "the event loop has not turned" in answers[0][1]
+
+
+async def test_a_taken_port_does_not_end_the_role():
+    async with (
+        serve_metrics("127.0.0.1:0", [], RoleHealth(), INFO) as url,
+        serve_metrics(url.removeprefix("http://"), [], RoleHealth(), INFO) as second,
+    ):
+        assert second == ""
+
+
+async def test_many_scrapes_a_second_read_the_server_once():
+    reads = []
+
+    async def read():
+        reads.append(1)
+        return len(reads)
+
+    async with open_portal() as portal:
+        snapshot = Snapshot(portal, read)
+        assert [await anyio.to_thread.run_sync(snapshot.get) for _ in range(20)] == [1] * 20
+
+
+async def test_a_server_that_does_not_answer_leaves_no_old_figures():
+    async def read():
+        raise OSError("gone")
+
+    async with open_portal() as portal:
+        assert await anyio.to_thread.run_sync(Snapshot(portal, read).get) is None
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("", ["", "", "", "", ""]),
+        ("0.0.0.0:9464", [f"0.0.0.0:{port}" for port in range(9465, 9470)]),
+        ("127.0.0.1:0", ["127.0.0.1:0"] * 5),
+    ],
+)
+def test_each_process_of_a_run_has_a_port_of_its_own(address, expected, tmp_path):
+    settings = parse_settings(
+        {
+            "run": {"name": "r", "metrics_address": address},
+            "model": {"path": str(tmp_path)},
+            "data": {"path": "p.jsonl"},
+            "rollout": {"workers": 2},
+            "rewards": [{"ref": "math"}],
+        }
+    )
+    commands = [spec.command for spec in role_specs(settings, tmp_path / "run.toml", "redis://r", ())]
+    found = [next((word for word in command if word.startswith("run.metrics")), "") for command in commands]
+    assert found == [f'run.metrics_address="{each}"' if each else "" for each in expected]
+
+
+@needs_promtool
+def test_promtool_finds_no_fault_in_names_types_and_texts():
+    registry = CollectorRegistry()
+    for title in PAGE["ROLES"]:
+        for part in PAGE["ROLES"][title]:
+            registry.register(part)
+    registry.register(RunMetrics(PAGE["example_status"]))
+    check = subprocess.run(
+        [PROMTOOL, "check", "metrics"], input=generate_latest(registry), capture_output=True, check=False
+    )
+    assert (check.returncode, check.stdout, check.stderr) == (0, b"", b"")
