@@ -1,6 +1,6 @@
 """`/metrics`, `/health` and `/ready` of a process, answered by threads of their own.
 
-The event loop is not asked to answer: a scrape costs it nothing, and a process whose loop is stuck still says so.
+The event loop takes no part in it: a scrape costs it nothing, and a process whose loop is stuck still says so.
 Figures that are on the Redis server are read by the loop, at most once a second however often they are scraped.
 """
 
