@@ -217,25 +217,58 @@ class ArchivedGroups:
         return group
 
 
+class ArchiveScan:
+    """Scans an archive that is being written, segment by segment and each record once.
+
+    Args:
+        folder: of the segments; it need not exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ends: dict[Path, int] = {}
+        """End of the last complete record of each segment that was read."""
+
+    def segments(self) -> list[Path]:
+        """Return the segments, the newest first."""
+        return _segments(self._folder)[::-1]
+
+    def is_read(self, segment: Path) -> bool:
+        """Whether records of a segment were read."""
+        return segment in self._ends
+
+    def read_new(self, segment: Path) -> Iterator[tuple[LedgerRecord, ArchiveOffset]]:
+        """Yield a segment's records that were completed since the last call, as `scan_archive` does."""
+        self._ends.setdefault(segment, 0)
+        for record, offset in _scan_segment(segment, self._ends[segment]):
+            self._ends[segment] = offset.offset + offset.size
+            yield record, offset
+
+
 def scan_archive(folder: Path) -> Iterator[tuple[LedgerRecord, ArchiveOffset]]:
     """Yield every complete record, oldest first: the ledger record written with it, and the position of its group.
 
     A ledger record that the ledger does not have any more is of a step that was lost with its trainer.
     """
     for path in _segments(folder):
-        try:
-            with path.open("rb") as file:
-                if os.fstat(file.fileno()).st_size < _HEAD.size:
-                    continue
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    yield from ((record, ArchiveOffset(path, *position)) for record, *position in _scan(data))
-        except FileNotFoundError:  # removed meanwhile
-            continue
+        yield from _scan_segment(path)
 
 
-def _scan(data: mmap.mmap) -> Iterator[tuple[LedgerRecord, int, int, int]]:
+def _scan_segment(path: Path, begin: int = 0) -> Iterator[tuple[LedgerRecord, ArchiveOffset]]:
+    """Yield the complete records of a segment from a position on."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < begin + _HEAD.size:
+                return
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                yield from ((record, ArchiveOffset(path, *position)) for record, *position in _scan(data, begin))
+    except FileNotFoundError:  # removed meanwhile
+        return
+
+
+def _scan(data: mmap.mmap, begin: int) -> Iterator[tuple[LedgerRecord, int, int, int]]:
     """Yield each record with offset and size of its payload, and its own size; skip all else up to the next record."""
-    at = data.find(_MAGIC)
+    at = data.find(_MAGIC, begin)
     while 0 <= at <= len(data) - _HEAD.size:
         _, checksum, line_size, size = _HEAD.unpack_from(data, at)
         begin = at + _HEAD.size

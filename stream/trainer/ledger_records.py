@@ -129,6 +129,49 @@ def read_ledger(path: Path) -> tuple[list[LedgerLine], list[str]]:
     return lines, invalid
 
 
+class LedgerTail:
+    """Reads a ledger that is being written, each record once.
+
+    Args:
+        path: of the ledger; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+        self._last = b""
+        """The last complete line, which is there again unless the ledger was cut to resume from a checkpoint."""
+
+    def exists(self) -> bool:
+        """Whether there is a ledger."""
+        return self._path.exists()
+
+    def read_new(self) -> tuple[list[LedgerRecord], bool]:
+        """Read the records that were completed since the last call.
+
+        Returns:
+            The records; and whether the ledger was cut meanwhile, so that they are all of it.
+        """
+        with self._path.open("rb") as file:
+            file.seek(self._read - len(self._last))
+            is_cut = file.read(len(self._last)) != self._last
+            if is_cut:
+                file.seek(0)
+                self._read, self._last = 0, b""
+            text = file.read()
+        lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
+        self._read += sum(map(len, lines))
+        self._last = lines[-1] if lines else self._last
+        return [record for record in map(_decode_or_none, lines) if record is not None], is_cut
+
+
+def _decode_or_none(text: bytes) -> LedgerRecord | None:
+    try:
+        return decode_record(text)
+    except ValueError:  # an event, or damaged
+        return None
+
+
 class LedgerContents(Struct):
     """What a ledger says about prompts."""
 

@@ -3,18 +3,26 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+import anyio
 import anyio.to_thread
 from aiohttp import web
 from anyio.abc import TaskGroup
 
 from workers.dashboard.access import Access
+from workers.dashboard.group_index import GroupIndex
 from workers.dashboard.live_view import LiveView, RenderPart
 from workers.dashboard.metrics_series import MetricsFile
 from workers.dashboard.rendering import render
 from workers.dashboard.run_source import RunCatalog, RunSource
 
-NAVIGATION: Final = (("", "Run"),)
+NAVIGATION: Final = (("", "Run"), ("/groups", "Groups"))
 """Pages of a run: the end of the address, and the title."""
+
+_READ_ALL_S: Final = 300.0
+"""Deadline of reading all summaries of a run; the next page about groups goes on."""
+_READ_SLICE_S: Final = 0.2
+_PAUSE_S: Final = 0.2
+"""Between two slices, so that pages and the run itself get their share of the machine."""
 
 
 class Dashboard:
@@ -34,6 +42,9 @@ class Dashboard:
         self._tasks = tasks
         self._views: dict[str, LiveView] = {}
         self._metrics: dict[str, MetricsFile] = {}
+        self._groups: dict[str, GroupIndex] = {}
+        self._reading: set[str] = set()
+        """Runs whose summaries are being read in the background."""
 
     async def source(self, request: web.Request) -> RunSource:
         """Return the run of an address.
@@ -57,6 +68,27 @@ class Dashboard:
         if source.key not in self._metrics:
             self._metrics[source.key] = MetricsFile(source.file("metrics.jsonl"))
         return self._metrics[source.key]
+
+    async def groups(self, source: RunSource) -> GroupIndex:
+        """Return the index of a run's archived groups; its summaries are read on in the background."""
+        if source.key not in self._groups:
+            self._groups[source.key] = GroupIndex(source.file())
+        index = self._groups[source.key]
+        await anyio.to_thread.run_sync(index.refresh)
+        if index.unread and source.key not in self._reading:
+            self._reading.add(source.key)
+            self._tasks.start_soon(self._read_summaries, source.key, index)
+        return index
+
+    async def _read_summaries(self, key: str, index: GroupIndex) -> None:
+        try:
+            with anyio.move_on_after(_READ_ALL_S):
+                is_done = False
+                while not is_done:
+                    await anyio.sleep(_PAUSE_S)
+                    is_done = await anyio.to_thread.run_sync(index.read_more, _READ_SLICE_S)
+        finally:
+            self._reading.discard(key)
 
     def page(
         self, template: str, source: RunSource | None, values: Mapping[str, Any], status: int = 200

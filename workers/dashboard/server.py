@@ -14,6 +14,8 @@ from aiohttp import web
 from stream.errors import PenstockError
 from workers.dashboard.access import Access, access_middleware, add_headers
 from workers.dashboard.dashboard import Dashboard
+from workers.dashboard.group_page import send_message, send_messages, send_tokens, show_group
+from workers.dashboard.groups_page import show_groups
 from workers.dashboard.live_view import RenderPart
 from workers.dashboard.rendering import load_templates, render
 from workers.dashboard.run_page import render_pipeline, render_state, render_steps, send_charts, show_run
@@ -40,6 +42,11 @@ _PAGES: Final[dict[str, Page]] = {
     "/": show_runs,
     _RUN: show_run,
     f"{_RUN}/charts.json": send_charts,
+    f"{_RUN}/groups": show_groups,
+    f"{_RUN}/group": show_group,
+    f"{_RUN}/group/messages": send_messages,
+    f"{_RUN}/group/message": send_message,
+    f"{_RUN}/group/tokens": send_tokens,
 }
 _PARTS: Final[dict[str, RenderPart]] = {
     "state": render_state,

@@ -1,0 +1,253 @@
+"""The dashboard's pages about groups: index, filters, histogram, conversations, tokens."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from stream.codec import encode
+from stream.records import (
+    Completion,
+    Failure,
+    Group,
+    Prompt,
+    RewardPart,
+    Row,
+    Span,
+    ToolRun,
+    TrainedCompletion,
+)
+from stream.trainer.archive import Archive
+from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import LedgerRecord, content_hash
+from stream.trainer.outcomes import Dropped, Trained
+from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
+from tests.cases.rows import sampled_row
+from tests.unit.test_dashboard import browser, text_of
+from workers.dashboard.conversation import FIRST, LAST, conversation, visible_parts
+from workers.dashboard.group_index import GroupFilter, GroupIndex
+from workers.dashboard.group_page import phases
+from workers.dashboard.groups_page import Bar, histogram, parse_filter
+from workers.dashboard.token_view import token_page
+
+HOSTILE = "<script>alert(1)</script>\u202eevil\x1b[31m"
+
+
+class Run:
+    """A run's folder with an archive, and a segment per group."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir()
+        (path / "run.toml").write_text(
+            f'[run]\nname = "r"\nfolder = "{path}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
+            '[[rewards]]\nref = "a:b"\n'
+        )
+        self.ledger, self.archive = Ledger(path / "ledger.jsonl"), Archive(path / "groups")
+
+    def end(self, name, step, rewards, *, outcome=Trained(), version=1, text="2 + 2?", in_ledger=True) -> None:  # noqa: B008
+        completions = [
+            Completion(
+                index=at,
+                rows=[sampled_row([3, 4, 5], [-0.5, -1.0, -1.5], version=version)],
+                prompt_messages=[{"role": "user", "content": text}],
+                messages=[{"role": "assistant", "content": f"I say {at}."}],
+                reward=Unmeasured(RewardReason.TIMEOUT, "judge: 5 s") if reward is None else Measured(reward),
+                truncated=TruncationReason.LENGTH if reward == 0 else None,
+                turns=1,
+            )
+            for at, reward in enumerate(rewards)
+        ]
+        group = Group(prompt=Prompt(id=name, messages=[], fed_at=1.0), completions=completions, claimed_at=3.0)
+        record = LedgerRecord(name, outcome, step, step - 1, content_hash(group))
+        done = [TrainedCompletion("valid", 0.5, 3)] * len(completions)
+        self.archive.write([(record, encode(group))], {name: done})
+        self.archive.close()
+        self.archive = Archive(self.path / "groups")
+        if in_ledger:
+            self.ledger.append([record])
+        self.ledger.sync()
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = Run(tmp_path / "run")
+    made.end("a", 1, [1.0, 0.0])
+    made.end("b", 2, [0.5, 0.5], outcome=Dropped("zero_variance"), version=2)
+    made.end("lost", 3, [9.0], in_ledger=False)
+    made.end("c", 3, [None, 0.25], version=3, text=HOSTILE)
+    yield made
+    made.ledger.close()
+
+
+def found(index: GroupIndex, **query: str) -> list[str]:
+    index.refresh()
+    return [group.prompt for group in index.search(parse_filter(query), None, 99, 60).groups]
+
+
+@pytest.mark.parametrize(
+    ("query", "names"),
+    [
+        ({}, "cba"),
+        ({"step": "2.."}, "cb"),
+        ({"version": "..1"}, "a"),
+        ({"reward": "0.5..1"}, "ba"),
+        ({"end": "invalid"}, "c"),
+        ({"end": "reward:timeout"}, "c"),
+        ({"end": "valid", "step": "3"}, "c"),
+        ({"end": "length"}, "a"),
+        ({"end": "truncated", "reward": "1"}, ""),
+        ({"end": "dropped"}, "b"),
+        ({"end": "dropped:zero_variance"}, "b"),
+        ({"prompt": "script"}, "c"),
+        ({"prompt": "b"}, "b"),
+    ],
+)
+def test_groups_are_filtered_the_newest_first(run, query, names):
+    assert found(GroupIndex(run.path), **query) == list(names)
+
+
+def test_an_index_follows_a_run_that_goes_on_and_one_that_was_set_back(run):
+    index = GroupIndex(run.path)
+    assert found(index) == ["c", "b", "a"]
+    run.end("d", 4, [1.0])
+    assert found(index) == ["d", "c", "b", "a"]
+    lines = (run.path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    (run.path / "ledger.jsonl").write_bytes(b"".join(lines[:1]))
+    assert found(index) == ["a"]
+    assert index.find("a") == 0
+    assert index.find("b") is None
+
+
+def test_a_page_of_the_newest_groups_reads_the_newest_segment_only(run, monkeypatch):
+    index = GroupIndex(run.path)
+    index.refresh()
+    scanned = []
+    scan = index._scan
+    monkeypatch.setattr(index, "_scan", lambda segment: (scanned.append(segment.name), scan(segment)))
+    assert [group.prompt for group in index.search(GroupFilter(), None, 1, 60).groups] == ["c"]
+    assert scanned == []
+    assert [group.prompt for group in index.search(GroupFilter(), None, 2, 60).groups] == ["c", "b"]
+    assert scanned == ["000003.groups", "000002.groups"]
+
+
+def test_a_search_whose_time_is_up_goes_on_from_where_it_came_to(run):
+    index = GroupIndex(run.path)
+    index.refresh()
+    first = index.search(GroupFilter(), None, 2, 60)
+    assert ([group.prompt for group in first.groups], first.is_interrupted) == (["c", "b"], False)
+    rest = index.search(GroupFilter(), first.next_before, 2, 60)
+    assert ([group.prompt for group in rest.groups], rest.next_before) == (["a"], None)
+    late = index.search(GroupFilter(), None, 2, -1)
+    assert (late.groups, late.next_before, late.is_interrupted) == ([], 3, True)
+
+
+def test_a_group_that_the_archive_has_no_more_is_left_out_and_counted(run):
+    (run.path / "groups" / "000002.groups").unlink()
+    index = GroupIndex(run.path)
+    assert found(index) == ["c", "a"]
+    assert (len(index), index.unreadable, index.unread) == (3, 1, 0)
+
+
+def test_every_bar_of_a_histogram_finds_as_many_completions_as_it_counts():
+    values = [random.Random(3).gauss(0, 1) for _ in range(500)] + [0.25] * 40
+    bars = histogram(values)
+    assert sum(bar.count for bar in bars) == len(values)
+    assert len(bars) <= 24
+    for bar in bars:
+        wanted = parse_filter({"reward": bar.interval}).rewards
+        assert sum(value in wanted for value in values) == bar.count
+    assert histogram([1.0, 0.0, 1.0]) == [Bar(0.0, 0.0, 1), Bar(1.0, 1.0, 2)]
+    assert histogram([]) == []
+    assert len(histogram([float(n) * 1e307 for n in range(-17, 18)])) <= 24
+
+
+def long_completion(messages: int) -> Completion:
+    call = {"id": "1", "function": {"name": "ring", "arguments": {"n": 1}}}
+    return Completion(
+        index=0,
+        prompt_messages=[{"role": "user", "content": "Go."}],
+        messages=[
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "till"},
+            *({"role": "assistant", "content": f"Say {n}."} for n in range(messages - 2)),
+        ],
+        parts=[RewardPart(name="step", reward=Measured(0.5), turn=1), RewardPart(name="all", reward=Measured(1.0))],
+        tool_runs=[ToolRun(0.25, True)],
+        failure=Failure(reason=RolloutReason.ENV_STEP),
+    )
+
+
+def test_tool_results_have_name_and_duration_and_rewards_stand_at_the_turn_that_earned_them():
+    shown = conversation(long_completion(3))
+    assert [message.role for message in shown] == ["user", "assistant", "tool", "assistant"]
+    assert (shown[1].calls, shown[1].rewards) == (["ring(n=1)"], [])
+    assert (shown[2].tool, shown[2].seconds, shown[2].is_error) == ("ring", 0.25, True)
+    assert (shown[3].turn, shown[3].rewards) == (2, ["step 0.5"])
+
+
+@pytest.mark.parametrize("count", [2, FIRST + LAST, FIRST + LAST + 1, 200])
+def test_of_a_long_conversation_the_first_and_last_messages_are_shown_and_none_is_shown_twice(count):
+    messages = conversation(long_completion(count))
+    first, omitted, last = visible_parts(messages)
+    assert len(first) + omitted + len(last) == len(messages)
+    assert [*first, *messages[len(first) : len(first) + omitted], *last] == messages
+    assert len(first) + len(last) <= FIRST + LAST + 1
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(97 + each) for each in ids)
+
+
+def test_tokens_are_colored_by_what_is_recorded_of_them():
+    row = Row(
+        prompt_ids=b"",
+        token_ids=bytes(4 * 4),
+        sampled_ranges=[(0, 2), (3, 4)],
+        logprobs=sampled_row([1, 2, 3], [-0.01, -1.0, -5.0]).logprobs,
+        spans=[Span(7, 0, 2), Span(8, 3, 4)],
+    )
+    advantages = [1.0, -0.2, None, None]
+
+    def css(color):
+        return [token.css for token in token_page(row, Letters(), color, 0, advantages).tokens]
+
+    assert css("version") == ["token-version-1", "token-version-1", "token-context", "token-version-2"]
+    assert css("logprob") == ["token-logprob-0", "token-logprob-2", "token-context", "token-logprob-4"]
+    assert css("advantage") == ["token-good-3", "token-bad-1", "token-context", "token-no-loss"]
+    assert css("sampled") == ["token-sampled", "token-sampled", "token-context", "token-sampled"]
+    page = token_page(row, Letters(), "version", 3, advantages)
+    assert [token.title for token in page.tokens] == ["token 3, id 0, log-prob -5.000, version 8"]
+
+
+def test_the_way_of_a_group_has_the_phases_whose_times_are_known():
+    group = Group(prompt=Prompt(id="a", messages=[], fed_at=10.0), completions=[], claimed_at=12.0, rolled_out_at=20.0)
+    assert [(phase.name, phase.start, phase.seconds) for phase in phases(group)] == [
+        ("waiting for a worker", 0.0, 2.0),
+        ("rollout", 2.0, 8.0),
+    ]
+
+
+async def test_pages_of_groups_keep_their_filters_and_show_hostile_text_as_text(run):
+    async with browser(run.path) as session:
+        page = await text_of(session, "/runs/run/groups?end=invalid&step=..9")
+        assert 'name="end" list="ends" value="invalid"' in page
+        assert 'name="step" value="..9"' in page
+        assert "/runs/run/groups?step=..9&amp;end=reward%3Atimeout" in page
+        assert r"&lt;script&gt;alert(1)&lt;/script&gt;\u202eevil\x1b[31m" in page
+        assert HOSTILE[:8] not in page
+        group = await text_of(session, "/runs/run/group?id=c")
+        assert "unmeasured (timeout)" in group
+        assert "the reward is unmeasured (timeout): judge: 5 s" in group
+        assert r"\u202eevil\x1b[31m" in group
+        assert "<script>alert" not in group
+        assert "write a number or an interval" in await text_of(session, "/runs/run/groups?reward=high")
+        assert "does not exist here" in await text_of(session, "/runs/run/group/tokens?id=c&completion=0")
+        assert "I say 0." in await text_of(session, "/runs/run/group/message?id=c&completion=0&message=1")
+        await text_of(session, "/runs/run/group?id=none", 404)
+        assert "groups without an outcome are on the server only" in await text_of(
+            session, "/runs/run/groups?at=trainer"
+        )

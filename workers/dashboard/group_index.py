@@ -1,0 +1,376 @@
+"""An index of a run's archived groups: position and summary of each, read once and kept while the dashboard runs.
+
+Positions are read segment by segment, the newest first; a summary needs the group's payload, so it is read when a page
+needs it. A page of the newest groups reads one segment, however many there are. Everything here blocks on files: call
+it in a thread.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Lock
+from typing import Final
+
+from msgspec import Struct
+
+from stream.codec import decode
+from stream.errors import PenstockError, RecordError
+from stream.records import Failure, Group, Message, Span, TrainedCompletion
+from stream.trainer.archive import ArchiveOffset, ArchiveScan
+from stream.trainer.ledger_records import LedgerRecord, LedgerTail
+from stream.trainer.outcomes import encode_outcome
+from stream.validity import Measured, Reward, TruncationReason
+from workers.commands.transcripts.selection import Interval
+from workers.runtime.transcript import content_text
+
+_TEXT_CHARACTERS: Final = 500
+"""Of a prompt, in a summary. A longer prompt is read again when its text is searched."""
+
+
+class GroupSummary(Struct, frozen=True, kw_only=True, gc=False):
+    """What lists and filters need of a group; tuples have one value for each completion."""
+
+    number: int
+    """Position in the ledger's order, from 0; it does not change while the run goes on."""
+    prompt: str
+    environment: str
+    outcome: str
+    """`trained` or `dropped:REASON`."""
+    step: int
+    rewards: tuple[float | None, ...]
+    """None: not measured."""
+    ends: tuple[str, ...]
+    """How each episode ended: `finished`, why it was truncated, or `failed`."""
+    reasons: tuple[str, ...]
+    """Why each completion is invalid: `failed:REASON` or `reward:REASON`; empty: it is valid."""
+    versions: tuple[int, int]
+    """Oldest and newest policy version that sampled a token; -1 for none."""
+    sampled_tokens: int
+    turns: int
+    """Of the completion with the most."""
+    rolled_out_at: float
+    text: str
+    """The beginning of the last user message of the prompt."""
+    is_whole: bool
+    """Whether `text` is all of the prompt's text."""
+
+    @property
+    def measured(self) -> list[float]:
+        """The measured rewards."""
+        return [reward for reward in self.rewards if reward is not None]
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Mean of the measured rewards; None without any."""
+        measured = self.measured
+        return sum(measured) / len(measured) if measured else None
+
+    @property
+    def invalid(self) -> int:
+        """Number of invalid completions."""
+        return sum(1 for reason in self.reasons if reason)
+
+
+class GroupFilter(Struct, frozen=True, kw_only=True):
+    """Conditions that all hold for a group, those on completions for one and the same completion of it."""
+
+    steps: Interval | None = None
+    versions: Interval | None = None
+    rewards: Interval | None = None
+    end: str = ""
+    """`valid`, `invalid`, how the episode ended, `failed:REASON`, `reward:REASON`, or an outcome of the group."""
+    prompt: str = ""
+    """Id of the prompt, or a part of its text."""
+
+    def matches(self, group: GroupSummary, *, without_reward: bool = False) -> bool:
+        """Whether the group has a completion that meets the conditions; the prompt's text is checked separately."""
+        low, high = group.versions
+        if self.steps is not None and group.step not in self.steps:
+            return False
+        if self.versions is not None and (high < self.versions.low or low > self.versions.high):
+            return False
+        rewards = None if without_reward else self.rewards
+        if rewards is None and not self.end:
+            return True
+        return any(
+            (rewards is None or reward in rewards) and (not self.end or self._has_end(group, end, reason))
+            for reward, end, reason in zip(group.rewards, group.ends, group.reasons, strict=True)
+        )
+
+    def has_text(self, group: GroupSummary) -> bool:
+        """Whether the group is of the prompt, or the beginning of its text contains what is searched."""
+        return not self.prompt or self.prompt == group.prompt or self.prompt in group.text
+
+    def matching_rewards(self, group: GroupSummary) -> list[float]:
+        """Return the measured rewards of completions that meet all conditions but the one on the reward."""
+        return [
+            reward
+            for reward, end, reason in zip(group.rewards, group.ends, group.reasons, strict=True)
+            if reward is not None and (not self.end or self._has_end(group, end, reason))
+        ]
+
+    def _has_end(self, group: GroupSummary, end: str, reason: str) -> bool:
+        match self.end:
+            case "valid":
+                return not reason
+            case "invalid":
+                return bool(reason)
+            case "truncated":
+                return end not in ("finished", "failed")
+            case "dropped":
+                return group.outcome.startswith("dropped:")
+            case wanted:
+                return wanted in (end, reason, group.outcome)
+
+
+class SearchResult(Struct, frozen=True, kw_only=True):
+    """Groups that a search found, the newest first."""
+
+    groups: list[GroupSummary]
+    next_before: int | None
+    """Search on from here; None: there is no more."""
+    is_interrupted: bool
+    """The time was up before the page was full."""
+
+
+class GroupIndex:
+    """The archived groups of one run that its ledger confirms.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._archive = ArchiveScan(folder / "groups")
+        self._ledger = LedgerTail(folder / "ledger.jsonl")
+        self._lock = Lock()
+        self._offsets: dict[tuple[str, str], ArchiveOffset] = {}
+        self._unscanned: list[Path] = []
+        """Segments of the archive that no group was looked for in, the oldest first."""
+        self._records: list[LedgerRecord] = []
+        self._summaries: list[GroupSummary | None] = []
+        self._unreadable: set[int] = set()
+        """Numbers of groups that are not in the archive (any more), or damaged."""
+        self._by_prompt: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def unread(self) -> int:
+        """Number of groups without a summary so far."""
+        return self._summaries.count(None) - len(self._unreadable)
+
+    @property
+    def unreadable(self) -> int:
+        """Number of groups that are not in the archive any more, or damaged, as far as read."""
+        return len(self._unreadable)
+
+    def refresh(self) -> None:
+        """Read what was added to ledger and archive since the last call."""
+        with self._lock:
+            if not self._ledger.exists():
+                return
+            records, is_cut = self._ledger.read_new()
+            if is_cut:
+                self._records, self._summaries, self._by_prompt = [], [], {}
+                self._unreadable.clear()
+            segments = self._archive.segments()
+            self._unscanned = [path for path in reversed(segments[1:]) if not self._archive.is_read(path)]
+            for path in segments:
+                if path == segments[0] or self._archive.is_read(path):
+                    self._scan(path)
+            for record in records:
+                if record.has_group:
+                    self._by_prompt[record.prompt] = len(self._records)
+                    self._records.append(record)
+                    self._summaries.append(None)
+
+    def summary(self, number: int) -> GroupSummary | None:
+        """Return the summary of one group; None if it cannot be read any more."""
+        known = self._summaries[number]
+        if known is None and number not in self._unreadable:
+            record = self._records[number]
+            try:
+                known = _summarize(number, record, decode(self._locate(record).read_payload(), _Group))
+            except (RecordError, PenstockError):
+                self._unreadable.add(number)
+                return None
+            self._summaries[number] = known
+        return known
+
+    def _locate(self, record: LedgerRecord) -> ArchiveOffset:
+        """Return the position of a group, and scan older segments for it if necessary.
+
+        Raises:
+            PenstockError: the archive does not have it.
+        """
+        key = record.prompt, record.hash
+        while key not in self._offsets:
+            with self._lock:
+                if key in self._offsets:
+                    break
+                if not self._unscanned:
+                    raise PenstockError(f"the group of prompt {record.prompt} is not in the archive (archive.keep)")
+                self._scan(self._unscanned.pop())
+        return self._offsets[key]
+
+    def _scan(self, segment: Path) -> None:
+        for record, offset in self._archive.read_new(segment):
+            self._offsets[record.prompt, record.hash] = offset
+
+    def read_more(self, seconds: float) -> bool:
+        """Read summaries for some time, the newest first. Returns whether all are read."""
+        deadline = time.monotonic() + seconds
+        for number in self._newest_first():
+            if self._summaries[number] is None and number not in self._unreadable:
+                self.summary(number)
+                if time.monotonic() > deadline:
+                    return False
+        return True
+
+    def search(self, wanted: GroupFilter, before: int | None, count: int, seconds: float) -> SearchResult:
+        """Return the newest groups that match, searching for at most some time.
+
+        Args:
+            wanted: the conditions.
+            before: search among older groups than the one with this number; None: among all.
+            count: return at most so many.
+            seconds: time for the search; what it did not reach is searched by the next one.
+        """
+        deadline = time.monotonic() + seconds
+        groups: list[GroupSummary] = []
+        number = min(before if before is not None else len(self._records), len(self._records))
+        while number > 0:
+            if len(groups) == count or time.monotonic() > deadline:
+                return SearchResult(groups=groups, next_before=number, is_interrupted=len(groups) < count)
+            number -= 1
+            if wanted.steps is not None and self._records[number].step not in wanted.steps:
+                continue
+            found = self.summary(number)
+            if found is not None and wanted.matches(found) and self._has_text(found, wanted):
+                groups.append(found)
+        return SearchResult(groups=groups, next_before=None, is_interrupted=False)
+
+    def rewards(self, wanted: GroupFilter) -> list[float]:
+        """Return the rewards of all completions that match, without the condition on the reward, as far as read."""
+        return [
+            reward
+            for group in self._known()
+            if wanted.matches(group, without_reward=True) and self._has_text(group, wanted)
+            for reward in wanted.matching_rewards(group)
+        ]
+
+    def counts(self) -> dict[str, int]:
+        """Return how many groups have each outcome, and each reason of an invalid completion, as far as read."""
+        found: dict[str, int] = {}
+        for group in self._known():
+            for name in {group.outcome, *group.reasons, *group.ends} - {""}:
+                found[name] = found.get(name, 0) + 1
+        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+    def find(self, prompt: str) -> int | None:
+        """Return the number of the last group of a prompt; None if the archive has none."""
+        return self._by_prompt.get(prompt)
+
+    def read(self, number: int) -> tuple[LedgerRecord, Group, list[TrainedCompletion]]:
+        """Return one group, with its line of the ledger and what the step did with its completions.
+
+        Raises:
+            PenstockError: the group is damaged, or was removed from the archive.
+        """
+        record = self._records[number]
+        offset = self._locate(record)
+        return record, decode(offset.read_payload(), Group), offset.read_completions()
+
+    def _newest_first(self) -> Iterator[int]:
+        return iter(range(len(self._summaries) - 1, -1, -1))
+
+    def _known(self) -> list[GroupSummary]:
+        return [summary for summary in self._summaries if summary is not None]
+
+    def _has_text(self, group: GroupSummary, wanted: GroupFilter) -> bool:
+        if wanted.has_text(group) or group.is_whole:
+            return wanted.has_text(group)
+        try:
+            payload = self._locate(self._records[group.number]).read_payload()
+            return wanted.prompt in _prompt_text(decode(payload, _Group))
+        except (RecordError, PenstockError):
+            return False
+
+
+class _Prompt(Struct):
+    id: str
+    messages: list[Message] = []
+    environment: str | None = None
+
+
+class _Row(Struct):
+    sampled_ranges: list[tuple[int, int]] = []
+    spans: list[Span] = []
+
+
+class _Completion(Struct):
+    prompt_messages: list[Message] = []
+    rows: list[_Row] = []
+    failure: Failure | None = None
+    truncated: TruncationReason | None = None
+    reward: Reward | None = None
+    turns: int = 0
+
+
+class _Group(Struct):
+    """The parts of a group that a summary is made of; tokens, log-probs and answers are skipped."""
+
+    prompt: _Prompt
+    completions: list[_Completion] = []
+    rolled_out_at: float = 0.0
+
+
+def summarize_group(number: int, outcome: str, step: int, group: Group) -> GroupSummary:
+    """Return the summary of a group that is not in the archive."""
+    return _summarize_fields(number, outcome, step, group)
+
+
+def _summarize(number: int, record: LedgerRecord, group: _Group) -> GroupSummary:
+    return _summarize_fields(number, encode_outcome(record.outcome), record.step, group)
+
+
+def _summarize_fields(number: int, outcome: str, step: int, group: "_Group | Group") -> GroupSummary:
+    completions = group.completions
+    versions = [span.version for each in completions for row in each.rows for span in row.spans]
+    text = _prompt_text(group)
+    ranges = [bounds for each in completions for row in each.rows for bounds in row.sampled_ranges]
+    return GroupSummary(
+        number=number,
+        prompt=group.prompt.id,
+        environment=sys.intern(group.prompt.environment or ""),
+        outcome=sys.intern(outcome),
+        step=step,
+        rewards=tuple(each.reward.value if isinstance(each.reward, Measured) else None for each in completions),
+        ends=tuple(sys.intern(_end(each.failure, each.truncated)) for each in completions),
+        reasons=tuple(sys.intern(_reason(each.failure, each.reward)) for each in completions),
+        versions=(min(versions, default=-1), max(versions, default=-1)),
+        sampled_tokens=sum(end - start for start, end in ranges),
+        turns=max((each.turns for each in completions), default=0),
+        rolled_out_at=group.rolled_out_at,
+        text=text[:_TEXT_CHARACTERS],
+        is_whole=len(text) <= _TEXT_CHARACTERS,
+    )
+
+
+def _end(failure: Failure | None, truncated: TruncationReason | None) -> str:
+    return "failed" if failure is not None else str(truncated or "finished")
+
+
+def _reason(failure: Failure | None, reward: Reward | None) -> str:
+    if failure is not None:
+        return f"failed:{failure.reason}"
+    return "" if reward is None or isinstance(reward, Measured) else f"reward:{reward.reason}"
+
+
+def _prompt_text(group: "_Group | Group") -> str:
+    """Return the prompt's text as the first completion saw it, from the last message to the first."""
+    messages = (group.completions[0].prompt_messages if group.completions else []) or group.prompt.messages
+    return "\n".join(content_text(message.get("content")) for message in reversed(messages))

@@ -1,0 +1,274 @@
+"""The page *Group*: the completions of one prompt side by side, and its way from the feeder to the gradient."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import anyio.to_thread
+from aiohttp import web
+from msgspec import Struct
+
+from stream.errors import PenstockError
+from stream.operator.unfinished_groups import find_unfinished_group
+from stream.records import Completion, Group, TrainedCompletion
+from stream.trainer.outcomes import encode_outcome
+from workers.commands.transcripts.run_completions import UNFINISHED
+from workers.dashboard.conversation import (
+    FIRST,
+    LAST,
+    PAGE,
+    ShownMessage,
+    conversation,
+    describe_part,
+    shorten_message,
+    visible_parts,
+)
+from workers.dashboard.dashboard import Dashboard
+from workers.dashboard.rendering import render
+from workers.dashboard.run_source import NoServerError, RunSource
+from workers.dashboard.token_view import COLORS, TokenColor, load_tokenizer, token_page
+from workers.runtime.transcript import describe_end, describe_reward, describe_versions, invalid_reason
+
+COLUMNS: Final = 8
+"""Completions side by side; links lead to the others."""
+
+
+class FoundGroup(Struct, frozen=True, kw_only=True):
+    """A group, with what is known about its end."""
+
+    group: Group
+    outcome: str
+    """`trained`, `dropped:REASON` or `unfinished`."""
+    place: str
+    """Where the group is, in words."""
+    step: int | None = None
+    version: int | None = None
+    """The trainer's policy version at the end of the group."""
+    trained: list[TrainedCompletion | None] = []
+    """What the step did with each completion; None for a greedy one, or if it was not archived."""
+
+
+class Column(Struct, frozen=True, kw_only=True):
+    """One completion, as it is shown."""
+
+    completion: Completion
+    trained: TrainedCompletion | None
+    first: list[ShownMessage]
+    omitted: int
+    """Messages between the first and the last ones."""
+    last: list[ShownMessage]
+    reward: str
+    parts: list[str]
+    """Parts of the reward that are not of one turn."""
+    end: str
+    invalid: str
+    versions: str
+    tokens: int
+
+
+class Phase(Struct, frozen=True, kw_only=True):
+    """One part of a group's way, in seconds from the moment when its prompt was fed."""
+
+    name: str
+    start: float
+    seconds: float
+    left: float
+    """Share of the whole time before it, in percent."""
+    width: float
+
+
+async def show_group(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The page *Group*."""
+    source = await dashboard.source(request)
+    found = await _find(dashboard, source, request)
+    first = _number(request, "first")
+    count = len(found.group.completions)
+    first = min(first, max(0, count - 1)) // COLUMNS * COLUMNS
+    values = await anyio.to_thread.run_sync(_page_values, found, first)
+    return dashboard.page("group.html", source, values)
+
+
+async def send_messages(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The messages of one completion that the page has left out, some at a time."""
+    source = await dashboard.source(request)
+    completion = _completion(await _find(dashboard, source, request), request)
+    messages = await anyio.to_thread.run_sync(conversation, completion)
+    start, end = _number(request, "from"), len(messages) - LAST
+    shown = [shorten_message(message) for message in messages[start : min(end, start + PAGE)]]
+    values = {
+        "source": source,
+        "id": request.query["id"],
+        "completion": completion,
+        "messages": shown,
+        "start": start + len(shown),
+        "omitted": max(0, end - start - len(shown)),
+    }
+    return _fragment("parts/messages.html", values)
+
+
+async def send_message(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """One long message, whole."""
+    source = await dashboard.source(request)
+    completion = _completion(await _find(dashboard, source, request), request)
+    messages = await anyio.to_thread.run_sync(conversation, completion)
+    number = min(_number(request, "message"), len(messages) - 1)
+    values = {"source": source, "id": request.query["id"], "completion": completion, "message": messages[number]}
+    return _fragment("parts/message.html", values)
+
+
+async def send_tokens(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The tokens of one row of a completion, some at a time."""
+    source = await dashboard.source(request)
+    found = await _find(dashboard, source, request)
+    completion = _completion(found, request)
+    wanted = request.query.get("color", "")
+    color: TokenColor = next((known for known in COLORS if known == wanted), COLORS[0])
+    number = _number(request, "row")
+    values: dict[str, Any] = {"source": source, "id": request.query["id"], "completion": completion, "color": color}
+    values |= {"colors": COLORS, "row": number, "rows": len(completion.rows), "problem": "", "page": None}
+    try:
+        values["page"] = await anyio.to_thread.run_sync(
+            _tokens, source, found, completion, color, number, _number(request, "from")
+        )
+    except PenstockError as error:
+        values["problem"] = str(error)
+    return _fragment("parts/tokens.html", values)
+
+
+def phases(group: Group, now: float | None = None) -> list[Phase]:
+    """Return the parts of a group's way whose times are known."""
+    known = [
+        ("waiting for a worker", group.prompt.fed_at, group.claimed_at),
+        ("rollout", group.claimed_at, group.rolled_out_at),
+        ("waiting for rewards, and scoring", group.rolled_out_at, group.scored_at),
+        *([("waiting for the trainer", group.scored_at, now)] if now else []),
+    ]
+    spans = [(name, start, end) for name, start, end in known if start and end and end >= start]
+    if not spans:
+        return []
+    origin, total = spans[0][1], max(spans[-1][2] - spans[0][1], 1e-9)
+    return [
+        Phase(
+            name=name,
+            start=start - origin,
+            seconds=end - start,
+            left=round(100 * (start - origin) / total, 2),
+            width=round(max(0.3, 100 * (end - start) / total), 2),
+        )
+        for name, start, end in spans
+    ]
+
+
+def _page_values(found: FoundGroup, first: int) -> dict[str, Any]:
+    group = found.group
+    trained = [*found.trained, *[None] * len(group.completions)]
+    columns = [
+        _column(completion, trained[at])
+        for at, completion in enumerate(group.completions[first : first + COLUMNS], first)
+    ]
+    rows = [
+        {
+            "completion": each,
+            "trained": trained[at],
+            "reward": describe_reward(each.reward),
+            "versions": describe_versions(each),
+        }
+        for at, each in enumerate(group.completions)
+    ]
+    return {
+        "found": found,
+        "group": group,
+        "columns": columns,
+        "rows": rows,
+        "first": first,
+        "per_page": COLUMNS,
+        "shown_first": FIRST,
+        "phases": phases(group),
+        "invalid_reason": invalid_reason,
+    }
+
+
+def _column(completion: Completion, trained: TrainedCompletion | None) -> Column:
+    first, omitted, last = visible_parts(conversation(completion))
+    return Column(
+        completion=completion,
+        trained=trained,
+        first=[shorten_message(message) for message in first],
+        omitted=omitted,
+        last=[shorten_message(message) for message in last],
+        reward=describe_reward(completion.reward),
+        parts=[describe_part(part) for part in completion.parts if part.turn is None],
+        end=describe_end(completion),
+        invalid=invalid_reason(completion),
+        versions=describe_versions(completion),
+        tokens=sum(row.sampled_count for row in completion.rows),
+    )
+
+
+async def _find(dashboard: Dashboard, source: RunSource, request: web.Request) -> FoundGroup:
+    """Return the group of an address: from the archive, else from the server.
+
+    Raises:
+        HTTPNotFound: neither has it.
+    """
+    prompt = request.query.get("id", "")
+    index = await dashboard.groups(source)
+    if (number := index.find(prompt)) is not None:
+        record, group, trained = await anyio.to_thread.run_sync(index.read, number)
+        done = iter(trained)
+        return FoundGroup(
+            group=group,
+            outcome=encode_outcome(record.outcome),
+            place="archive",
+            step=record.step,
+            version=record.version,
+            trained=[None if each.greedy else next(done, None) for each in group.completions],
+        )
+    try:
+        async with source.connect() as connection:
+            unfinished = await find_unfinished_group(connection, prompt)
+    except NoServerError:
+        unfinished = None
+    if unfinished is None:
+        raise web.HTTPNotFound(
+            text=f"Neither the archive nor the server has a group of prompt {prompt!r} now. It may still be rolled out."
+        )
+    stage, group = unfinished
+    place = "server, waiting for the trainer" if stage == "scored" else "server, waiting for rewards"
+    return FoundGroup(group=group, outcome=UNFINISHED, place=place)
+
+
+def _completion(found: FoundGroup, request: web.Request) -> Completion:
+    index = _number(request, "completion")
+    for completion in found.group.completions:
+        if completion.index == index:
+            return completion
+    raise web.HTTPNotFound(text=f"The group has no completion {index}.")
+
+
+def _tokens(
+    source: RunSource, found: FoundGroup, completion: Completion, color: TokenColor, number: int, start: int
+) -> Any:
+    """Return some tokens of a row, colored. Blocks on files."""
+    settings = source.settings()
+    if settings is None or not completion.rows:
+        raise PenstockError("nothing was sampled" if settings else "the run's settings are not here")
+    row = completion.rows[min(number, len(completion.rows) - 1)]
+    named = Path(settings.model.path)  # a folder that was moved may have its model in it
+    tokenizer = load_tokenizer(named if named.is_dir() else source.file(named.name))
+    trained = found.trained[found.group.completions.index(completion)] if found.trained else None
+    return token_page(row, tokenizer, color, min(start, len(row.tokens)), _advantages(len(row.tokens), trained))
+
+
+def _advantages(count: int, trained: TrainedCompletion | None) -> Sequence[float | None]:
+    """Return the advantage of each token: the completion's mean, which the archive has."""
+    return [trained.advantage if trained is not None and trained.loss_tokens else None] * count
+
+
+def _number(request: web.Request, name: str) -> int:
+    text = request.query.get(name, "")
+    return int(text) if text.isdecimal() and len(text) < 10 else 0
+
+
+def _fragment(template: str, values: dict[str, Any]) -> web.Response:
+    return web.Response(text=render(template, values), content_type="text/html", charset="utf-8")
