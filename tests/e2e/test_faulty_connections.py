@@ -79,3 +79,20 @@ def test_altered_bytes_in_redis_replies_lose_nothing(tmp_path, seed):
     assert journey.redis.struck == {"garble": garbled}
     assert verdict.lost == verdict.twice == verdict.contradicted == verdict.unsettled == 0, f"{verdict}\n{journey.logs}"
     assert verdict.astray <= garbled
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_half_open_connections_on_every_link_lose_nothing(tmp_path):
+    """Three times, every open connection of every role falls silent for good, and nobody is told."""
+    groups, stranded = 90, []
+
+    async def strand(journey: Journey) -> None:
+        for ended in (15, 40, 65):
+            await journey.ended(ended)
+            stranded.append((journey.engine.strand(), journey.redis.strand()))
+
+    journey = travel(begin(tmp_path, groups), during=strand, limit_s=220)
+    assert succeeded(journey, groups)
+    assert stranded == [(n, m) for n, m in stranded if n >= 1 and m >= 4]
+    assert len(stranded) == 3

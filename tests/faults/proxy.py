@@ -119,6 +119,7 @@ class Proxy:
         self._flowing = anyio.Event()
         self._flowing.set()
         self._clients: set[StreamWriter] = set()
+        self._stranded: set[StreamWriter] = set()
         self._stack = AsyncExitStack()
 
     def url(self, scheme: str) -> str:
@@ -133,6 +134,16 @@ class Proxy:
     def flow(self) -> None:
         """Let everything pass again, including the bytes held back."""
         self._flowing.set()
+
+    def strand(self) -> int:
+        """Make all current connections half-open: nothing passes any more, not even their end; new ones work.
+
+        Returns:
+            How many these are.
+        """
+        new = self._clients - self._stranded
+        self._stranded |= new
+        return len(new)
 
     def cut(self, kind: Literal["fin", "rst"]) -> None:
         """Close or reset all current connections."""
@@ -173,31 +184,38 @@ class Proxy:
                     await self._flowing.wait()  # nor does the end of a connection pass while nothing does
                     tasks.cancel_scope.cancel()
 
-                tasks.start_soon(until_closed, self._ask(asking, server))
+                tasks.start_soon(until_closed, self._ask(asking, server, client))
                 tasks.start_soon(until_closed, self._answer(answering, client))
         except OSError:  # the server is not reachable
             _close(client, "rst")
         finally:
             self._clients.discard(client)
+            self._stranded.discard(client)
             for stream in (client, server):
                 if stream is not None:
                     stream.close()
 
-    async def _ask(self, client: StreamReader, server: StreamWriter) -> None:
-        while request := await client.read(_CHUNK):
+    async def _ask(self, asking: StreamReader, server: StreamWriter, client: StreamWriter) -> None:
+        while request := await asking.read(_CHUNK):
             await self._flowing.wait()
+            if client in self._stranded:
+                continue
             server.write(request)
             await server.drain()
 
     async def _answer(self, server: StreamReader, client: StreamWriter) -> None:
         while answer := await server.read(_CHUNK):
             await self._flowing.wait()
+            if client in self._stranded:
+                continue
             fault = self.plan(self.answers, answer)
             self.answers += 1
             client.write(answer if fault is None else await self._strike(fault, answer, client))
             await client.drain()
             if client.is_closing():
                 return
+        if client in self._stranded:
+            await anyio.sleep_forever()
 
     async def _strike(self, fault: Fault, answer: bytes, client: StreamWriter) -> bytes:
         """Apply a fault to an answer; returns the bytes to pass on."""
