@@ -48,7 +48,7 @@ async def read_newest_unfinished(
         connection: to the run.
         stage: where the groups wait.
         before: id of an entry; only older ones are read. Empty: all.
-        count: read at most so many.
+        count: the most groups to read.
         seconds: read no further group after this time: one may have many megabytes.
     """
     if before and not re.fullmatch(r"\d{1,20}-\d{1,20}", before):

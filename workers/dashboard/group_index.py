@@ -236,7 +236,7 @@ class GroupIndex:
         Args:
             wanted: the conditions.
             before: search among older groups than the one with this number; None: among all.
-            count: return at most so many.
+            count: the most groups to return.
             seconds: time for the search; what it did not reach is searched by the next one.
         """
         deadline = time.monotonic() + seconds
