@@ -16,12 +16,13 @@ from workers.vllm.launch_command import build_command
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
+MONITORING = {"prometheus", "grafana"}
 
 
 def commands():
     """Return every `penstock ...` command line in the file."""
     for name, service in SERVICES.items():
-        words = service["command"]
+        words = service.get("command") or [""]
         if isinstance(words, str):
             words = shlex.split(words)
         if words[0] == "penstock":
@@ -29,10 +30,11 @@ def commands():
 
 
 def test_every_role_of_the_demo_is_a_service_and_each_kind_of_engine_has_a_profile():
-    assert set(SERVICES) == {"redis", "prepare", "engine", "vllm", "feed", "rollout", "score", "train"}
+    assert set(SERVICES) == {"redis", "prepare", "engine", "vllm", "feed", "rollout", "score", "train"} | MONITORING
     assert {name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service} == {
         "engine": ["cpu"],
         "vllm": ["gpu"],
+        **{name: ["monitoring"] for name in MONITORING},
     }
     assert "COMPOSE_PROFILES=cpu" in (ROOT / ".env").read_text().splitlines()
 
@@ -59,7 +61,9 @@ def test_vllm_is_started_with_the_flags_of_a_run(tmp_path):
 
 
 def test_vllms_control_routes_are_not_published():
-    assert not any("ports" in service for service in SERVICES.values())
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    assert set(published) == MONITORING
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,9 @@ def test_redis_persists_and_does_not_evict():
 def test_one_service_builds_the_image_of_all_roles():
     built = [name for name, service in SERVICES.items() if "build" in service]
     assert built == ["prepare", "vllm"]
-    assert {service["image"] for name, service in SERVICES.items() if name not in {"redis", "vllm"}} == {"penstock"}
+    assert {service["image"] for name, service in SERVICES.items() if name not in {"redis", "vllm", *MONITORING}} == {
+        "penstock"
+    }
 
 
 def test_the_image_contains_every_package():

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import math
 import os
 import runpy
 import shutil
@@ -33,11 +34,9 @@ needs_promtool = pytest.mark.skipif(
 
 
 def samples(registry):
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in registry.collect()
-        for sample in family.samples
-    }
+    """Return the values that were measured, by name and labels."""
+    found = [sample for family in registry.collect() for sample in family.samples if not math.isnan(sample.value)]
+    return {(sample.name, *sample.labels.values()): sample.value for sample in found}
 
 
 def change(registry, do):
@@ -107,6 +106,8 @@ def test_a_state_that_the_last_step_did_not_have_is_no_longer_reported():
     assert ("penstock_step_completions_ratio", "reward:timeout") not in found
     assert found[("penstock_step_completions_ratio", "valid")] == 1
     assert found[("penstock_valid_ratio",)] == 0.75
+    metrics.count_step({name: value for name, value in step.items() if name != "valid_fraction"})
+    assert ("penstock_valid_ratio",) not in samples(metrics.TRAIN)
 
 
 def get(url, page):

@@ -7,6 +7,7 @@ label's values are few and known in advance; a prompt's id is never one.
 The run's own figures (queues, pacing, outcomes) are in `workers.runtime.run_metrics`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -175,6 +176,12 @@ process_restarts: Final = Counter(
     registry=SUPERVISOR,
 )
 
+for _gauge in (
+    *(engines_known, engines_healthy, token_rate, valid_ratio, staleness_mean, staleness_max, reward_mean),
+    *(published_version, published_at),
+):
+    _gauge.set(math.nan)  # nothing is measured yet; a 0 would set off alerts
+
 _activity_seconds: Final = {
     name: episode_seconds.labels(name) for name in ("reset", "engine", "tools", "reward", "total")
 }
@@ -231,8 +238,7 @@ def count_step(metrics: Mapping[str, float | int]) -> None:
         (staleness_max, "staleness/max"),
         (reward_mean, "reward/mean"),
     ):
-        if name in metrics:
-            gauge.set(metrics[name])
+        gauge.set(metrics.get(name, math.nan))
 
 
 def count_publication(version: int, seconds: float) -> None:
