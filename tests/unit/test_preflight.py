@@ -298,6 +298,27 @@ def test_a_reward_that_fails_on_one_answer_is_a_warning(project):
     assert report.warnings[0].place.endswith("rewards.py:2")
 
 
+def test_each_port_of_the_run_is_tried(project):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        project.table["run"] |= {"address": f"127.0.0.1:{port}", "metrics_address": f"127.0.0.1:{port - 1}"}
+        project.table["weights"] = {"transport": "http"}
+        report = project.check()
+    assert [each.place for each in report.errors] == ["run.address", "run.metrics_address"]
+    for each in report.errors:
+        assert f"cannot listen on 127.0.0.1:{port}" in each.problem
+        assert "name another port, or none" in each.problem
+
+
+def test_an_address_of_another_machine_is_an_error(project):
+    project.table["run"]["address"] = "192.0.2.7"
+    (error,) = project.check().errors
+    assert "cannot listen on 192.0.2.7" in error.problem
+    assert error.place == "run.address"
+
+
 def test_an_engine_that_does_not_answer_is_a_warning(project):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,7 +1,6 @@
 """Checks the machine: installed packages, disk, memory, ports, Redis, and engines that run already."""
 
 import shutil
-import socket
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -14,11 +13,12 @@ import anyio.to_thread
 import psutil
 
 from stream.connection.run_connection import connect
-from stream.errors import PenstockError, ServerError
+from stream.errors import EngineError, PenstockError, ServerError
 from stream.server_process import find_server
 from workers.run.preflight.findings import PreflightReport
 from workers.run.preflight.model_check import ModelFacts
 from workers.run.run_folder import RUNS
+from workers.runtime.ports import free_port
 from workers.settings import Settings
 from workers.vllm.interpreter import check_interpreter, resolve_interpreter
 
@@ -37,7 +37,7 @@ def check_machine(settings: Settings, facts: ModelFacts | None, report: Prefligh
     check_packages(settings, report)
     check_disk(settings, facts, report)
     check_memory(settings, facts, report)
-    check_port(settings, report)
+    check_ports(settings, report)
 
 
 def check_packages(settings: Settings, report: PreflightReport) -> None:
@@ -95,19 +95,24 @@ def check_memory(settings: Settings, facts: ModelFacts | None, report: Preflight
         report.warn("memory", "model.path", f"{text}{_size(memory.available)} free{remedy}")
 
 
-def check_port(settings: Settings, report: PreflightReport) -> None:
-    """Report a port of `run.address` that another process has."""
-    host, port = settings.run.host, settings.run.port
-    if not port or settings.weights.transport != "http":
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            report.error(
-                "port", "run.address", f"{host}:{port} cannot be used: {error.strerror}; name another port, or none"
-            )
+def check_ports(settings: Settings, report: PreflightReport) -> None:
+    """Report addresses that this machine does not have, and ports that other processes have."""
+    run = settings.run
+    _check_port(run.host, run.port if settings.weights.transport == "http" else 0, "run.address", report)
+    if run.metrics_address:
+        processes = (
+            3 + settings.rollout.workers + settings.score.workers
+        )  # supervisor, feeder and trainer are the three
+        for port in range(run.metrics_port, run.metrics_port + processes) if run.metrics_port else (0,):
+            _check_port(run.metrics_address.rpartition(":")[0], port, "run.metrics_address", report)
+
+
+def _check_port(host: str, port: int, setting: str, report: PreflightReport) -> None:
+    """Report an address that cannot be listened on; port 0: any."""
+    try:
+        free_port(host, port)
+    except EngineError as error:
+        report.error("port", setting, f"{error}; name another {'port, or none' if port else 'address'}")
 
 
 async def check_redis(settings: Settings, report: PreflightReport) -> None:
