@@ -15,7 +15,7 @@ from workers.run.preflight.machine_check import check_packages
 from workers.settings.toml_file import parse_settings
 from workers.train.metrics_log import MetricsLog
 from workers.train.tracking import tracker_thread
-from workers.train.tracking.tracker_thread import Trackers, TrackerThread, open_trackers, tracked_run
+from workers.train.tracking.tracker_thread import Trackers, TrackerThread, import_early, open_trackers, tracked_run
 from workers.train.tracking.trackers import TRACKERS, MlflowTracker, TrackedRun, WandbTracker, flatten
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b", "args": {"key": "secret"}}]}
@@ -109,6 +109,23 @@ def test_a_step_is_tried_again_and_given_up_in_the_end(tmp_path):
         trackers.close()
     assert [step for step, _, _ in recorder.steps] == [1, 2, 4]
     assert [entry["step"] for entry in logs if entry["event"] == "tracker.failed"] == [2, 2, 3, 3, 3, 3]
+
+
+def test_libraries_are_imported_while_the_model_is_loaded(tmp_path, monkeypatch):
+    imported = threading.Event()
+    monkeypatch.setattr(tracker_thread.importlib, "import_module", lambda name: name == "wandb" and imported.set())
+    import_early(parse_settings(LEAST | {"train": {"trackers": ["wandb"]}}))
+    assert imported.wait(5)
+
+
+def test_a_result_of_the_last_step_is_delivered_besides_the_steps_metrics(tmp_path):
+    recorder = Recorder()
+    trackers = Trackers([start(tmp_path, recorder)])
+    trackers.log(line(3))
+    trackers.log({})
+    trackers.log({"step": 3, "time": 104.0, "eval/mean/valid": 0.9})
+    trackers.close()
+    assert recorder.steps[1:] == [(3, {"step": 3, "eval/mean/valid": 0.9}, 104.0)]
 
 
 def test_a_tracker_that_cannot_start_is_a_warning(tmp_path):

@@ -10,6 +10,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import structlog
@@ -37,7 +38,7 @@ from workers.train.publishing.policy_versions import PolicyVersions
 from workers.train.publishing.publisher import WeightPublisher, open_publisher
 from workers.train.step.group_checks import CheckedGroup
 from workers.train.step.learner import Learner
-from workers.train.tracking.tracker_thread import open_trackers
+from workers.train.tracking.tracker_thread import import_early, open_trackers
 from workers.train.trainer import Trainer
 
 log = structlog.get_logger()
@@ -52,6 +53,11 @@ class _RunFiles(Struct):
     metrics_log: MetricsLog
     evaluation_log: EvaluationLog | None
     archive: Archive | None
+
+    def final_evaluation(self) -> dict[str, Any]:
+        """Return the metrics of the evaluation of the last step, which no line of `metrics.jsonl` has; often none."""
+        last, step = self.evaluation_log.last if self.evaluation_log else None, self.progress.step
+        return {"step": step, "time": last.time, **last.metrics()} if last is not None and last.step == step else {}
 
     def cut_logs(self) -> None:
         """Cut off what belongs to steps after the checkpoint."""
@@ -81,6 +87,7 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
         open_trainer_lease(context.connection, settings.folder, settings.queue.lease_s) as (trainer_lease, folder_lock),
     ):
         tasks.start_soon(discovery.watch)
+        import_early(settings)  # while the model is loaded
         files = await anyio.to_thread.run_sync(_open_files, settings, folder_lock, make_learner)
         checker = GroupChecker(settings, files.learner.vocab_size, files.progress)
         async with _open_consumer(context, trainer_lease, folder_lock, files, checker) as consumer:
@@ -95,6 +102,7 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
                 files.metrics_log.subscribe(count_step)
                 context.health.mark_ready()
                 await _train(settings, consumer, checker, publisher, files)
+                trackers.log(files.final_evaluation())
         tasks.cancel_scope.cancel()
 
 

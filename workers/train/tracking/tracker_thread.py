@@ -9,6 +9,7 @@ A thread notes the last step that its tracker took. The next start of the run fi
 came after it: those that were lost with their trainer, or all, for a tracker that is new.
 """
 
+import importlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -159,8 +160,8 @@ class Trackers:
         self._threads = threads
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Queue the metrics of a step, as they are in `metrics.jsonl`; never waits."""
-        for thread in self._threads:
+        """Queue the metrics of a step, as they are in `metrics.jsonl`, or more of the same step; never waits."""
+        for thread in self._threads if metrics else ():
             thread.log(dict(metrics))
 
     def close(self) -> None:
@@ -170,6 +171,17 @@ class Trackers:
             thread.begin_close(deadline)
         for thread in self._threads:
             thread.join()
+
+
+def import_early(settings: Settings) -> None:
+    """Import the trackers' libraries, which takes seconds, in threads: a first step does not compete with it."""
+    for name in settings.train.trackers:
+        Thread(target=_import, args=(name,), name=f"import {name}", daemon=True).start()
+
+
+def _import(library: str) -> None:
+    with suppress(BaseException):  # the tracker's own thread reports it
+        importlib.import_module(library)
 
 
 @asynccontextmanager
