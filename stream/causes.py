@@ -9,6 +9,8 @@ from msgspec import Struct
 MAX_TRACEBACK: Final = 3000
 """Characters of a traceback; the beginning of a longer one is cut off."""
 _HEADER = "Traceback (most recent call last):"
+_CRASH = "Fatal Python error: "
+_CRASH_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
 _CAUSED_BY = "caused by "
 _GROUP_MARGIN = re.compile(r"^ *\| ")
 """What Python draws on the left of tracebacks in an exception group."""
@@ -73,13 +75,13 @@ def parse_cause(text: str) -> ErrorCause | None:
     )
 
 
-def cause_from_traceback(text: str, source: str, own_folder: str) -> ErrorCause | None:
+def cause_from_traceback(text: str, source: str, own_folders: tuple[str, ...]) -> ErrorCause | None:
     """Return the cause in the last traceback that Python printed; None if there is none.
 
     Args:
         text: output of a process.
         source: name of the process.
-        own_folder: folder of Penstock's packages, whose frames are left out if there are others.
+        own_folders: folders of Penstock's packages, whose frames are left out if there are others.
     """
     lines = [_GROUP_MARGIN.sub("", line) for line in text.splitlines()]
     starts = [i for i, line in enumerate(lines) if line == _HEADER]
@@ -92,15 +94,44 @@ def cause_from_traceback(text: str, source: str, own_folder: str) -> ErrorCause 
             frames.append([])
         if frames:
             frames[-1].append(line)
-    own = [frame for frame in frames if own_folder not in frame[0]] or frames[-1:]
+    return _cause_of(found[-1], frames, source, own_folders)
+
+
+def cause_from_crash(text: str, source: str, own_folders: tuple[str, ...]) -> ErrorCause | None:
+    """Return the cause in the report that `faulthandler` printed last, of a crash in C; None if there is none.
+
+    Args:
+        text: output of a process.
+        source: name of the process.
+        own_folders: folders of Penstock's packages, whose frames are left out if there are others.
+    """
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith(_CRASH)]
+    if not starts:
+        return None
+    places = [_CRASH_FRAME.match(line) for line in lines[starts[-1] + 1 :]]
+    frames = [[f'  File "{each["file"]}", line {each["line"]}, in {each["name"]}'] for each in places if each]
+    return _cause_of(lines[starts[-1]].removeprefix(_CRASH), frames[::-1], source, own_folders)
+
+
+def _cause_of(exception: str, frames: list[list[str]], source: str, own_folders: tuple[str, ...]) -> ErrorCause:
+    """Return the cause with the place of the last frame in the user's code.
+
+    Args:
+        exception: type and message.
+        frames: lines of each frame, the outermost first.
+        source: name of the process.
+        own_folders: folders of Penstock's packages.
+    """
+    own = [frame for frame in frames if not any(each in frame[0] for each in own_folders)] or frames[-1:]
     outside = [frame for frame in own if "/site-packages/" not in frame[0] and "/lib/python" not in frame[0]] or own
     place = _FRAME.match(outside[-1][0]) if outside else None
     return ErrorCause(
-        exception=found[-1],
+        exception=exception,
         source=source,
         file=place["file"] if place else "",
         line=int(place["line"]) if place else 0,
-        traceback="\n".join([_HEADER, *(line for frame in own for line in frame), found[-1]])[-MAX_TRACEBACK:],
+        traceback="\n".join([_HEADER, *(line for frame in own for line in frame), exception])[-MAX_TRACEBACK:],
     )
 
 

@@ -44,7 +44,8 @@ local function reclaim_expired()
     local n = redis.call('HINCRBY', key(stage .. ':attempts'), id .. ':infra', 1)
     redis.call('HINCRBY', key(stage .. ':attempts'), id .. ':expired', 1)
     if n >= infra_limit then
-      dead_letter(stage, id, 'infra', 'the lease expired ' .. n .. ' times: its workers died or stopped responding')
+      local why = 'the lease expired ' .. n .. ' times: its workers died or stopped responding'
+      dead_letter(stage, id, 'infra', why .. owner_exit(stage, id))
       wake()
     else
       take(id)

@@ -29,6 +29,8 @@
 --                       counted in the step that removes its prompt from `unfinished`, so at every moment
 --                       fed = trained + dropped + dead + unfinished, by distinct prompts, also if the server lost writes
 --   {NAME}:dead         stream of dead letters
+--   {NAME}:last_errors  hash, stage -> ms and text of the last error by which a worker gave an entry back; `exit:HOST-PID` ->
+--                       how that worker's process ended, if it was a failure
 --   {NAME}:dead_prompts hash, prompt id -> id of the dead letter that ends it
 --   {NAME}:dropped_dead set, ids of prompts whose dead letters the operator dropped
 --   {NAME}:unrecorded   stream of `prompt` and `outcome` (dead:REASON, dropped:operator, retried): ends that were decided
@@ -225,9 +227,22 @@ local function revoke_letter(prompt)
   return true
 end
 
+-- Note the last error of a stage, which explains a run that stands still.
+local function note_error(stage, text)
+  redis.call('HSET', key('last_errors'), stage, integer(now_ms()) .. ' ' .. text)
+end
+
+-- How the process that holds an entry ended, as the supervisor reported it; empty if it is not known.
+local function owner_exit(stage, id)
+  local worker = string.match(owner(stage, id) or '', '^%a+%-(.+)%-%x+$')
+  local text = worker and redis.call('HGET', key('last_errors'), 'exit:' .. worker)
+  return text and '; ' .. text or ''
+end
+
 -- Move an entry with its payload to the dead letters. Of an entry with very many fields (foreign junk) only the first
 -- hundred are kept, because `unpack` can return only a limited number of values.
 local function dead_letter(stage, id, reason, message)
+  note_error(stage, message)
   local flat = fields(stage, id)
   if flat then
     local prompt = field(flat, 'prompt') or ''

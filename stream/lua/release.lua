@@ -7,6 +7,7 @@
 -- Returns 0 lease lost, 1 given back, 2 dead-lettered.
 local stage, id, reason = ARGV[1], ARGV[3], ARGV[4]
 if owner(stage, id) ~= ARGV[2] then return 0 end
+if ARGV[7] ~= '' then note_error(stage, ARGV[7]) end
 if reason == 'stale' then
   local before = redis.call('HGET', key(stage .. ':attempts'), id .. ':stale')
   redis.call('HSET', key(stage .. ':attempts'), id .. ':stale', (before and before .. ',' or '') .. ARGV[8])

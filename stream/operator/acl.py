@@ -68,6 +68,7 @@ def _worker_rules(stage: StageName | EvaluationStage) -> tuple[AclRule, ...]:
             else ()
         ),
         AclRule(("xadd",), ("dead",)),
+        AclRule(("hset",), ("last_errors",)),
         *((AclRule(("hset",), ("dead_prompts",)), AclRule(("xadd",), ("unrecorded",))) if of_training else ()),
         *_SERVER_RESTARTED,
     )

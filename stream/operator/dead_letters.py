@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from stream.causes import ErrorCause, parse_cause
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 
@@ -26,6 +27,11 @@ class DeadLetter(Struct, kw_only=True):
     """True if it is the end of one of the run's prompts; False for junk and duplicates."""
     payload: bytes
 
+    @property
+    def cause(self) -> ErrorCause | None:
+        """The exception in user code, if the error names one."""
+        return parse_cause(self.error)
+
 
 async def list_dead_letters(
     connection: RunConnection, letter_id: str | None = None, count: int = 1000
@@ -34,6 +40,15 @@ async def list_dead_letters(
     low, high = (_check_id(connection, letter_id), letter_id) if letter_id else ("-", "+")
     found: Any = await connection.with_retry(lambda: connection.redis.xrange(connection.key("dead"), low, high, count))
     return [_parse_letter(entry_id.decode(), fields) for entry_id, fields in found]
+
+
+async def dead_letter_causes(connection: RunConnection) -> dict[str, ErrorCause]:
+    """Return the newest cause of the run's dead letters by reason, as `dead:REASON`."""
+    found: dict[str, ErrorCause] = {}
+    for letter in await list_dead_letters(connection):
+        message, _, _ = letter.error.partition("\n")
+        found[f"dead:{letter.reason}"] = letter.cause or ErrorCause(exception=message, source=f"stage {letter.stage}")
+    return found
 
 
 async def retry_dead_letters(connection: RunConnection, letter_ids: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from workers.base_models.shipped import write_base_model
 from workers.runtime.exit_codes import ExitCode
 
 MAZE = """
@@ -193,6 +194,119 @@ def test_an_environment_that_fails_later(project, fault):
     project.table |= {"environments": {"world": f"{project.folder}/world.py:World"}, "rewards": []}
     project.table["rollout"]["call_timeout_s"] = 1.0
     assert_ends_with(project, "world.py", in_reset if in_reset != "pass" else in_reward, reason, error)
+
+
+CRASH = """
+import ctypes
+
+
+class World:
+    def reset(self, number, **row):
+        self.number = number
+        if number == 8:
+            ctypes.string_at(0)
+        return "Look around."
+
+    def get_reward(self):
+        return float(id(self) % 7)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_code_that_crashes_in_c_is_named_with_its_line_once_its_prompt_is_a_dead_letter(project):
+    (project.folder / "world.py").write_text(CRASH)
+    project.table |= {"environments": {"world": f"{project.folder}/world.py:World"}, "rewards": []}
+    project.table["data"]["shuffle"] = False
+    project.table["queue"] |= {"lease_s": 1.0}
+    result = project.run("run", str(project.write()), "--json")
+    summary = json.loads(result.stdout)
+    assert summary["dead"] == 1, f"{result.stderr}\n{project.logs()}"
+    cause = summary["causes"]["dead:infra"]
+    line = CRASH.splitlines().index("            ctypes.string_at(0)") + 1
+    assert (cause["exception"], cause["file"], cause["line"]) == (
+        "Segmentation fault",
+        f"{project.folder}/world.py",
+        line,
+    )
+    assert "/envs/" not in cause["traceback"]
+
+
+SLOW_TOOL = """
+import time
+
+
+class World:
+    def reset(self, number, **row):
+        self.number, self.calls = number, 0
+
+    def add(self, a: int, b: int) -> int:
+        "Add two numbers.\\n\\nArgs:\\n    a: The first.\\n    b: The second."
+        time.sleep(60)
+
+    subtract = multiply = add
+
+    def get_reward(self):
+        return float(id(self) % 7)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+def test_a_tool_that_hangs_is_shown_with_the_line_where_it_stands(project):
+    write_base_model("calculator", project.folder / "model")
+    (project.folder / "world.py").write_text(SLOW_TOOL)
+    rows = [{"prompt": f"Start with {n}, plus 3, then plus 4.", "number": n} for n in range(8)]
+    (project.folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    project.table |= {"environments": {"world": f"{project.folder}/world.py:World"}, "rewards": []}
+    project.table["model"]["path"] = str(project.folder / "model")
+    project.table["engine"]["max_model_len"] = 512
+    project.table["rollout"] |= {"call_timeout_s": 0.5, "max_tokens_per_turn": 32, "max_tokens": 128}
+    result = project.run("run", str(project.write()), "--json")
+    assert result.returncode == ExitCode.SUCCESS, f"{result.stderr}\n{project.logs()}"
+    cause = json.loads(result.stdout)["causes"]["tool_error"]
+    line = SLOW_TOOL.splitlines().index("        time.sleep(60)") + 1
+    assert (cause["file"], cause["line"]) == (f"{project.folder}/world.py", line)
+    assert cause["source"].startswith("environment world, tool ")
+    assert "TimeoutError" in cause["exception"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+def test_an_engine_without_memory_for_its_cache_ends_the_run_with_its_error(project):
+    project.table["engine"] |= {"max_batch_size": 2_000_000, "max_model_len": 512}
+    result = project.run("run", "--no-check", str(project.write()))
+    assert result.returncode == ExitCode.FAILURE, result.stdout
+    for words in ("engine-0 exited with code 1", "MemoryError", "lower engine.max_batch_size"):
+        assert words in result.stderr, result.stderr
+
+
+BLOCKS = """
+import time
+
+
+async def exact(completions, number, **columns):
+    if number[0] >= 4:
+        time.sleep(100)
+    return [float(i) for i in range(len(completions))]
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+def test_an_async_reward_that_blocks_is_named_when_the_run_stands_still(project):
+    (project.folder / "rewards.py").write_text(BLOCKS)
+    project.table["rewards"] = [{"ref": f"{project.folder}/rewards.py:exact"}]
+    project.table["data"]["shuffle"] = False
+    project.table["abort"] = {"stall_timeout_s": 12.0}
+    project.table["score"] = {"workers": 1}
+    project.table["queue"] |= {"shutdown_timeout_s": 1.0}
+    result = project.run("run", "--no-check", str(project.write()), "--json")
+    assert result.returncode == ExitCode.FAILURE, result.stdout
+    cause = json.loads(result.stdout)["failure"]["cause"]
+    line = BLOCKS.splitlines().index("        time.sleep(100)") + 1
+    assert (cause["file"], cause["line"]) == (f"{project.folder}/rewards.py", line), result.stderr
+    assert "blocks the event loop of score-0" in result.stderr
 
 
 @pytest.mark.full

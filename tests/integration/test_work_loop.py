@@ -1,13 +1,16 @@
 """The loop of rollout workers and scorers on a real server: each way in which work can end."""
 
+import json
 from functools import partial
 
 import anyio
 import pytest
 
+from stream.causes import ErrorCause
 from stream.codec import decode
 from stream.errors import DataError, EngineUnavailableError
 from stream.operator.dead_letters import list_dead_letters
+from stream.operator.last_errors import read_last_error, record_exit
 from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
@@ -80,6 +83,37 @@ async def test_only_the_entry_that_keeps_failing_is_dead_lettered(connection, er
     assert (letter.prompt_id, letter.reason, letter.ends_prompt) == ("d:0:2", reason, True)
     assert str(error) in letter.error
     assert decode(letter.payload, Prompt).id == "d:0:2"
+
+
+async def test_a_dead_letter_has_the_place_in_user_code(connection):
+    await feed(connection, 1)
+
+    async def work(stage, lease):
+        json.loads("{")
+
+    await pump_until(connection, work, lambda view: view.dead == 1)
+    (letter,) = await list_dead_letters(connection)
+    assert letter.error.startswith("JSONDecodeError: ")
+    assert letter.cause.file.endswith("test_work_loop.py")
+    assert letter.cause.traceback.splitlines()[-1].startswith("json.decoder.JSONDecodeError: ")
+    last = await read_last_error(connection)
+    assert (last.stage, last.cause) == ("prompts", letter.cause)
+    assert str(last).endswith(f"UTC: {letter.error.splitlines()[0]}")
+
+
+async def test_a_dead_letter_of_a_dead_worker_says_how_the_worker_ended(connection):
+    await feed(connection, 1)
+    policy = RetryPolicy(lease_s=0.05, infra_attempts=1)
+    stage = Stage(connection, "prompts", "rollout-host-1-77-abc", policy)
+    assert (await stage.claim(1)).leases
+    cause = ErrorCause(exception="Segmentation fault", source="rollout-0", file="/a/world.py", line=3)
+    text = f"the last one, rollout-0, was killed by SIGSEGV\n{cause.render()}"
+    await record_exit(connection, "host-1", 77, text)
+    await anyio.sleep(0.1)
+    await Stage(connection, "prompts", "rollout-host-1-78-abd", policy).claim(1)
+    (letter,) = await list_dead_letters(connection)
+    assert "its workers died or stopped responding; the last one, rollout-0, was killed by SIGSEGV" in letter.error
+    assert letter.cause == cause
 
 
 async def test_an_unavailable_engine_counts_as_no_failure(connection):

@@ -8,7 +8,7 @@ import pytest
 
 from envs.call import CallRunner, Failed, error_cause, outcome_cause
 from envs.factory import EnvironmentFactory
-from stream.causes import MAX_TRACEBACK, ErrorCause, cause_from_traceback, parse_cause
+from stream.causes import MAX_TRACEBACK, ErrorCause, cause_from_crash, cause_from_traceback, parse_cause
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, ToolRun
 from stream.validity import RewardReason, RolloutReason, Unmeasured
 from workers.rollout.environment_slot import EnvironmentSlot
@@ -114,14 +114,16 @@ ENGINE_LOG = """loading
 
 
 def test_the_log_of_an_engine_out_of_memory_names_the_error_and_its_place():
-    cause = cause_from_traceback(ENGINE_LOG, "engine-0", "/p/workers/")
+    cause = cause_from_traceback(ENGINE_LOG, "engine-0", ("/p/workers/",))
     assert cause.exception == "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB"
     assert (cause.source, cause.place) == ("engine-0", "/user/kernels.py:7")
     only_ours = "\n".join(
         line for line in ENGINE_LOG.splitlines() if "user/kernels" not in line and "allocate()" not in line
     )
-    assert cause_from_traceback(only_ours, "engine-0", "/p/workers/").place == "/p/workers/local_engine/scheduler.py:9"
-    assert cause_from_traceback("it just ended\n", "engine-0", "/p/workers/") is None
+    assert (
+        cause_from_traceback(only_ours, "engine-0", ("/p/workers/",)).place == "/p/workers/local_engine/scheduler.py:9"
+    )
+    assert cause_from_traceback("it just ended\n", "engine-0", ("/p/workers/",)) is None
 
 
 def test_a_long_traceback_is_cut():
@@ -153,3 +155,26 @@ def test_each_state_of_a_group_has_its_cause():
         "tool_error": "KeyError: 'a'",
     }
     assert outcome_cause(Failed(KeyError("a"))) == cause
+
+
+CRASH = """{"event": "claim"}
+Fatal Python error: Segmentation fault
+
+Stack (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 517 in string_at
+  File "/home/me/world.py", line 8 in Maze.look
+  File "/opt/penstock/envs/call/threads.py", line 10 in run
+
+Extension modules: msgspec._core (total: 1)
+"""
+
+
+def test_a_crash_in_c_has_the_line_of_the_call():
+    cause = cause_from_crash(CRASH, "rollout-0", ("/opt/penstock/",))
+    assert cause.headline == "rollout-0: Segmentation fault (/home/me/world.py, line 8)"
+    assert "/opt/penstock/" not in cause.traceback
+    assert cause.traceback.splitlines()[1:3] == [
+        '  File "/home/me/world.py", line 8, in Maze.look',
+        '  File "/usr/lib/python3.11/ctypes/__init__.py", line 517, in string_at',
+    ]
+    assert cause_from_crash("all is well", "rollout-0", ("/opt/penstock/",)) is None

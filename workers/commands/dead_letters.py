@@ -39,7 +39,8 @@ def list_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_jso
             (f"  {letter.prompt_id}" if letter.prompt_id else "  not one of the run's prompts", "bright_black"),
         )
         console.print(Text.assemble(*head), soft_wrap=True)
-        console.print(f"    {letter.error}", soft_wrap=True)
+        for line in letter.error.splitlines():
+            console.print(f"    {line}", soft_wrap=True)
     if not letters:
         console.print("no dead letters")
 
@@ -137,7 +138,7 @@ def _change_letters(
 def _metadata(letter: DeadLetter) -> dict[str, Any]:
     """Return the fields of a dead letter without its payload."""
     facts = {name: getattr(letter, name) for name in letter.__struct_fields__ if name != "payload"}
-    return facts | {"died_at": _died_at(letter).isoformat(timespec="seconds")}
+    return facts | {"cause": letter.cause, "died_at": _died_at(letter).isoformat(timespec="seconds")}
 
 
 def _died_at(letter: DeadLetter) -> datetime:

@@ -142,7 +142,7 @@ class LoopBridge:
         """
         await self._failed.wait()
         await anyio.sleep(_FAILURE_REPLY_S)
-        raise EngineError(f"{thread.activity} has failed: {thread.failure!r}; a restart of the server may help")
+        raise EngineError(f"{thread.activity} has failed: {thread.failure!r}; {_remedy(thread.failure)}")
 
 
 @asynccontextmanager
@@ -164,3 +164,9 @@ async def run_model_thread(thread: ModelThread[Any], threads: int) -> AsyncItera
 def _wake_all(messages: Iterable[ThreadMessage]) -> None:
     for message in messages:
         message.wake()
+
+
+def _remedy(failure: Exception | None) -> str:
+    if isinstance(failure, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(failure):
+        return "lower engine.max_batch_size or engine.max_model_len, which decide the size of the cache"
+    return "a restart of the server may help"

@@ -1,22 +1,25 @@
 """One restartable child process, with its output in a log file."""
 
+import json
 import os
 import re
 import signal
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import anyio
 
-from stream.causes import ErrorCause, cause_from_traceback, parse_cause
+from stream.causes import ErrorCause, cause_from_crash, cause_from_traceback, parse_cause
 from stream.errors import RunFailedError
 from workers.run.process_launcher import LaunchedProcess, ProcessLauncher
 from workers.run.role_specs import RoleSpec
 
 _LISTENING = re.compile(rb"^listening on (\S+)\n", re.MULTILINE)
 _POLL_S = 0.05
-_OWN_FOLDER = f"{Path(__file__).resolve().parents[1]}/"
-"""Folder of the package `workers`, whose frames are not the user's."""
+_OWN_FOLDERS = tuple(f"{Path(__file__).resolve().parents[2] / name}/" for name in ("stream", "envs", "workers"))
+"""Folders of Penstock's packages, whose frames are not the user's."""
 _TRACEBACK_INDENT, _TRACEBACK_CORNERS = " \t|", "+-"
 """Characters that Python draws around the traceback of an exception group."""
 _TAIL_BYTES = 64 * 1024
@@ -115,7 +118,30 @@ class ChildProcess:
         """Return the exception that ended the process, if its log shows it. Blocks on file I/O."""
         tail = self._log_tail()
         last = tail[tail.rfind("\nerror: ") + 1 :] if "error: " in tail else tail
-        return parse_cause(last) or cause_from_traceback(tail, self.spec.name, _OWN_FOLDER)
+        return (
+            parse_cause(last)
+            or cause_from_crash(tail, self.spec.name, _OWN_FOLDERS)
+            or cause_from_traceback(tail, self.spec.name, _OWN_FOLDERS)
+        )
+
+    def blocking_code(self, within_s: float) -> ErrorCause | None:
+        """Return the code that blocked the event loop in the last seconds, if the log says so. Blocks on file I/O."""
+        earliest = datetime.now(UTC) - timedelta(seconds=within_s)
+        for line in reversed(self._log_tail().splitlines() if self.log_file.exists() else []):
+            if '"event_loop.blocked"' not in line:
+                continue
+            with suppress(ValueError, KeyError):
+                event = json.loads(line)
+                if datetime.fromisoformat(event["timestamp"]) < earliest:
+                    return None
+                place, _, name = event["by"].partition(" ")
+                file, _, number = place.rpartition(":")
+                return ErrorCause(
+                    exception=f"{name} blocks the event loop of {self.spec.name}; await, or write def, not async def",
+                    file=file,
+                    line=int(number),
+                )
+        return None
 
     def _log_tail(self) -> str:
         with self.log_file.open("rb") as file:

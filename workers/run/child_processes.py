@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable
 import anyio
 import structlog
 
+from stream.causes import ErrorCause
 from workers.run.child_process import ChildProcess
 from workers.run.role_specs import RoleSpec
 
@@ -40,6 +41,11 @@ class ChildProcesses:
         """Trim every log that is too large."""
         for child in self._all:
             await anyio.to_thread.run_sync(child.trim_log)
+
+    async def blocking_code(self, within_s: float) -> ErrorCause | None:
+        """Return the code that last blocked the event loop of a process, if its log says so for the last seconds."""
+        found = [await anyio.to_thread.run_sync(child.blocking_code, within_s) for child in self._all]
+        return next((cause for cause in found if cause is not None), None)
 
     async def wait_exited(self, roles: Collection[str]) -> None:
         """Wait until no process of these roles runs or restarts."""

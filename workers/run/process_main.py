@@ -10,8 +10,6 @@ from typing import TypeVar
 import anyio
 import structlog
 
-from envs.call import error_cause
-from stream.causes import ErrorCause
 from stream.errors import (
     DataError,
     FencedError,
@@ -21,6 +19,7 @@ from stream.errors import (
     RunMismatchError,
     SettingsError,
 )
+from workers.runtime.error_text import find_cause
 from workers.runtime.exit_codes import ExitCode
 
 log = structlog.get_logger()
@@ -61,14 +60,6 @@ def report_error(error: PenstockError, code: ExitCode | None = None) -> ExitCode
             print(cause.render(), file=sys.stderr, flush=True)  # noqa: T201
     default = ExitCode.PERMANENT if isinstance(error, _PERMANENT_ERRORS) else ExitCode.FAILURE
     return default if code is None else code
-
-
-def find_cause(error: PenstockError) -> ErrorCause | None:
-    """Return the exception in user code behind an error; None if there is none, or if it is not known."""
-    if error.cause is not None or error.__cause__ is None:
-        return error.cause
-    cause = error_cause(error.__cause__, "user code")
-    return cause if cause.file else None
 
 
 async def watch_signals(stopping: anyio.Event, scope: anyio.CancelScope) -> None:

@@ -13,6 +13,7 @@ import structlog
 from stream.connection.run_connection import RunConnection
 from stream.errors import RunFailedError, ServerError
 from stream.operator.killed_workers import release_worker
+from stream.operator.last_errors import record_exit
 from workers.run.child_process import ChildProcess, describe_exit
 from workers.run.restart_policy import (
     GiveUp,
@@ -85,6 +86,8 @@ class RestartLoop:
                     killed = await anyio.to_thread.run_sync(was_killed_from_outside, code, oom_kills)
                     if killed:
                         await self._release_work(child)
+                    elif code not in (ExitCode.SUCCESS, ExitCode.RECYCLE):
+                        await self._record_exit(child, code)
                     await self._prepare_restart(child, code, policy, time.monotonic() - started_at, killed)
         except (RunFailedError, ServerError) as error:
             if not self._stopping.is_set():
@@ -106,6 +109,16 @@ class RestartLoop:
             with anyio.move_on_after(_RELEASE_TIMEOUT_S):
                 released = await release_worker(self._connection, socket.gethostname(), child.last_pid)
                 log.info("worker.released", name=child.spec.name, entries=released)
+
+    async def _record_exit(self, child: ChildProcess, code: int) -> None:
+        """Tell the server how a worker failed: the dead letters of what it held name the cause."""
+        if child.spec.role == ENGINE or child.last_pid is None:
+            return
+        cause = await anyio.to_thread.run_sync(child.last_cause)
+        text = f"the last one, {child.spec.name}, {describe_exit(code)}"
+        with anyio.move_on_after(_RELEASE_TIMEOUT_S):
+            host, pid = socket.gethostname(), child.last_pid
+            await record_exit(self._connection, host, pid, f"{text}\n{cause.render()}" if cause else text)
 
     async def _prepare_restart(
         self, child: ChildProcess, code: int, policy: RestartPolicy, uptime_s: float, killed: bool

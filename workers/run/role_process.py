@@ -1,5 +1,6 @@
 """The process of one role: settings, connection, drain, recycling."""
 
+import faulthandler
 import os
 import secrets
 import socket
@@ -70,6 +71,7 @@ def run_role(
         settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, urls=engines))
     if role in ("rollout", "score"):
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    faulthandler.enable(2, all_threads=False)  # user code may crash in C; the supervisor reads where
     return run_to_exit_code(partial(_run_connected, role, settings, url, role_main, accept))
 
 

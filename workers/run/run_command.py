@@ -135,6 +135,7 @@ def supervise(
             if outcome.view is not None:
                 after, seconds = latest_progress(folder), time.monotonic() - began
                 summary = summarize(outcome.view, before, after, seconds, outcome.failure)
+                summary.causes |= outcome.dead_causes
                 if outcome.failure is None and not outcome.interrupted:
                     summary.finished = True
                     summary.verdict = nothing_learned(summary.totals, summary.groups_trained, settings)

@@ -1,8 +1,10 @@
 """Detects a run that makes no progress although there is work."""
 
 import time
+from collections.abc import Sequence
 
 from stream.operator.run_status import RunStatus
+from stream.queue.in_flight import GroupInFlight
 
 
 class StallDetector:
@@ -42,6 +44,23 @@ class StallDetector:
             f"nothing was trained or dropped for {self._timeout_s:g} s (abort.stall_timeout_s), while "
             f"{status.unfinished} prompts are unfinished: {'; '.join(_describe_stages(status))}"
         )
+
+
+def describe_longest(groups: Sequence[GroupInFlight], now: float) -> str:
+    """Describe what has gone on for longest, for the end of an alarm.
+
+    Args:
+        groups: in flight, the longest unchanged first.
+        now: Unix time in seconds.
+    """
+    if not groups:
+        return ""
+    group = groups[0]
+    longest = min(group.completions, key=lambda each: each.since, default=None)
+    activity = " ".join(filter(None, [longest.activity, longest.detail])) if longest else group.activity
+    where = f" of {group.environment}" if group.environment else ""
+    seconds = now - group.unchanged_since
+    return f"; {group.prompt}{where} has been in {activity or 'work'} for {seconds:.0f} s ({group.worker})"
 
 
 def _progress(status: RunStatus) -> tuple[int, ...]:

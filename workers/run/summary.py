@@ -66,7 +66,8 @@ class RunSummary(Struct, kw_only=True):
     totals: GroupTotals = field(default_factory=GroupTotals)
     """Rewards, tool calls and truncations of all groups that were trained or dropped."""
     causes: dict[str, ErrorCause] = field(default_factory=dict)
-    """The last exception for each completion state but `valid`, and for a tool's error (`tool_error`)."""
+    """The last exception for each completion state but `valid`, for a tool's error (`tool_error`), and for dead letters
+    (`dead:REASON`)."""
     verdict: str = ""
     """Why the run cannot have learned anything; empty if it can have."""
     failure: FailureReport | None = None

@@ -25,10 +25,13 @@ from anyio.abc import TaskGroup
 from msgspec import Struct
 from rich.text import Text
 
+from stream.causes import ErrorCause
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError, RunFailedError, ServerError
 from stream.operator.bottleneck import find_bottleneck
+from stream.operator.dead_letters import dead_letter_causes
 from stream.operator.in_flight import groups_in_flight
+from stream.operator.last_errors import read_last_error
 from stream.operator.run_status import RunStatus, read_status
 from stream.server_process import private_server
 from workers.run.bottleneck_log import BottleneckLog
@@ -43,7 +46,7 @@ from workers.run.role_specs import ENGINE, MakeEngineSpec, MakeRoleSpecs, engine
 from workers.run.run_ending import RunEnding
 from workers.run.run_info import RunInfo, remove_run_info, write_run_info
 from workers.run.sampled_completion import SampleSchedule
-from workers.run.stall_detector import StallDetector
+from workers.run.stall_detector import StallDetector, describe_longest
 from workers.settings import Settings
 from workers.train.training_warnings import read_warnings, warnings_size
 
@@ -73,6 +76,8 @@ class RunOutcome(Struct, kw_only=True):
     """A signal or `penstock stop` ended it."""
     killed: list[str]
     """Processes that did not end in time."""
+    dead_causes: dict[str, ErrorCause] = {}
+    """The newest cause of dead letters, by reason."""
 
 
 class Supervisor:
@@ -173,6 +178,7 @@ class Supervisor:
                 failure=self._ending.failure,
                 interrupted=self._ending.interrupted,
                 killed=self._children.killed,
+                dead_causes=await dead_letter_causes(connection) if status and status.dead else {},
             )
 
     def _serve_metrics(self) -> AbstractAsyncContextManager[None]:
@@ -234,9 +240,18 @@ class Supervisor:
             if self._phase == _RUNNING and detector is None:  # starting engines have their own timeout
                 detector = StallDetector(self._settings.abort.stall_timeout_s)
             if detector and not self._ending.requested.is_set() and (alarm := detector.observe(status)):
-                self._ending.fail(RunFailedError(alarm))
+                self._ending.fail(await self._stalled(connection, alarm))
             await self._children.trim_logs()
             await anyio.sleep(_POLL_S)
+
+    async def _stalled(self, connection: RunConnection, alarm: str) -> RunFailedError:
+        """Return the error of a run without progress, with the code that blocks a worker or the last error of one."""
+        blocked = await self._children.blocking_code(self._settings.abort.stall_timeout_s)
+        if blocked is not None:
+            return RunFailedError(f"{alarm}; {blocked.headline}", blocked)
+        last = await read_last_error(connection)
+        alarm += describe_longest(groups_in_flight(await read_status(connection, with_in_flight=True)), time.time())
+        return RunFailedError(f"{alarm}; {last}", last.cause) if last else RunFailedError(alarm)
 
     async def _show_warnings(self) -> None:
         """Print the trainer's new warnings."""

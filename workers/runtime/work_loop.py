@@ -38,6 +38,7 @@ from stream.queue.lease import Lease
 from stream.queue.stage import Claim, ReleaseReason, Stage
 from workers.runtime import metrics
 from workers.runtime.concurrency import ConcurrencyLimit
+from workers.runtime.error_text import error_text
 from workers.runtime.idle_log import IdleLogger
 from workers.runtime.isolation import Isolation
 
@@ -150,7 +151,7 @@ async def _run_job(
     except RecordError as error:
         await _dead_letter(stage, lease, str(error))
     except DataError as error:
-        await _release(stage, lease, "data", str(error))
+        await _release(stage, lease, "data", await anyio.to_thread.run_sync(error_text, error))
     except (EngineUnavailableError, ServerError) as error:  # a server that is down refuses the release, too
         await _release(stage, lease, "none", str(error))
     except LeaseLostError as error:
@@ -163,7 +164,7 @@ async def _run_job(
     except Exception as error:  # noqa: BLE001  (an error in one entry must not end the worker; it is counted and logged)
         trace = await anyio.to_thread.run_sync(_format_traceback, error)  # reads source files
         log.warning("work.failed", stage=stage.name, prompt=lease.prompt_id, trace=trace)
-        await _release(stage, lease, "infra", f"{type(error).__name__}: {error}")
+        await _release(stage, lease, "infra", await anyio.to_thread.run_sync(error_text, error))
     finally:
         limit.release()
         metrics.entry_duration.labels(stage.name).observe(anyio.current_time() - started)

@@ -8,6 +8,7 @@ import structlog
 from msgspec import Struct, field
 
 from stream.errors import RunFailedError
+from stream.operator.last_errors import read_last_error
 from stream.queue.stage import Claim
 from stream.queue.versions import inflight_versions
 from stream.trainer.consumer import Consumer
@@ -86,12 +87,18 @@ class Collector:
                 self._idle_logger.end_wait()
                 continue
             if not full and time.monotonic() - last_arrival > stall_timeout_s:
-                raise RunFailedError(
-                    f"no scored group arrived within abort.stall_timeout_s = {stall_timeout_s:g} s, but "
-                    f"{claim.unfinished_prompts} prompts are unfinished; `penstock queues` shows where they are, the "
-                    "workers' logs why"
-                )
+                raise await self._stalled(claim)
             await self._wait(claim)
+
+    async def _stalled(self, claim: Claim) -> RunFailedError:
+        """Return the error of a run whose workers send nothing, with the last error that they reported."""
+        last = await read_last_error(self.consumer.connection)
+        why = f"; {last}" if last else ", the workers' logs why"
+        return RunFailedError(
+            f"no scored group arrived within abort.stall_timeout_s = {self._settings.abort.stall_timeout_s:g} s, but "
+            f"{claim.unfinished_prompts} prompts are unfinished; `penstock queues` shows where they are{why}",
+            last.cause if last else None,
+        )
 
     async def report_warnings(self) -> None:
         """Log the warnings since the previous call, and write them to the run's folder."""

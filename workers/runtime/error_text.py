@@ -1,0 +1,22 @@
+"""Errors as text, with the exception in user code that is behind them."""
+
+from envs.call import error_cause
+from stream.causes import ErrorCause
+from stream.errors import PenstockError
+
+
+def find_cause(error: BaseException) -> ErrorCause | None:
+    """Return the exception in user code behind an error; None if there is none, or if it is not known."""
+    if isinstance(error, PenstockError):
+        if error.cause is not None or error.__cause__ is None:
+            return error.cause
+        error = error.__cause__
+    cause = error_cause(error, "user code")
+    return cause if cause.file else None
+
+
+def error_text(error: BaseException) -> str:
+    """Return what is stored with an entry that an error gives back; `stream.causes.parse_cause` reads the cause."""
+    text = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+    cause = find_cause(error)
+    return f"{text}\n{cause.render()}" if cause else text
