@@ -53,6 +53,17 @@ async def scan_dead_entries(connection: RunConnection) -> list[DeadEntry]:
     ]
 
 
+async def scan_dead_page(connection: RunConnection, after: str = "-") -> list[DeadEntry]:
+    """Return the oldest dead letters after one, without their payloads; at most 64. `-`: from the first one on."""
+    fields = ("stage", "prompt", "reason", "error", "ends_prompt")
+    found = await connection.run_script("scan_entries", "dead", after, _ENTRIES_PER_SCRIPT, *fields)
+    return [
+        DeadEntry(entry_id.decode(), stage, prompt, reason, error, ends_prompt == "1")
+        for entry_id, _, *values in found
+        for stage, prompt, reason, error, ends_prompt in [[value.decode(errors="replace") for value in values]]
+    ]
+
+
 async def _scan(connection: RunConnection, stream: str, *fields: str) -> AsyncIterator[tuple[str, bool, list[str]]]:
     """Yield each entry's id, whether it is marked, and some of its fields."""
     after = "-"

@@ -61,7 +61,7 @@ def list_engines(target: str | None, redis: str, *, as_json: bool = False) -> No
     location = find_run(target, redis)
 
     async def report(connection: RunConnection) -> list[EngineReport]:
-        return await _engine_reports(location, await read_engine_overrides(connection))
+        return await read_engine_reports(location, await read_engine_overrides(connection))
 
     reports = with_run(location, report)
     if as_json:
@@ -111,8 +111,8 @@ def change_engine(action: Literal["add", "remove"], url: str, target: str | None
     print_line(text)
 
 
-async def _engine_reports(location: RunLocation, overrides: list[EngineOverride]) -> list[EngineReport]:
-    """Return every known engine, removed ones included. A DNS name that does not resolve has its own entry."""
+async def read_engine_reports(location: RunLocation, overrides: list[EngineOverride]) -> list[EngineReport]:
+    """Query every known engine, removed ones included. A DNS name that does not resolve has its own entry."""
     last_override = {override.url: override for override in overrides}
     sources, unresolved = await _configured_engines(location)
     in_use = apply_engine_overrides(tuple(sources), overrides)

@@ -9,13 +9,21 @@ from aiohttp import web
 from anyio.abc import TaskGroup
 
 from workers.dashboard.access import Access
+from workers.dashboard.engine_queries import EngineQueries
 from workers.dashboard.group_index import GroupIndex
 from workers.dashboard.live_view import LiveView, RenderPart
 from workers.dashboard.metrics_series import MetricsFile
 from workers.dashboard.rendering import render
 from workers.dashboard.run_source import RunCatalog, RunSource
 
-NAVIGATION: Final = (("", "Run"), ("/groups", "Groups"))
+NAVIGATION: Final = (
+    ("", "Run"),
+    ("/in-flight", "In flight"),
+    ("/groups", "Groups"),
+    ("/timeline", "Timeline"),
+    ("/workers", "Workers and engines"),
+    ("/dead", "Dead letters"),
+)
 """Pages of a run: the end of the address, and the title."""
 
 _READ_ALL_S: Final = 300.0
@@ -43,6 +51,7 @@ class Dashboard:
         self._views: dict[str, LiveView] = {}
         self._metrics: dict[str, MetricsFile] = {}
         self._groups: dict[str, GroupIndex] = {}
+        self.engines = EngineQueries()
         self._reading: set[str] = set()
         """Runs whose summaries are being read in the background."""
 

@@ -49,7 +49,8 @@ class GroupSummary(Struct, frozen=True, kw_only=True, gc=False):
     sampled_tokens: int
     turns: int
     """Of the completion with the most."""
-    rolled_out_at: float
+    times: tuple[float, float, float, float]
+    """When it was fed, claimed, rolled out and scored, as Unix times in seconds; 0 if that is not known."""
     text: str
     """The beginning of the last user message of the prompt."""
     is_whole: bool
@@ -304,6 +305,7 @@ class _Prompt(Struct):
     id: str
     messages: list[Message] = []
     environment: str | None = None
+    fed_at: float = 0.0
 
 
 class _Row(Struct):
@@ -325,7 +327,9 @@ class _Group(Struct):
 
     prompt: _Prompt
     completions: list[_Completion] = []
+    claimed_at: float = 0.0
     rolled_out_at: float = 0.0
+    scored_at: float = 0.0
 
 
 def summarize_group(number: int, outcome: str, step: int, group: Group) -> GroupSummary:
@@ -354,7 +358,7 @@ def _summarize_fields(number: int, outcome: str, step: int, group: "_Group | Gro
         versions=(min(versions, default=-1), max(versions, default=-1)),
         sampled_tokens=sum(end - start for start, end in ranges),
         turns=max((each.turns for each in completions), default=0),
-        rolled_out_at=group.rolled_out_at,
+        times=(group.prompt.fed_at, group.claimed_at, group.rolled_out_at, group.scored_at),
         text=text[:_TEXT_CHARACTERS],
         is_whole=len(text) <= _TEXT_CHARACTERS,
     )

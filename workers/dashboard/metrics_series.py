@@ -65,15 +65,27 @@ class MetricsFile:
         self._lock = Lock()
         self._state: str | None = None
         self._charts = MetricCharts(steps=[], steps_per_point=1, charts=[])
+        self._times: dict[int, float] = {}
 
     def charts(self) -> MetricCharts:
         """Return the charts of all steps logged so far."""
         with self._lock:
-            state = file_state(self._file)
-            if state != self._state:
-                self._charts = make_charts(read_metrics(self._file))
-                self._state = state
+            self._refresh()
             return self._charts
+
+    def step_times(self) -> dict[int, float]:
+        """Return when each step ended, as Unix time in seconds."""
+        with self._lock:
+            self._refresh()
+            return self._times
+
+    def _refresh(self) -> None:
+        state = file_state(self._file)
+        if state != self._state:
+            rows = read_metrics(self._file)
+            self._charts = make_charts(rows)
+            self._times = {row["step"]: time for row in rows if (time := finite_value(row, "time")) is not None}
+            self._state = state
 
 
 def file_state(file: Path) -> str:

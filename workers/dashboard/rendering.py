@@ -1,6 +1,8 @@
 """Templates: everything that comes from a run is escaped, and control and bidirectional characters become visible."""
 
 import functools
+import json
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -56,6 +58,12 @@ def with_query(path: str, query: Mapping[str, Any], **changes: Any) -> str:
     return f"{path}?{urlencode(merged, doseq=True)}" if merged else path
 
 
+def _format_json(value: Any) -> str:
+    """Format a record for people, with long lists of numbers on one line."""
+    text = json.dumps(value, indent=1, ensure_ascii=False, default=str)
+    return re.sub(r"\[\s+([-\d.,\s]+?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+
+
 def _visible(value: Any) -> Any:
     return escape_controls(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
@@ -76,6 +84,7 @@ def _environment() -> jinja2.Environment:
         "value": format_value,
         "age": format_age,
         "time": format_time,
+        "pretty": _format_json,
         "segment": lambda text: quote(text, safe=""),
     }
     environment.globals["with_query"] = with_query

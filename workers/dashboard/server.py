@@ -14,13 +14,17 @@ from aiohttp import web
 from stream.errors import PenstockError
 from workers.dashboard.access import Access, access_middleware, add_headers
 from workers.dashboard.dashboard import Dashboard
+from workers.dashboard.dead_letters_page import change_letters, send_letter, show_dead_letters
 from workers.dashboard.group_page import send_message, send_messages, send_tokens, show_group
 from workers.dashboard.groups_page import show_groups
+from workers.dashboard.in_flight_page import render_in_flight, show_in_flight
 from workers.dashboard.live_view import RenderPart
 from workers.dashboard.rendering import load_templates, render
 from workers.dashboard.run_page import render_pipeline, render_state, render_steps, send_charts, show_run
 from workers.dashboard.run_source import RunCatalog, RunSource
 from workers.dashboard.runs_page import show_runs
+from workers.dashboard.timeline_page import show_timeline
+from workers.dashboard.workers_page import render_workers, send_engines, show_workers
 from workers.runtime.http_server import listen
 
 log = structlog.get_logger()
@@ -47,11 +51,21 @@ _PAGES: Final[dict[str, Page]] = {
     f"{_RUN}/group/messages": send_messages,
     f"{_RUN}/group/message": send_message,
     f"{_RUN}/group/tokens": send_tokens,
+    f"{_RUN}/in-flight": show_in_flight,
+    f"{_RUN}/workers": show_workers,
+    f"{_RUN}/engines": send_engines,
+    f"{_RUN}/timeline": show_timeline,
+    f"{_RUN}/dead": show_dead_letters,
+    f"{_RUN}/dead/letter": send_letter,
 }
+_CHANGES: Final[dict[str, Page]] = {f"{_RUN}/dead": change_letters}
+"""What the pages post; `access_middleware` lets it through only if changes are allowed."""
 _PARTS: Final[dict[str, RenderPart]] = {
     "state": render_state,
     "pipeline": render_pipeline,
     "steps": render_steps,
+    "in_flight": render_in_flight,
+    "workers": render_workers,
 }
 
 
@@ -89,6 +103,8 @@ def _application(dashboard: Dashboard, static: dict[str, bytes]) -> web.Applicat
     app.router.add_get(f"{_RUN}/events", partial(_Streams(dashboard).send, dashboard))
     for path, page in _PAGES.items():
         app.router.add_get(path, partial(page, dashboard))
+    for path, page in _CHANGES.items():
+        app.router.add_post(path, partial(page, dashboard))
     return app
 
 

@@ -1,0 +1,189 @@
+"""The dashboard on a run with a server: waiting groups, dead letters, events; looking changes nothing."""
+
+from contextlib import asynccontextmanager
+
+import aiohttp
+import anyio
+import msgspec
+import pytest
+from anyio.abc import TaskGroup
+
+from stream.operator.dead_letters import list_dead_letters
+from stream.operator.run_status import read_status
+from stream.queue.in_flight import CompletionInFlight, GroupInFlight
+from workers.commands.queues import queue_report
+from workers.dashboard.access import Access
+from workers.dashboard.live_view import LiveView, Snapshot
+from workers.dashboard.run_source import RunCatalog
+from workers.dashboard.server import serve_dashboard
+
+
+@pytest.fixture
+def folder(tmp_path, run_name, redis_url):
+    (tmp_path / "run.toml").write_text(
+        f'[run]\nname = "{run_name}"\nfolder = "{tmp_path}"\nredis = "{redis_url}"\n[model]\npath = "none"\n[data]\n'
+        'path = "none"\n[[rewards]]\nref = "a:b"\n'
+    )
+    return tmp_path
+
+
+@asynccontextmanager
+async def browser(folder, *, allow_changes=False):
+    catalog = await anyio.to_thread.run_sync(RunCatalog, [str(folder)])
+    async with serve_dashboard(catalog, Access(allow_changes=allow_changes), 0) as url:
+        base = f"{url}/runs/{folder.name}/"
+        timeout = aiohttp.ClientTimeout(total=20)
+        async with aiohttp.ClientSession(base, headers={"Origin": url}, timeout=timeout) as session:
+            yield session
+
+
+async def text_of(session, path: str, status: int = 200) -> str:
+    async with session.get(path) as response:
+        text = await response.text()
+        assert response.status == status, text
+        return text
+
+
+async def content(connection) -> dict[bytes, bytes]:
+    keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
+    return {key: await connection.redis.dump(key) for key in keys}
+
+
+async def dead_letter(pipe, name: str, error: str) -> None:
+    await pipe.feed(name)
+    stage = pipe.stage("prompts", "rollout-1", data_attempts=1)
+    (lease,) = (await stage.claim(1)).leases
+    assert await stage.release(lease, "data", error)
+
+
+async def test_pages_show_what_queues_reports_for_the_same_snapshot_and_change_nothing(pipe, folder):
+    await pipe.scored("waits-for-trainer")
+    await pipe.rolled_out("waits-for-rewards")
+    await dead_letter(pipe, "dies", "<b>its image</b> does not decode\x1b[2J\u202e")
+    before = await content(pipe.connection)
+    async with browser(folder) as session:
+        page = await text_of(session, f"/runs/{folder.name}")
+        report = queue_report(pipe.connection.run, await read_status(pipe.connection, with_in_flight=True))
+        assert f'<code id="snapshot">{report.snapshot}</code>' in page
+        for name, stage in report.stages.items():
+            assert f'data-figure="{name}-depth">{stage.depth}<' in page
+            assert f'data-figure="{name}-claimed">{stage.claimed}<' in page
+        for name in ("fed", "trained", "dropped", "outstanding"):
+            assert f'data-figure="{name}">{getattr(report, name)}<' in page
+        waiting = await text_of(session, "groups?at=trainer")
+        assert "waits-for-trainer" in waiting
+        assert "waits-for-rewards" not in waiting
+        assert "waits-for-rewards" in await text_of(session, "groups?at=rewards")
+        assert "server, waiting for rewards" in await text_of(session, "group?id=waits-for-rewards")
+        dead = await text_of(session, "dead")
+        assert r"&lt;b&gt;its image&lt;/b&gt; does not decode\x1b[2J\u202e" in dead
+        assert "--allow-changes" in dead
+        assert "<form" not in dead
+        await text_of(session, "dead?after=1-(", 400)
+        for path in ("in-flight", "workers", "engines", "timeline"):
+            await text_of(session, path)
+    assert await content(pipe.connection) == before
+
+
+async def test_a_tool_that_hangs_is_on_the_page_with_its_name(pipe, folder):
+    await pipe.feed("a")
+    (lease,) = (await pipe.stage("prompts", "rollout-1").claim(1)).leases
+    hanging = CompletionInFlight(
+        index=0, turn=2, activity="tool", detail="ring<till>", since=1.0, engine="http://engine:8000", versions=[3, 4]
+    )
+    group = GroupInFlight(entry=lease.id, prompt="a", claimed_at=1.0, total=8, ended=7, completions=[hanging])
+    key = pipe.connection.key("in_flight:prompts:rollout-1")
+    await pipe.connection.redis.set(key, msgspec.json.encode([group]))
+    async with browser(folder) as session:
+        page = await text_of(session, "in-flight")
+        assert "tool <code>ring&lt;till&gt;</code>" in page
+        assert "a #0" in page
+        assert "engine:8000" in page
+        assert "7/8" in page
+        assert "tool ring&lt;till&gt; 1" in await text_of(session, "workers")
+
+
+async def test_dead_letters_are_retried_one_by_one_or_all_with_a_reason(pipe, folder):
+    for number in range(5):
+        await dead_letter(pipe, f"p{number}", "no image")
+    async with browser(folder, allow_changes=True) as session:
+        letter = (await list_dead_letters(pipe.connection))[0]
+        page = await text_of(session, f"dead/letter?id={letter.id}")
+        assert "no image" in page
+        async with session.post("dead", data={"action": "retry", "id": letter.id}) as response:
+            assert "retried 1 dead letter" in await response.text()
+        assert (await read_status(pipe.connection)).dead == 4
+        async with session.post("dead", data={"action": "retry", "reason": "infra"}) as response:
+            assert "retried 0 dead letters" in await response.text()
+        async with session.post("dead", data={"action": "retry", "reason": "data", "stage": "prompts"}) as response:
+            assert "retried 4 dead letters" in await response.text()
+        assert (await read_status(pipe.connection)).dead == 0
+        async with session.post("dead", data={"action": "retry"}, headers={"Origin": "http://evil.example"}) as refused:
+            assert refused.status == 403
+        async with session.post("dead", data={"action": "burn"}) as refused:
+            assert refused.status == 400
+    assert (await pipe.balance())["outstanding"] == 5
+
+
+async def test_the_pages_are_renewed_while_they_are_open(pipe, folder):
+    await pipe.feed("a")
+    async with browser(folder) as session, session.get("events?parts=state,pipeline,nothing") as stream:
+        assert stream.content_type == "text/event-stream"
+        assert await _event(stream, "pipeline", 'data-figure="prompts-depth">1<')
+        await pipe.feed("b", "c")
+        assert await _event(stream, "pipeline", 'data-figure="prompts-depth">3<')
+
+
+async def _event(stream, name: str, text: str) -> bool:
+    """Read events until one of this name contains a text."""
+    with anyio.fail_after(15):
+        while True:
+            event = (await stream.content.readuntil(b"\n\n")).decode()
+            if event.startswith(f"event: {name}\n") and text in event:
+                return True
+
+
+class Counting:
+    """A source of snapshots that counts connections and renderings."""
+
+    def __init__(self) -> None:
+        self.connections = self.rendered = 0
+
+    @asynccontextmanager
+    async def connect(self):
+        self.connections += 1
+        yield None
+
+    async def render(self, source, snapshot: Snapshot, connection) -> str:
+        self.rendered += 1
+        return f"frame {self.rendered}"
+
+
+async def test_ten_viewers_share_one_reading_and_one_rendering(monkeypatch):
+    reads = 0
+
+    async def read(connection, **options):
+        nonlocal reads
+        reads += 1
+
+    monkeypatch.setattr("workers.dashboard.live_view.read_status", read)
+    monkeypatch.setattr("workers.dashboard.live_view._INTERVAL_S", 0.01)
+    monkeypatch.setattr("workers.dashboard.live_view._RETRY_S", 0.01)
+    source, seen = Counting(), []
+
+    async def view(viewer: LiveView, tasks: TaskGroup) -> None:
+        async for frame in viewer.frames(("part",)):
+            seen.append((frame.number, frame.parts["part"]))
+            if frame.number >= 5:
+                return
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            shared = LiveView(source, tasks, {"part": source.render})
+            async with anyio.create_task_group() as viewers:
+                for _ in range(10):
+                    viewers.start_soon(view, shared, tasks)
+    assert shared.viewers == 0
+    assert reads == source.rendered <= 7
+    assert len(seen) >= 30
+    assert len(set(seen)) <= 5

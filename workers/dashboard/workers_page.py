@@ -1,0 +1,103 @@
+"""The page *Workers and engines*: who holds what, what they are doing, and which engines answer with which weights."""
+
+from collections import Counter
+from typing import Any
+
+from aiohttp import web
+from msgspec import Struct
+
+from stream.connection.run_connection import RunConnection
+from stream.operator.in_flight import groups_in_flight
+from stream.operator.run_status import RunStatus
+from workers.dashboard.dashboard import Dashboard
+from workers.dashboard.live_view import Snapshot
+from workers.dashboard.rendering import render
+from workers.dashboard.run_source import RunSource
+
+
+class WorkerRow(Struct, frozen=True, kw_only=True):
+    """One worker that holds entries of a stage."""
+
+    stage: str
+    worker: str
+    held: int
+    activities: list[tuple[str, int]]
+    """What its completions are doing, the most frequent first."""
+    longest_s: float | None
+    """How long its longest activity goes on; None if it reports none."""
+    engines: list[str]
+
+
+class TrainerRow(Struct, frozen=True, kw_only=True):
+    """The trainer's lease."""
+
+    owner: str
+    is_held: bool
+    seconds_left: float
+    version: int
+    step: int
+
+
+def worker_rows(status: RunStatus) -> list[WorkerRow]:
+    """Return the workers that hold entries, by stage and name."""
+    now = status.now_ms / 1000
+    activities: dict[tuple[str, str], Counter[str]] = {}
+    longest: dict[tuple[str, str], float] = {}
+    engines: dict[tuple[str, str], set[str]] = {}
+    for group in groups_in_flight(status):
+        key = group.stage, group.worker
+        counts = activities.setdefault(key, Counter())
+        for each in group.completions:
+            counts[f"{each.activity} {each.detail}".replace("_", " ").strip()] += 1
+            if each.engine:
+                engines.setdefault(key, set()).add(each.engine.removeprefix("http://"))
+        if not group.completions:
+            counts[(group.activity or "starting").replace("_", " ")] += 1
+        longest[key] = max(longest.get(key, 0.0), now - group.unchanged_since)
+    stages = status.stages | (status.evaluation.stages if status.evaluation else {})
+    return [
+        WorkerRow(
+            stage=stage,
+            worker=worker,
+            held=held,
+            activities=activities.get((stage, worker), Counter()).most_common(),
+            longest_s=longest.get((stage, worker)),
+            engines=sorted(engines.get((stage, worker), set())),
+        )
+        for stage, facts in stages.items()
+        for worker, held in sorted(facts.consumers.items())
+        if held
+    ]
+
+
+def trainer_row(status: RunStatus) -> TrainerRow | None:
+    """Return the trainer's lease; None if the run has had no trainer."""
+    policy = status.policy
+    if "owner" not in policy:
+        return None
+    left = (int(policy.get("owner_until", 0)) - status.now_ms) / 1000
+    step = int(policy.get("step", 0))
+    return TrainerRow(owner=policy["owner"], is_held=left > 0, seconds_left=left, version=status.version, step=step)
+
+
+async def render_workers(source: RunSource, snapshot: Snapshot, _: RunConnection | None) -> str:
+    """Render the tables of workers and of the trainer."""
+    status = snapshot.status
+    rows = worker_rows(status) if status else []
+    trainer = trainer_row(status) if status else None
+    return render("parts/workers.html", {"source": source, "snapshot": snapshot, "rows": rows, "trainer": trainer})
+
+
+async def show_workers(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The page *Workers and engines*. Engines follow in a request of their own: a slow one does not delay the page."""
+    source = await dashboard.source(request)
+    frame = await dashboard.view(source).read(("state", "workers"))
+    return dashboard.page("workers.html", source, {"frame": frame})
+
+
+async def send_engines(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The table of engines."""
+    source = await dashboard.source(request)
+    reports, problem = await dashboard.engines.read(source)
+    values: dict[str, Any] = {"source": source, "engines": reports, "problem": problem}
+    return web.Response(text=render("parts/engines.html", values), content_type="text/html", charset="utf-8")
