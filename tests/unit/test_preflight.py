@@ -274,10 +274,10 @@ def test_all_faults_are_found_at_once(project):
 
 
 def test_several_wrong_combinations_are_reported_together(project):
-    project.table["rollout"] |= {"max_tokens_per_turn": 100, "temperature": 0.0}
+    project.table["rollout"] |= {"sampling": {"min_tokens": 100}, "temperature": 0.0}
     with pytest.raises(SettingsError) as caught:
         project.check()
-    assert "max_tokens_per_turn (100)" in str(caught.value)
+    assert "min_tokens (100)" in str(caught.value)
     assert "rollout.temperature is 0" in str(caught.value)
 
 

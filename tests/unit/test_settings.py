@@ -54,7 +54,7 @@ def test_settings_cannot_be_changed():
         ("estimator", {"name": "ppo"}, ["estimator.name", "ppo", "grpo, dr_grpo"]),
         ("run", {"name": "../up"}, ["run.name"]),
         ("rewards", [], ["[environments]", "[[rewards]]"]),
-        ("rollout", {"max_tokens": 10}, ["max_tokens_per_turn", "max_tokens"]),
+        ("rollout", {"max_tokens": 10, "sampling": {"min_tokens": 11}}, ["min_tokens (11)", "max_tokens (10)"]),
         ("rollout", {"temperature": 0.0}, ["rollout.temperature", "train.learning_rate"]),
         ("rollout", {"group_size": 1}, ["filter.min_valid_rows", "rollout.group_size"]),
         ("algorithm", {"truncation": {"length": "penalty"}}, ["algorithm.truncation", "algorithm.overlong_penalty"]),
@@ -66,6 +66,11 @@ def test_an_invalid_value_is_refused_by_key(section, change, words):
         parse_settings(LEAST | {section: change}, "my.toml")
     for word in ["my.toml", *words]:
         assert word in str(caught.value)
+
+
+def test_a_short_completion_needs_no_limit_per_turn():
+    rollout = parse_settings(LEAST | {"rollout": {"max_tokens": 64}}, "my.toml").rollout
+    assert (rollout.max_tokens, rollout.max_tokens_per_turn) == (64, 512)
 
 
 def test_a_missing_file_and_invalid_toml_are_refused(tmp_path):

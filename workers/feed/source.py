@@ -281,10 +281,14 @@ def _check_prompt(row: Row, prompt: str, place: str) -> Row | DataError:
     if value is None:
         columns = ", ".join(row) or "none"
         return DataError(
-            f"{place}: no column {prompt!r}; data.prompt names the column with the prompt; there are: {columns}"
+            f"{place}: no column {prompt!r}; data.prompt names the column with the prompt; there are: {columns}. "
+            'If the environment\'s reset makes the prompt, set data.prompt = ""'
         )
     if not (value.strip() if isinstance(value, str) else value):
-        return DataError(f"{place}: the prompt in column {prompt!r} is empty")
+        return DataError(
+            f"{place}: the prompt in column {prompt!r} is empty. If the environment's reset makes the prompt, set "
+            'data.prompt = ""'
+        )
     return row
 
 

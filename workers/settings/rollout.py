@@ -41,7 +41,7 @@ class Rollout(Section, frozen=True):
     `{ stop = ["</answer>"] }`. All but `stop` change the sampled distribution and not the trainer's, so their ratio is
     not 1 on unchanged weights, and excluded tokens are never learned; the run logs a warning."""
     max_tokens_per_turn: PositiveInt = 512
-    """Sampled tokens of one turn."""
+    """Sampled tokens of one turn, at most what `max_tokens` leaves."""
     max_tokens: PositiveInt = 4096
     """Tokens of a completion, tool results included."""
     max_turns: PositiveInt = 8

@@ -10,12 +10,7 @@ MIN_VLLM_TEMPERATURE: Final = 0.01
 
 
 def check_rollout(s: Settings) -> Iterator[str]:
-    """`[rollout]`: lengths fit, and completions of a group can differ."""
-    if s.rollout.max_tokens_per_turn > s.rollout.max_tokens:
-        yield (
-            f"rollout.max_tokens_per_turn ({s.rollout.max_tokens_per_turn}) is more than rollout.max_tokens "
-            f"({s.rollout.max_tokens}); lower the first or raise the second"
-        )
+    """`[rollout]`: completions of a group can differ."""
     if s.rollout.temperature == 0 and s.train.learning_rate > 0:
         yield (
             "rollout.temperature is 0, so all completions of a group are equal and nothing can be learned while "
@@ -26,11 +21,12 @@ def check_rollout(s: Settings) -> Iterator[str]:
 def check_sampling(s: Settings) -> Iterator[str]:
     """`rollout.sampling` and temperatures: every value works with every engine."""
     sampling = s.rollout.sampling
-    if sampling.min_tokens > s.rollout.max_tokens_per_turn:
-        yield (
-            f"rollout.sampling.min_tokens ({sampling.min_tokens}) is more than rollout.max_tokens_per_turn "
-            f"({s.rollout.max_tokens_per_turn}); lower the first or raise the second"
-        )
+    for key in ("max_tokens_per_turn", "max_tokens"):
+        if sampling.min_tokens > (most := getattr(s.rollout, key)):
+            yield (
+                f"rollout.sampling.min_tokens ({sampling.min_tokens}) is more than rollout.{key} ({most}); "
+                "lower the first or raise the second"
+            )
     if "" in sampling.stop:
         yield "rollout.sampling.stop has an empty string, which would end every turn before it begins; leave it out"
     if any(token < 0 for token in sampling.logit_bias):
