@@ -16,7 +16,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY stream stream
 COPY envs envs
 COPY workers workers
-RUN pip install ".[rollout,train]"
+RUN pip install ".[rollout,train,dashboard]"
 
 WORKDIR /work
 CMD ["penstock", "--help"]

@@ -33,7 +33,7 @@ def write_project(folder: Path, groups: int, seed: int, fsync: str = "everysec")
             file.write(json.dumps({"prompt": [{"role": role, "content": str(row)}], "number": row}) + "\n")
     return parse_settings(
         {
-            "run": {"name": "chaos", "folder": str(folder / "run"), "seed": seed},
+            "run": {"name": "chaos", "folder": str(folder / "run"), "seed": seed, "dashboard": "off"},
             "model": {"path": str(folder / "model")},
             "data": {"path": str(folder / "prompts.jsonl"), "max_queued_prompts": 32},
             "rewards": [{"ref": f"{HERE / 'ends.py'}:reward"}],

@@ -25,7 +25,7 @@ class Project:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
         self.table: dict[str, Any] = {
-            "run": {"name": "test", "folder": str(folder / "run")},
+            "run": {"name": "test", "folder": str(folder / "run"), "dashboard": "off"},
             "model": {"path": str(model)},
             "data": {"path": str(folder / "prompts.jsonl"), "chat_template_kwargs": {"tools": False}},
             "rollout": {"group_size": 4, "max_tokens_per_turn": 6, "max_tokens": 12, "groups_in_flight": 4},

@@ -54,7 +54,7 @@ def describe(
         (folder / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "rewards.py").write_text(REWARDS)
     table: dict[str, Any] = {
-        "run": {"name": "evaluated", "folder": str(folder / "run")},
+        "run": {"name": "evaluated", "folder": str(folder / "run"), "dashboard": "off"},
         "model": {"path": str(folder / "model")},
         "data": {"path": str(folder / "prompts.jsonl"), "chat_template_kwargs": {"tools": False}},
         "environments": {"sums": "calculator", "others": "calculator"},

@@ -14,12 +14,16 @@ import anyio
 import msgspec
 import pytest
 
+from stream.backoff import Backoff
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError, RunMismatchError
 from stream.operator.run_control import pause, stop
 from stream.queue.feed import Feed
 from stream.records import Prompt
+from workers.run import dashboard_process
+from workers.run.dashboard_process import DashboardProcess
 from workers.run.identity_check import NOTHING, check_folder
+from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import SilentDisplay, SupervisorState
 from workers.run.restart_policy import (
     GiveUp,
@@ -129,7 +133,7 @@ def settings_in(folder: Path, run: str, redis: str, engine: dict, queue: dict) -
     abort = {"stall_timeout_s": queue.pop("stall_timeout_s", 60.0)}
     return parse_settings(
         {
-            "run": {"name": run, "folder": str(folder), "redis": redis},
+            "run": {"name": run, "folder": str(folder), "redis": redis, "dashboard": "off"},
             "model": {"path": "model"},
             "data": {"path": "prompts.jsonl"},
             "rewards": [{"ref": "module:function"}],
@@ -589,3 +593,18 @@ def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+async def test_a_dashboard_that_fails_leaves_the_run_alone_and_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(dashboard_process, "_BACKOFF", Backoff(0.01, 0.01))
+    settings = settings_in(tmp_path / "run", "failing", "", {"urls": ["http://127.0.0.1:1"]}, {})
+    failing = RoleSpec(role="dashboard", command=(sys.executable, "-c", "raise SystemExit('error: the port is taken')"))
+    monkeypatch.setattr(dashboard_process, "dashboard_spec", lambda _: failing)
+    shown: list[str] = []
+    with ProcessLauncher() as launcher:
+        dashboard = DashboardProcess(settings, tmp_path, launcher, shown.append)
+        with anyio.fail_after(30):
+            await dashboard.keep_running()
+    assert shown == ['no dashboard: the port is taken (run.dashboard = "off" starts none)']
+    assert (tmp_path / "dashboard-0.log").read_text().count("the port is taken") == 3
+    assert dashboard.child.exited.is_set()

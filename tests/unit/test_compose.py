@@ -30,10 +30,14 @@ def commands():
 
 
 def test_every_role_of_the_demo_is_a_service_and_each_kind_of_engine_has_a_profile():
-    assert set(SERVICES) == {"redis", "prepare", "engine", "vllm", "feed", "rollout", "score", "train"} | MONITORING
+    assert (
+        set(SERVICES)
+        == {"redis", "prepare", "engine", "vllm", "feed", "rollout", "score", "train", "dashboard"} | MONITORING
+    )
     assert {name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service} == {
         "engine": ["cpu"],
         "vllm": ["gpu"],
+        "dashboard": ["dashboard"],
         **{name: ["monitoring"] for name in MONITORING},
     }
     assert "COMPOSE_PROFILES=cpu" in (ROOT / ".env").read_text().splitlines()
@@ -62,7 +66,7 @@ def test_vllm_is_started_with_the_flags_of_a_run(tmp_path):
 
 def test_vllms_control_routes_are_not_published():
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
-    assert set(published) == MONITORING
+    assert set(published) == MONITORING | {"dashboard"}
     assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 

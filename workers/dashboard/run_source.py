@@ -37,6 +37,8 @@ class RunSource:
     def __init__(self, key: str, target: str, folder: Path | None, redis: str = "") -> None:
         self.key = key
         self.folder = folder
+        self.has_server_url = bool(redis)
+        """Whether its server was named when the dashboard was started: no supervisor on this machine says how it is."""
         self._target = target
         self._redis = redis
 
@@ -82,7 +84,8 @@ class RunOverview(Struct, frozen=True, kw_only=True):
     key: str
     folder: str
     state: str
-    """`running`, `finished`, `stopped` or `failed`; `killed` if it ended without a summary; `unreadable`."""
+    """`running`, `finished`, `stopped` or `failed`; `killed` if it ended without a summary; `not started`;
+    `on a server` that was named when the dashboard was started; `unreadable`."""
     detail: str = ""
     started_at: float | None = None
     changed_at: float | None = None
@@ -147,6 +150,8 @@ def read_overview(source: RunSource) -> RunOverview:
     failure = summary.failure if summary else None
     if live is not None:
         state, detail = "running", f"process {live.pid}" + (f" on {live.host}" if live.host else "")
+    elif summary is None and source.has_server_url:
+        state, detail = "on a server", "its page says how it is"
     elif summary is None:
         state, detail = ("killed", "it ended without a summary") if (folder / "logs").is_dir() else ("not started", "")
     elif failure is not None:

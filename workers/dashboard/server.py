@@ -86,7 +86,6 @@ async def serve_dashboard(catalog: RunCatalog, access: Access, port: int) -> Asy
         EngineError: the address is taken, or none of this machine's.
     """
     access.check()
-    await anyio.to_thread.run_sync(load_templates)
     static = await anyio.to_thread.run_sync(_read_static)
     async with anyio.create_task_group() as tasks:
         dashboard = Dashboard(catalog, access, _PARTS, tasks)
@@ -96,7 +95,7 @@ async def serve_dashboard(catalog: RunCatalog, access: Access, port: int) -> Asy
 
 
 def _application(dashboard: Dashboard, static: dict[str, bytes]) -> web.Application:
-    app = web.Application(middlewares=[access_middleware(dashboard.access), _error_pages])
+    app = web.Application(middlewares=[_Templates().load, access_middleware(dashboard.access), _error_pages])
     app.on_response_prepare.append(add_headers)
     app.router.add_get("/static/{name}", partial(_send_static, static))
     app.router.add_get("/health", _answer_health)
@@ -106,6 +105,23 @@ def _application(dashboard: Dashboard, static: dict[str, bytes]) -> web.Applicat
     for path, page in _CHANGES.items():
         app.router.add_post(path, partial(page, dashboard))
     return app
+
+
+class _Templates:
+    """Compiles the templates at the first request: many dashboards that `penstock run` starts get none."""
+
+    def __init__(self) -> None:
+        self._lock = anyio.Lock()
+        self._are_loaded = False
+
+    @web.middleware
+    async def load(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request once the templates are there."""
+        if not self._are_loaded:
+            async with self._lock:
+                await anyio.to_thread.run_sync(load_templates)
+                self._are_loaded = True
+        return await handler(request)
 
 
 class _Streams:

@@ -10,6 +10,7 @@ from msgspec import Struct
 from workers.settings import Settings
 
 ENGINE = "engine"
+DASHBOARD = "dashboard"
 LIGHT_MODULES = ("workers.cli", "workers.feed.worker", "workers.rollout.worker", "workers.score.worker")
 """Modules of the roles that do without torch; the preflight uses the same ones."""
 _TORCH_MODULES = ("workers.cli", "workers.local_engine.server", "workers.train.worker")
@@ -24,7 +25,7 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
     """Specification of one process that the supervisor keeps running."""
 
     role: str
-    """`feed`, `rollout`, `score`, `train`, or `engine`."""
+    """`feed`, `rollout`, `score`, `train`, `engine`, or `dashboard`."""
     index: int = 0
     command: tuple[str, ...]
     environment: dict[str, str] = {}
@@ -90,6 +91,17 @@ def engine_spec(settings: Settings, file: Path, port: int) -> RoleSpec:
         command=(*penstock_command(), "serve", str(file), "--port", str(port)),
         modules=_torch_modules() if settings.engine.server == "local" else (),
         listen_timeout_s=settings.engine.start_timeout_s + _EXTRA_START_S,
+    )
+
+
+def dashboard_spec(settings: Settings) -> RoleSpec:
+    """Return the spec of the run's dashboard, for this machine. It announces `listening on URL`."""
+    port = settings.run.dashboard if isinstance(settings.run.dashboard, int) else 0
+    return RoleSpec(
+        role=DASHBOARD,
+        command=(*penstock_command(), DASHBOARD, str(settings.folder), "--port", str(port)),
+        environment={"PENSTOCK_DASHBOARD_TOKEN": ""},
+        modules=LIGHT_MODULES,
     )
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    start      engines; when all listen: feed, rollout xN, score xM, train
+    start      the dashboard (`dashboard_process.py`); engines; when all listen: feed, rollout xN, score xM, train
     restart    each process that exits before the run is done, within a budget (`restart_loop.py`)
     watch      once a second: progress display, and failure of a run that makes no progress
     end        trainer done     the other roles end by themselves within seconds, else they are stopped
@@ -37,12 +37,13 @@ from stream.server_process import private_server
 from workers.run.bottleneck_log import BottleneckLog
 from workers.run.child_process import ChildProcess
 from workers.run.child_processes import ChildProcesses
+from workers.run.dashboard_process import DashboardProcess
 from workers.run.engine_processes import EngineProcesses
 from workers.run.identity_check import FolderCheck, record_identity
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import ProgressDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
-from workers.run.role_specs import ENGINE, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
+from workers.run.role_specs import DASHBOARD, ENGINE, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
 from workers.run.run_ending import RunEnding
 from workers.run.run_info import RunInfo, remove_run_info, write_run_info
 from workers.run.sampled_completion import SampleSchedule
@@ -62,8 +63,8 @@ _FINISH_TIMEOUT_S = 5.0
 _EXIT_MARGIN_S = 3.0
 """Seconds for a process to exit after its role has drained."""
 _ROLES = ("feed", "rollout", "score", "train")
-_DRAIN_ORDER: _ShutdownOrder = (("feed", "rollout"), ("score",), ("train",), (ENGINE,))
-_FAILURE_ORDER: _ShutdownOrder = (_ROLES, (ENGINE,))
+_DRAIN_ORDER: _ShutdownOrder = (("feed", "rollout"), ("score",), ("train",), (ENGINE, DASHBOARD))
+_FAILURE_ORDER: _ShutdownOrder = (_ROLES, (ENGINE, DASHBOARD))
 
 
 class RunOutcome(Struct, kw_only=True):
@@ -163,9 +164,12 @@ class Supervisor:
                 async with self._serve_metrics(), anyio.create_task_group() as tasks:
                     tasks.start_soon(self._watch, connection, restart_loop)
                     tasks.start_soon(self._watch_stop_command, connection)
+                    dashboard = self._start_dashboard(tasks)
                     await self._start_engines(tasks, restart_loop, url)
                     await self._ending.requested.wait()
                     restart_loop.stop()
+                    if dashboard is not None:
+                        dashboard.stop()
                     await self._shut_down()
                     tasks.cancel_scope.cancel()
             finally:
@@ -192,6 +196,19 @@ class Supervisor:
             lambda: "" if self._phase == _RUNNING else f"the run is {self._phase}",
             lambda: self._engines,
         )
+
+    def _start_dashboard(self, tasks: TaskGroup) -> DashboardProcess | None:
+        """Start the run's dashboard, unless it is switched off."""
+        if self._settings.run.dashboard == "off":
+            return None
+
+        def show(text: str) -> None:
+            self._display.print_lines([Text(text)])
+
+        dashboard = DashboardProcess(self._settings, self._log_folder, self._launcher, show)
+        self._children.add(dashboard.child)
+        tasks.start_soon(dashboard.keep_running)
+        return dashboard
 
     async def _start_engines(self, tasks: TaskGroup, restart_loop: RestartLoop, url: str) -> None:
         """Start the run's own engines, if it has any, and then the roles."""

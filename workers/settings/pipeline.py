@@ -30,6 +30,9 @@ class Run(Section, frozen=True):
     """Seed for shuffling and for sampling."""
     threads: PositiveInt = 1
     """CPU threads of each trainer process, and of each started engine that has no GPU."""
+    dashboard: Literal["on", "off"] | Annotated[int, Meta(ge=1, le=65535)] = "on"
+    """`penstock run` serves the run's pages to this machine (`penstock dashboard`): `on` at a free port, a number at
+    that port, `off` not at all."""
     address: str = "127.0.0.1"
     """`HOST` or `HOST:PORT` by which other machines reach this process: engines that download weights from the trainer
     (`weights.transport = "http"`, at this port, else at a free one), and environment servers that request turns from a
