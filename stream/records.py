@@ -22,6 +22,8 @@ from stream.validity import Reward, RolloutReason, TruncationReason
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+MAX_INTERVALS = 1000
+"""Intervals in the record of one completion; later ones are left out."""
 MAX_GROUP_SIZE = 65_536
 """The most completions of one prompt; a worker runs them all at the same time."""
 
@@ -159,6 +161,16 @@ class ToolRun(Struct, frozen=True, array_like=True):
     """Where the tool raised or hung; None if it did not, or if the call was malformed."""
 
 
+class Interval(Struct, frozen=True, array_like=True):
+    """When a completion did something; kept for people (`penstock trace`)."""
+
+    activity: str
+    """As in `Completion.seconds`; `engine` and `tools` have one for each turn."""
+    began_at: float
+    """Unix time in seconds."""
+    seconds: float
+
+
 class Completion(Struct, kw_only=True):
     """One conversation: sampled tokens, messages and reward."""
 
@@ -188,6 +200,8 @@ class Completion(Struct, kw_only=True):
     """One for each tool message of `messages`, in their order; empty if the environment ran its own loop."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by activity: `reset`, `engine`, `tools`, `reward`, `total`."""
+    intervals: list[Interval] = field(default_factory=list)
+    """When each of them went on, in the order of their ends; at most `MAX_INTERVALS`."""
 
 
 class TrainedCompletion(Struct, frozen=True, array_like=True):
@@ -217,6 +231,7 @@ class Group(Struct, kw_only=True):
     worker: str = ""
     claimed_at: float = 0.0
     rolled_out_at: float = 0.0
+    score_claimed_at: float = 0.0
     scored_at: float = 0.0
     """Unix times in seconds."""
 

@@ -5,6 +5,8 @@ from functools import partial
 
 import anyio
 import pytest
+import structlog
+from structlog.testing import capture_logs
 
 from stream.causes import ErrorCause
 from stream.codec import decode
@@ -53,6 +55,27 @@ async def settle(stage, lease):
 async def test_every_entry_is_completed(connection):
     await feed(connection, 50)
     await pump_until(connection, settle, lambda view: view.stages["groups"].depth == 50)
+
+
+async def test_each_log_line_of_an_entry_has_the_prompt_whose_work_it_is_about(connection):
+    """Of entries worked on at the same time, in tasks and threads too."""
+    log = structlog.get_logger()
+    await feed(connection, 3)
+
+    async def work(stage, lease):
+        await anyio.sleep(0.02)
+        await anyio.to_thread.run_sync(lambda: log.info("in.thread", expected=lease.prompt_id))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(log.ainfo, "in.task")
+        await settle(stage, lease)
+
+    with capture_logs(processors=[structlog.contextvars.merge_contextvars]) as lines:
+        await pump_until(connection, work, lambda view: view.stages["groups"].depth == 3)
+    found = [line for line in lines if line["event"] == "in.thread"]
+    assert len(found) == 3
+    assert all(line["prompt"] == line["expected"] for line in found)
+    assert {line["prompt"] for line in lines if line["event"] == "in.task"} == {"d:0:0", "d:0:1", "d:0:2"}
+    assert "prompt" not in structlog.contextvars.get_contextvars()
 
 
 async def test_no_more_leases_are_held_than_the_limit(connection):

@@ -6,7 +6,7 @@ nor a model. Exit codes are those of `workers.runtime.exit_codes.ExitCode`.
 ==========================  ===================================================================
 `start_commands.py`         start a demo, a run, one of its roles, an engine
 `run_commands.py`           inspect a run, control it, audit it, replay it, export its model
-`transcript_commands.py`    show and export a run's completions
+`transcript_commands.py`    show and export a run's completions, and their times
 `engine_commands.py`        engines of a run
 `dead_letter_commands.py`   dead letters of a run
 `measure_commands.py`       try environments and rewards, measure policies, list algorithms
@@ -56,6 +56,7 @@ penstock.add_section(
     run_commands.audit,
     run_commands.replay,
     transcript_commands.export_groups,
+    transcript_commands.trace,
 )
 penstock.add_section(
     "Control a run",

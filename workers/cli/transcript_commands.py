@@ -1,5 +1,6 @@
-"""`penstock show` and `penstock export-groups`: what the model said in a run, and why it got its rewards."""
+"""`penstock show`, `export-groups` and `trace`: what the model said in a run, its rewards, and where the time went."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -73,6 +74,28 @@ def export_groups(target: str | None, out: str, format_: Literal["jsonl", "parqu
 
     log_errors_only("export-groups")
     click.echo(export_groups(target, out, format_, _make_filter(conditions)), err=out == "-")
+
+
+@click.command(short_help="Write where groups spent their time, for Perfetto or OpenTelemetry.")
+@options.run
+@click.option(
+    "--perfetto", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write Chrome's JSON."
+)
+@click.option("--otlp", default="", metavar="URL", help='Send to a collector; needs "penstock[otel]".')
+@click.option("--step", default="", metavar="N|N..M", help="Of these optimizer steps.")
+@click.option("count", "-n", default=1000, show_default=True, type=click.IntRange(1), help="The newest N groups.")
+def trace(target: str | None, perfetto: Path | None, otlp: str, step: str, count: int) -> None:
+    """Write where a run's archived groups spent their time: queues, turns, tools, rewards, scoring, step, publication.
+
+    RUN is its folder, settings file or name; it may be running, stopped, killed or finished. Needs no server. The log
+    lines of a group have its id as `prompt`.
+    """
+    from workers.commands.trace.trace import write_trace
+
+    if perfetto is None and not otlp:
+        raise click.UsageError("nothing to write: add --perfetto FILE or --otlp URL")
+    log_errors_only("trace")
+    click.echo(write_trace(target, perfetto, otlp, step, count))
 
 
 def _make_filter(conditions: Any) -> Any:

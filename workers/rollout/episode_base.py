@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.contract import Observation
-from stream.records import Completion, Failure, Message, Prompt, Row
+from stream.records import MAX_INTERVALS, Completion, Failure, Interval, Message, Prompt, Row
 from stream.validity import TruncationReason
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.sampling import Sampler, SamplingOptions, turn_seed
@@ -144,12 +144,15 @@ class BaseEpisode(ABC):
 
 @contextmanager
 def timed(completion: Completion, activity: str) -> Iterator[None]:
-    """Add the time spent in the body to `completion.seconds[activity]`."""
-    started = time.perf_counter()
+    """Add the time spent in the body to `completion.seconds[activity]`, and note when it was."""
+    began_at, started = time.time(), time.perf_counter()
     try:
         yield
     finally:
-        completion.seconds[activity] += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        completion.seconds[activity] += seconds
+        if len(completion.intervals) < MAX_INTERVALS:
+            completion.intervals.append(Interval(activity, began_at, seconds))
 
 
 def _reset_fields(prompt: Prompt) -> dict[str, Any]:

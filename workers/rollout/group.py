@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import anyio
 import msgspec
+import structlog
 
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
@@ -77,6 +78,7 @@ class GroupRunner:
         errors: list[PenstockError] = []
 
         async def run_completion(index: int) -> None:
+            structlog.contextvars.bind_contextvars(completion=index)
             try:
                 completion = await self._run_episode(prompt, index, min_policy_version)
                 completions[index] = completion

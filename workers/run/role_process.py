@@ -139,6 +139,7 @@ def _load_for_role(role: str, file: Path, overrides: tuple[str, ...], redis: str
 async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain, accept: Accept) -> ExitCode:
     consumer = f"{name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     queue = settings.queue
+    structlog.contextvars.bind_contextvars(run=settings.run.name)
     async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s) as connection:
         await join_run(connection, settings, name, accept)
         stopping = connection.stopping

@@ -209,7 +209,7 @@ def _conversation(completion: Completion, decode: DecodeRow | None) -> Iterator[
     for message in completion.prompt_messages:
         yield from _message_paragraphs(message)
     runs = iter(completion.tool_runs)
-    names = _call_names(completion.messages)
+    names = call_names(completion.messages)
     for message in completion.messages:
         if message.get("role") == "tool":
             yield _tool_paragraph(message, names, next(runs, None))
@@ -246,7 +246,7 @@ def _tool_paragraph(message: Message, names: dict[str, str], run: ToolRun | None
     )
 
 
-def _call_names(messages: Iterable[Message]) -> dict[str, str]:
+def call_names(messages: Iterable[Message]) -> dict[str, str]:
     """Return the tools' names by the ids of their calls."""
     calls = (call for m in messages for call in m.get("tool_calls") or [] if isinstance(call, dict))
     return {str(call.get("id")): str(call.get("function", call).get("name", "")) for call in calls if call.get("id")}

@@ -130,6 +130,7 @@ async def _select(stage: Stage, leases: list[Lease], isolation: Isolation) -> li
 async def _run_job(
     stage: Stage, lease: Lease, work: Callable[[], Awaitable[None]], limit: ConcurrencyLimit, isolation: Isolation
 ) -> None:
+    structlog.contextvars.bind_contextvars(prompt=lease.prompt_id)  # in this task and those that it starts
     started = anyio.current_time()
     try:
         with lease.cancel_on_loss() as scope:

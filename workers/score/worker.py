@@ -39,6 +39,7 @@ async def score(context: WorkerContext) -> None:
 
         async def work(lease: Lease, _version: int) -> None:
             group = lease.group()
+            group.score_claimed_at = time.time()
             await score_group(group, functions, factories, settings.rollout.call_timeout_s)
             count_rewards(group.completions)
             group.scored_at = time.time()

@@ -72,6 +72,8 @@ class Trainer:
         self._metrics_log = metrics_log
         self._progress = progress
         self._published_step = progress.step
+        self._publication: dict[str, float] = {}
+        """Metrics of the last publication."""
         self._saved = (progress.step, progress.ledger_bytes)
         """Step and ledger length of the last checkpoint."""
 
@@ -143,6 +145,7 @@ class Trainer:
             **attempt_metrics(groups),
             **batch.metrics,
             **self._collector.pop_logged(),
+            **self._publication,
             "time": time.time(),
             "version": version,
             "step_seconds": elapsed,
@@ -157,7 +160,9 @@ class Trainer:
         await self._evaluation.wait_until_sampled()
         started = time.monotonic()
         await self._policy_versions.publish(self._learner.save_weights, self._progress.step, metrics)
-        count_publication(self._consumer.version, time.monotonic() - started)
+        elapsed = time.monotonic() - started
+        count_publication(self._consumer.version, elapsed)
+        self._publication = {"publish/time": time.time(), "publish/seconds": elapsed}
         self._progress.version = self._consumer.version
         self._published_step = self._progress.step
         await self._evaluation.begin_if_due(self._consumer.version, self._progress.step)

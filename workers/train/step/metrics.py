@@ -104,6 +104,8 @@ TRAINER_METRICS: Final[dict[str, str]] = {
     "time": "when the step ended",
     "step_seconds": "from the end of the step before: collecting groups, training, recording",
     "tokens_per_second": "`tokens/sampled` divided by `step_seconds`",
+    "publish/time": "when the last policy version before the step was announced",
+    "publish/seconds": "that publication: write the weights, push them to the engines, announce the version",
 }
 """Metrics of the trainer's loop, which adds them."""
 

@@ -1,0 +1,171 @@
+"""`penstock trace`: spans from recorded times, as Perfetto's JSON and as OpenTelemetry's spans."""
+
+import json
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+
+from stream.codec import encode
+from stream.errors import PenstockError
+from stream.records import Completion, Group, Interval, Prompt, ToolRun
+from stream.trainer.archive import Archive
+from stream.trainer.ledger_records import LedgerRecord, content_hash
+from stream.trainer.outcomes import Trained
+from workers.commands.trace.perfetto import perfetto_trace
+from workers.commands.trace.spans import Step, group_span, read_steps, trace_id
+from workers.commands.trace.trace import write_trace
+from workers.rollout.episode_base import timed
+
+TOOL_CALL = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "add"}}]}
+STEP = Step(number=3, began_at=120.0, ended_at=125.0, publish_began_at=126.0, publish_ended_at=127.0)
+
+
+def make_group(prompt="p", offset=0.0, **times):
+    intervals = [("reset", 101, 1), ("engine", 102, 3), ("tools", 105, 2), ("engine", 107, 1), ("reward", 108, 0.5)]
+    completion = Completion(
+        index=0,
+        turns=2,
+        messages=[
+            TOOL_CALL,
+            {"role": "tool", "tool_call_id": "1", "content": "3"},
+            {"role": "assistant", "content": "3"},
+        ],
+        tool_runs=[ToolRun(1.5)],
+        intervals=[Interval(name, at + offset, seconds) for name, at, seconds in [*intervals, ("total", 101, 8)]],
+    )
+    known = {"claimed_at": 100.0, "rolled_out_at": 110.0, "score_claimed_at": 111.0, "scored_at": 113.0} | times
+    fed_at = 90.0 + offset
+    return Group(
+        prompt=Prompt(id=prompt, messages=[], fed_at=fed_at),
+        completions=[completion],
+        worker="rollout-1",
+        **{name: at and at + offset for name, at in known.items()},
+    )
+
+
+def names(span):
+    return [child.name for child in span.children]
+
+
+def test_a_group_is_one_span_from_the_feeder_to_the_publication():
+    span = group_span(make_group(), "trained", STEP)
+    assert (span.began_at, span.ended_at) == (90.0, 127.0)
+    assert names(span) == [
+        *("wait for a rollout worker", "rollout p", "wait for a scorer", "score", "wait for the trainer"),
+        *("train", "publish"),
+    ]
+    (completion,) = span.children[1].children
+    assert names(completion) == ["reset", "turn 1", "tools: add 1.5 s", "turn 2", "reward"]
+    assert all(part.began_at >= span.began_at and part.ended_at <= span.ended_at for part in span.children)
+
+
+def test_times_that_are_missing_leave_their_spans_out():
+    """Records of earlier releases have no intervals and no time at which a scorer claimed them."""
+    group = make_group(score_claimed_at=0.0)
+    group.completions[0].intervals.clear()
+    span = group_span(group, "dropped:ties", None)
+    assert names(span) == ["wait for a rollout worker", "rollout p", "score"]
+    assert not span.children[1].children
+    assert group_span(Group(prompt=Prompt(id="p", messages=[]), completions=[]), "trained", None) is None
+
+
+def test_a_publication_belongs_to_the_steps_before_it():
+    lines = [
+        {"step": 1, "time": 10.0, "seconds": 2.0, "publish/time": 5.0, "publish/seconds": 1.0},
+        {"step": 2, "time": 20.0, "seconds": 2.0, "publish/time": 5.0, "publish/seconds": 1.0},
+        {"step": 3, "time": 30.0, "seconds": 2.0, "publish/time": 24.0, "publish/seconds": 3.0},
+    ]
+    found = read_steps(lines)
+    assert [(step.began_at, step.publish_began_at, step.publish_ended_at) for step in found.values()] == [
+        (8.0, 0.0, 0.0),
+        (18.0, 21.0, 24.0),
+        (28.0, 0.0, 0.0),
+    ]
+
+
+def test_slices_of_a_lane_never_overlap_and_children_lie_within_their_parents():
+    groups = [group_span(make_group(f"p{i}", offset=i * 1.5), "trained", STEP) for i in range(6)]
+    trace = json.loads(json.dumps(perfetto_trace(groups, {3: STEP})))
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    open_until: dict = {}
+    for event in sorted(slices, key=lambda event: (event["ts"], -event["dur"])):
+        stack = open_until.setdefault((event["pid"], event["tid"]), [])
+        while stack and stack[-1] <= event["ts"]:
+            stack.pop()
+        assert not stack or event["ts"] + event["dur"] <= stack[-1], event
+        stack.append(event["ts"] + event["dur"])
+    places = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert places == {
+        "queue of prompts", "rollout-1", "queue of groups", "score", "queue of scored groups", "train"
+    }  # fmt: skip
+    assert sum(event["name"] == "train step 3" for event in slices) == 1
+    arrows = [event for event in trace["traceEvents"] if event["ph"] in "stf"]
+    assert {event["ph"] for event in arrows} == {"s", "t", "f"}
+    assert len({event["id"] for event in arrows}) == 6
+
+
+def test_the_time_of_each_activity_is_recorded_and_their_number_is_bounded():
+    completion = Completion(index=0, seconds={"engine": 0.0})
+    for _ in range(1100):
+        with timed(completion, "engine"):
+            pass
+    assert len(completion.intervals) == 1000
+    assert completion.intervals[0].began_at <= completion.intervals[-1].began_at
+    assert completion.seconds["engine"] >= sum(each.seconds for each in completion.intervals)
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.toml").write_text(
+        f'[run]\nname = "r"\nfolder = "{folder}"\n'
+        '[model]\npath = "m"\n[data]\npath = "p.jsonl"\n[[rewards]]\nref = "math"\n'
+    )
+    group = make_group()
+    archive = Archive(folder / "groups", None)
+    record = LedgerRecord("p", Trained(), 3, 2, content_hash(group))
+    archive.write([(record, encode(group))], {})
+    archive.close()
+    (folder / "metrics.jsonl").write_text('{"step": 3, "time": 125.0, "seconds": 5.0}\n{"step": 4, "ti')
+    return folder
+
+
+def test_the_folder_of_a_killed_run_is_enough(run_folder, tmp_path):
+    file = tmp_path / "trace.json"
+    assert "1 groups" in write_trace(str(run_folder), file, "", "", 10)
+    written = [event["name"] for event in json.loads(file.read_text())["traceEvents"]]
+    assert "turn 2" in written
+    assert "train step 3" in written
+    with pytest.raises(PenstockError, match="no archived group of steps 7"):
+        write_trace(str(run_folder), file, "", "7", 10)
+
+
+def test_a_collector_gets_one_trace_per_group_with_the_id_of_its_prompt(run_folder):
+    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    bodies = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        assert "sent 1 traces" in write_trace(str(run_folder), None, f"http://127.0.0.1:{server.server_port}", "", 10)
+    finally:
+        server.shutdown()
+        server.server_close()
+    request = service.ExportTraceServiceRequest.FromString(bodies[0])
+    spans = request.resource_spans[0].scope_spans[0].spans
+    assert {span.trace_id.hex() for span in spans} == {trace_id("r", "p")}
+    by_name = {span.name: span for span in spans}
+    assert by_name["turn 1"].parent_span_id == by_name["completion 0"].span_id
+    assert by_name["turn 1"].start_time_unix_nano == 102 * 10**9
+    assert not by_name["group p"].parent_span_id

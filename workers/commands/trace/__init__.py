@@ -1,0 +1,1 @@
+"""`penstock trace`: where a run's groups spent their time, for Perfetto and OpenTelemetry."""
