@@ -34,6 +34,7 @@ gc.disable()
 
 # Several test processes share the cores; threads that wait for each other's share of small tensors slow all of them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait for each other must not take others' time
 
 settings.register_profile("dev", max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(

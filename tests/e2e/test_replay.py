@@ -169,7 +169,7 @@ LONG = {
 def test_five_estimator_and_loss_combinations_are_replayed_bit_for_bit(project, table):
     for section, keys in table.items():
         project.table.setdefault(section, {}).update(keys)
-    killable(project, 240)
+    killable(project, 140 if "threads" in project.table["run"] else 240)
     project.table["train"]["learning_rate"] = 1e-3
     summary = kill_five_times(project, seed=2)
     report = replayed(project)
