@@ -56,6 +56,13 @@ def test_completions_that_are_all_cut_off():
     assert after_groups(warnings(), [group(0, 1, 2, 3, **cut), group(0, 1, 2, 3)]) == []
 
 
+def test_trouble_that_pauses_for_a_group_is_the_same_trouble():
+    cut = [group(0, 1, 2, 3, truncated=TruncationReason.LENGTH)] * 2
+    found = warnings()
+    assert after_groups(found, [*cut, group(0, 1), *cut, group(0, 1), *cut]) == ["all_truncated"]
+    assert after_groups(found, [*[group(0, 1)] * 8, *cut]) == ["all_truncated"]
+
+
 def test_tool_errors_above_half():
     assert after_groups(warnings(), [group(0, 1, tool_calls=10, tool_errors=5)] * 8) == []
     assert after_groups(warnings(), [group(0, 1, tool_calls=10, tool_errors=6)] * 8) == ["tool_errors"]

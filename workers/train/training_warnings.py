@@ -15,7 +15,7 @@ A rule warns when its condition becomes true, and again only after the condition
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -112,6 +112,8 @@ class TrainingWarnings:
         self._first: list[Metrics] = []
         self._last: deque[Metrics] = deque(maxlen=_BLOCKS * BLOCK)
         self._active: set[str] = set()
+        self._quiet: Counter[str] = Counter()
+        """Groups since a rule for groups last held; an episode of trouble ends when it has not held for a window."""
         self._pending: list[TrainingWarning] = []
 
     def observe_group(self, group: Group) -> None:
@@ -120,7 +122,10 @@ class TrainingWarnings:
         totals.add(group)
         self._groups.append(totals)
         for name, rule in GROUP_RULES.items():
-            self._update(name, rule(self._groups, self._settings))
+            text = rule(self._groups, self._settings)
+            self._quiet[name] = 0 if text else self._quiet[name] + 1
+            if text or self._quiet[name] >= self._settings.abort_window_groups:
+                self._update(name, text)
 
     def observe_step(self, step: int, metrics: Metrics) -> None:
         """Apply the rules for steps to one more step."""
