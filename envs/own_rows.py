@@ -49,6 +49,16 @@ def call_rows(factory: EnvironmentFactory, name: str, split: str, limit: int, ti
     return [_encode(row, f"environments.{name}: row {number} of rows()") for number, row in enumerate(found)]
 
 
+def first_row(factory: EnvironmentFactory, name: str, timeout_s: float) -> dict[str, Any]:
+    """Return the first row that an environment brings along; no columns if it brings none.
+
+    Raises:
+        DataError: see `call_rows`.
+    """
+    rows = call_rows(factory, name, "train", 1, timeout_s)
+    return dict(json.loads(rows[0])) if rows else {}
+
+
 def _take(value: Any, limit: int) -> Any:
     """Return the rows in a list; if `rows` is async, an awaitable of the list."""
 

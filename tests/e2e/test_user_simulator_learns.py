@@ -23,5 +23,8 @@ def test_a_policy_learns_to_sell(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = (tmp_path / "sale").rglob("metrics.jsonl")
     rewards = [json.loads(line)["reward/mean"] for line in file.read_text().splitlines()]
+    results = [json.loads(line)["overall"] for line in file.with_name("eval.jsonl").read_text().splitlines()]
+    assert [result["prompts"] for result in results] == [40] * len(results)
+    assert results[-1]["mean_valid"] > results[0]["mean_valid"] + 0.1, results
     assert rewards[0] < 0.7, rewards
     assert max(rewards[-4:]) > 0.8, rewards

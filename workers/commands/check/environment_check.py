@@ -5,6 +5,7 @@ as in a run. Tool arguments are samples generated from the schemas; if a tool re
 """
 
 import copy
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,12 +15,13 @@ import anyio
 
 from envs.call import CallRunner, Ok
 from envs.factory import EnvironmentFactory
+from envs.own_rows import first_row
 from envs.references import class_key
 from envs.rewards import environment_reward
 from envs.rewards.env_reward import accepts_messages
 from envs.rewards.merge import merge_parts
 from stream.validity import Measured, RewardReason, Unmeasured
-from workers.commands.check.check_report import EnvironmentReport, failure_reason
+from workers.commands.check.check_report import LOAD_TIMEOUT_S, EnvironmentReport, failure_reason
 from workers.commands.check.episode_check import EpisodeCheck, check_own_loop
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.tool_formats.parsed_turn import ToolCall
@@ -55,6 +57,12 @@ async def check_environment(
     report.reference_kind = factory.reference.kind
     report.environment = class_key(factory.environment_class)
     report.has_reward = factory.has_reward
+    if not fields:
+        found = await caller.call(first_row, {"factory": factory, "name": ref, "timeout_s": LOAD_TIMEOUT_S}, math.inf)
+        if not isinstance(found, Ok):
+            report.errors.append(failure_reason(found))
+            return report
+        report.fields = {column: value for column, value in found.value.items() if column != "prompt"}
     if factory.runs_own_loop:
         was_reset = await check_own_loop(report, factory, limits, [turn for turn in turns if isinstance(turn, str)])
     else:

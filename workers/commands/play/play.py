@@ -10,6 +10,7 @@ from msgspec import Struct
 from rich.console import Console
 
 from envs.factory import EnvironmentFactory
+from envs.own_rows import first_row
 from stream.errors import SettingsError
 from stream.records import Group, Message, Prompt
 from workers.commands.evaluate.evaluate import find_policy_folder
@@ -29,6 +30,7 @@ from workers.runtime.transcript import completion_lines
 from workers.settings import EnvironmentSettings, RewardSettings, Settings
 from workers.settings.toml_file import settings_for_model
 
+_ROWS_TIMEOUT_S = 60.0
 _PROMPT_TOKENS = 4096
 """Room for the prompt in an engine that is started for playing, if the model has as many positions."""
 _NO_MODEL = Path("no-model")
@@ -128,6 +130,9 @@ async def play(options: PlayOptions, settings: Settings, folder: Path | None) ->
         folder: of the policy; None: the endpoint is sampled by messages.
     """
     factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, options.ref, options.args)
+    if not options.fields:
+        row = await anyio.to_thread.run_sync(first_row, factory, options.ref, _ROWS_TIMEOUT_S)
+        options = msgspec.structs.replace(options, fields=row)
     prompt = make_prompt(options, settings.data.system)
     if folder is None:
         if factory.runs_own_loop:
