@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec import Struct
 
 from stream.operator.run_status import RunStatus
-from stream.queue.in_flight import ENVIRONMENT_ACTIVITIES, Activity, GroupInFlight
+from stream.queue.in_flight import ACTIVITY_TEXTS, ENVIRONMENT_ACTIVITIES, Activity, GroupInFlight
 
 Limit = Literal[
     "finished", "paused", "prompts", "rollout workers", "engines", "environment", "rewards", "scorers", "trainer"
@@ -169,7 +169,7 @@ def _find_rollout_bottleneck(load: _Load, groups: Sequence[GroupInFlight], figur
     if not total:
         return Bottleneck(limit="rollout workers", why=f"{held}; they report no activity", figures=figures)
     figures = figures | {f"in_flight/{name}": count for name, count in sorted(counts.items())}
-    activities = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.most_common(4))
+    activities = ", ".join(f"{count:,} {ACTIVITY_TEXTS.get(name, name)}" for name, count in counts.most_common(4))
     why = f"{held}; of {_count(total, 'completion')}: {activities}"
     if counts[Activity.ENGINE_WAIT] > _WAITING_SHARE * total:
         return Bottleneck(limit="engines", why=why, figures=figures)

@@ -32,9 +32,16 @@ ENVIRONMENT_ACTIVITIES = frozenset(
     (Activity.RESET, Activity.TOOL, Activity.RESPOND, Activity.OWN_LOOP, Activity.REWARD, Activity.SNAPSHOT)
 )
 """Activities of a completion in which its environment's code runs."""
+ACTIVITY_TEXTS: dict[str, str] = {
+    "": "starting",
+    Activity.ENGINE_WAIT: "waiting for an engine",
+    Activity.OWN_LOOP: "own loop",
+    Activity.COMPLETE: "completing",
+}
+"""Words for activities whose names are not their words."""
 MAX_COMPLETIONS = 32
 """Completions in one record; those that changed longest ago come first."""
-MAX_NAME = 80
+MAX_NAME = 120
 """Characters of a name in a record."""
 
 
@@ -69,6 +76,8 @@ class GroupInFlight(Struct, kw_only=True, omit_defaults=True):
     environment: str = ""
     activity: str = ""
     """Of the group as a whole: `reward` or `complete`; empty while its completions run."""
+    detail: str = ""
+    """Names of the reward functions that are running, with commas."""
     since: float = 0.0
     """Unix time in seconds at which that activity was first seen."""
     total: int = 0

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from stream.codec import decode
 from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
+from stream.operator.in_flight import groups_in_flight
 from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
 from stream.queue.versions import inflight_versions, watch_versions
@@ -260,3 +261,38 @@ async def test_other_policies_cancel_nothing(connection, trainer_lease, tmp_path
         group = await the_group(connection)
     assert (engine.request_count, engine.aborted_count) == (2, 0)
     assert group.cancelled_attempts_s == []
+
+
+# -- what a worker reports meanwhile
+
+
+async def test_an_attempt_is_reported_while_it_runs_and_not_after_its_group(connection, trainer_lease, tmp_path):
+    await publish(trainer_lease, 0)
+    async with working(connection, tmp_path, "train", [2.0] * 2) as engine:
+        await until(lambda: engine.running == 2)
+        with anyio.fail_after(3):
+            while True:
+                groups = groups_in_flight(await read_status(connection, with_in_flight=True))
+                if groups and [each.activity for each in groups[0].completions] == ["sampling"] * 2:
+                    break
+                await anyio.sleep(0.02)
+        (group,) = groups
+        assert (group.prompt, group.stage, group.worker, group.total) == ("p", "prompts", "rollout-1", 2)
+        assert {(each.engine, each.turn) for each in group.completions} == {(engine.url, 0)}
+        await the_group(connection)
+        assert groups_in_flight(await read_status(connection, with_in_flight=True)) == []
+
+
+async def test_a_request_that_no_engine_takes_waits_for_one(connection, trainer_lease, tmp_path):
+    await publish(trainer_lease, 3)
+    async with working(connection, tmp_path, "train", [0.0] * 2) as engine:  # it serves version 0
+        with anyio.fail_after(5):
+            while True:
+                groups = groups_in_flight(await read_status(connection, with_in_flight=True))
+                activities = {each.activity for group in groups for each in group.completions}
+                if activities == {"engine_wait"}:
+                    break
+                await anyio.sleep(0.02)
+        assert engine.request_count == 0
+        engine.version = "3"
+        await the_group(connection)

@@ -41,6 +41,7 @@ from workers.rollout.episode import run_episode
 from workers.rollout.episode_base import EpisodeContext
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.runtime.in_flight import GroupProgress
 from workers.settings import Rollout
 from workers.testing.scripted_engine import ScriptedEngine
 from workers.train.step.collation import collate
@@ -165,6 +166,7 @@ async def group_of(
     with_greedy=False,
     partials=(),
     save_partial=None,
+    progress=None,
     **limits,
 ):
     """Roll out a group of one completion by default."""
@@ -185,6 +187,7 @@ async def group_of(
             with_greedy=with_greedy,
             partials=partials,
             save_partial=save_partial,
+            progress=progress,
         )
     return decode(encode(group), Group)  # a group must survive encoding
 
@@ -194,6 +197,43 @@ async def completion_of(script, **options):
 
 
 # Bookkeeping
+
+
+async def test_an_episode_notes_what_it_is_doing():
+    progress, seen = GroupProgress(), []
+
+    def note() -> None:
+        now = progress.completions[0].describe(0, 1.0)
+        seen.append((now.activity, now.detail, now.turn, now.versions))
+
+    class Noting(Box):
+        def reset(self, **row):
+            note()
+            return super().reset(**row)
+
+        def put(self, thing: str = "it") -> str:
+            note()
+            return super().put(thing)
+
+        def get_reward(self):
+            note()
+            return super().get_reward()
+
+    def script(turn, _text):
+        note()
+        return "Done." if turn else call("put")
+
+    await group_of(script, env=Noting, progress=progress, prompt=make_prompt(group_size=1))
+    versions = seen[2][3]
+    assert len(versions) == 1
+    assert seen == [
+        ("reset", "", 0, []),
+        ("sampling", "", 0, []),
+        ("tool", "put", 1, versions),
+        ("sampling", "", 1, versions),
+        ("reward", "", 2, versions),
+    ]
+    assert (progress.total, progress.ended, progress.completions) == (1, 1, {})
 
 
 async def test_three_turns_are_recorded_token_by_token():

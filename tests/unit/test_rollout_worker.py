@@ -9,6 +9,7 @@ from stream.queue.lease import Lease
 from stream.records import Group, Prompt
 from workers.rollout.stale_canceller import StaleCanceller
 from workers.rollout.worker import TrainingRollout
+from workers.runtime.in_flight import InFlightReporter
 
 
 class FakeStage:
@@ -32,6 +33,7 @@ async def test_only_the_published_policy_version_or_newer_ones_may_sample(publis
     training = TrainingRollout(
         stage=stage,
         runner=SimpleNamespace(run=run),
+        in_flight=InFlightReporter(stage),
         stale_canceller=StaleCanceller(stage, 1),
         with_greedy=True,
         saves_partials=False,

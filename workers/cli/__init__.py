@@ -53,6 +53,7 @@ penstock.add_section(
     run_commands.dashboard,
     transcript_commands.show,
     run_commands.queues,
+    run_commands.inflight,
     run_commands.audit,
     run_commands.replay,
     transcript_commands.export_groups,

@@ -29,6 +29,25 @@ def queues(target: str | None, redis: str, as_json: bool, watch: bool) -> None:
     show_queues(target, redis, as_json=as_json, watch=watch)
 
 
+@click.command(short_help="Show what each completion is doing now.")
+@options.run
+@options.redis
+@options.json
+@click.option("count", "-n", default=40, show_default=True, type=click.IntRange(1), help="How many lines.")
+@click.option(
+    "stuck_s", "--stuck", default=60.0, show_default=True, metavar="SECONDS", help="Mark what is unchanged for longer."
+)
+def inflight(target: str | None, redis: str, as_json: bool, count: int, stuck_s: float) -> None:
+    """Show what each completion in flight is doing, for how long, and where; the longest unchanged first.
+
+    RUN is its folder, settings file or name. Workers report once a second. Read-only.
+    """
+    from workers.commands.inflight import show_in_flight
+
+    log_errors_only("inflight")
+    show_in_flight(target, redis, count=count, stuck_s=stuck_s, as_json=as_json)
+
+
 def _control_command(name: Literal["pause", "resume", "stop"], text: str) -> click.Command:
     @click.command(name, help=text)
     @options.run

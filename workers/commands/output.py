@@ -1,8 +1,18 @@
 """Print the output of operator commands: a line of text, or a JSON value."""
 
-from typing import Any
+import sys
+from typing import Any, Final
 
 import msgspec
+from rich.console import Console
+
+_PIPE_WIDTH: Final = 200
+"""Columns where the output is no terminal."""
+
+
+def make_console() -> Console:
+    """Return a console for tables on stdout, without markup; lines that go to a file or a pipe are long."""
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 def print_line(text: str) -> None:

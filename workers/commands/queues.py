@@ -17,7 +17,7 @@ from stream.operator.bottleneck import Bottleneck, find_bottleneck
 from stream.operator.in_flight import groups_in_flight
 from stream.operator.run_status import EvaluationStatus, RunStatus, StageStatus, read_status
 from stream.validity import TruncationReason
-from workers.commands.output import print_json
+from workers.commands.output import make_console, print_json
 from workers.run.progress_display import balance_text, evaluation_lines, stage_table
 from workers.run.run_info import RunLocation, find_run, with_run
 from workers.run.summary import has_finished
@@ -119,7 +119,7 @@ def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch:
         elif as_json:
             print_json(queue_report(connection.run, await read_status(connection, with_in_flight=True)))
         else:
-            Console().print(render_queues(connection.run, await read_status(connection, with_in_flight=True)))
+            make_console().print(render_queues(connection.run, await read_status(connection, with_in_flight=True)))
 
     try:
         with_run(location, show)

@@ -2,6 +2,7 @@
 
 import anyio
 
+from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, ToolRun
 from stream.validity import TruncationReason
 from workers.rollout.environment_slot import EnvironmentSlot
@@ -20,7 +21,7 @@ class EnvironmentReplies:
     """
 
     def __init__(self, context: EnvironmentContext, completion: Completion) -> None:
-        self._slot, self._limits = context.slot, context.limits
+        self._slot, self._limits, self._progress = context.slot, context.limits, context.progress
         self._completion = completion
         self._generated_ids = 0
         self._calls_refused = False
@@ -60,6 +61,7 @@ class EnvironmentReplies:
             return await self._call_tools(parsed)
         if self._slot is None or not self._slot.responds:
             return None
+        self._progress.activity = Activity.RESPOND
         messages = await self._slot.respond(text, self._completion.messages, self._limits.call_timeout_s)
         if messages is None or isinstance(messages, Failure):
             return messages
@@ -91,6 +93,8 @@ class EnvironmentReplies:
         slot, timeout_s = self._slot, self._limits.call_timeout_s
         if slot is None or not calls:
             return []
+        self._progress.calls = calls
+        self._progress.activity = Activity.TOOL
         if len(calls) == 1:
             return [await slot.call_tool(calls[0], timeout_s)]
         results: dict[int, ToolResult | Failure] = {}

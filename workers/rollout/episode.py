@@ -20,6 +20,7 @@ import anyio
 from envs.contract import Observation
 from envs.messages import is_empty_prompt
 from stream.errors import EngineError, EngineUnavailableError
+from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, Row
 from stream.validity import RolloutReason, TruncationReason
 from workers.rollout.chat.renderer import AssistantTurn
@@ -81,6 +82,10 @@ class ConversationEpisode(BaseEpisode):
         """Return the rows that were sampled."""
         return self._builder.rows()
 
+    def versions(self) -> set[int]:
+        """Return the policy versions that sampled so far."""
+        return self._builder.versions()
+
     async def _converse(self) -> EpisodeEnd:
         while True:
             context = self._builder.context()
@@ -106,6 +111,7 @@ class ConversationEpisode(BaseEpisode):
     async def _sample(self, context: list[int], max_tokens: int) -> SampledTurn | Failure | TruncationReason:
         turn = self.completion.turns
         options = self.context.sampling_options(turn, max_tokens=max_tokens, stop_token_ids=self._chat.stop_token_ids)
+        self.context.progress.activity = Activity.SAMPLING
         try:
             with timed(self.completion, "engine"):
                 sampled = await self.context.sampler.sample(

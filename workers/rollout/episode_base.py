@@ -5,16 +5,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from envs.contract import Observation
+from stream.queue.in_flight import Activity
 from stream.records import MAX_INTERVALS, Completion, Failure, Interval, Message, Prompt, Row
 from stream.validity import TruncationReason
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.sampling import Sampler, SamplingOptions, turn_seed
 from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
 from workers.rollout.tool_formats.parsed_turn import ToolFormat
+from workers.runtime.in_flight import CompletionProgress
 from workers.settings import Rollout
 
 EpisodeEnd = TruncationReason | Failure | None
@@ -32,6 +34,8 @@ class EnvironmentContext:
     """The environment, for this episode alone; None for prompts without one."""
     limits: Rollout
     """Limits of tokens, turns, tool calls and time, and the sampling distribution."""
+    progress: CompletionProgress = field(default_factory=CompletionProgress)
+    """Where the episode notes what it is doing."""
 
     @property
     def seed(self) -> int:
@@ -60,6 +64,7 @@ class EpisodeContext(EnvironmentContext):
             seed=turn_seed(self.seed, turn),
             group=self.prompt.id,
             completion=self.index,
+            progress=self.progress,
         )
 
 
@@ -76,6 +81,7 @@ class BaseEpisode(ABC):
             seconds=dict.fromkeys(("reset", "engine", "tools", "reward", "total"), 0.0),
             greedy=context.index == context.prompt.group_size,
         )
+        context.progress.episode = self
 
     async def run(self) -> Completion:
         """Run the episode. Everything that ends it alone is recorded in its completion.
@@ -102,6 +108,7 @@ class BaseEpisode(ABC):
         context = self.context
         if context.slot is None:
             return None
+        context.progress.activity = Activity.RESET
         with timed(self.completion, "reset"):
             observation = await context.slot.reset(
                 _reset_fields(context.prompt), context.prompt.seed, context.index, context.limits.call_timeout_s
@@ -110,6 +117,15 @@ class BaseEpisode(ABC):
             return observation
         self.completion.prompt_messages = self.prompt_messages(observation)
         return None
+
+    @property
+    def turn(self) -> int:
+        """The model's turn, from 0."""
+        return self.completion.turns
+
+    def versions(self) -> set[int]:
+        """Return the policy versions that sampled so far."""
+        return set()
 
     @abstractmethod
     def prompt_messages(self, observation: Observation) -> list[Message]:
@@ -127,6 +143,7 @@ class BaseEpisode(ABC):
         """Take the environment's own reward; a failed episode has none."""
         slot, completion, limits = self.context.slot, self.completion, self.context.limits
         if slot is not None and slot.has_reward and completion.failure is None:
+            self.context.progress.activity = Activity.REWARD
             with timed(completion, "reward"):
                 completion.parts = await slot.reward(limits.call_timeout_s, completion.messages)
 
@@ -135,6 +152,7 @@ class BaseEpisode(ABC):
         slot, completion, limits = self.context.slot, self.completion, self.context.limits
         if slot is None or completion.failure is not None:
             return
+        self.context.progress.activity = Activity.SNAPSHOT
         snapshot = await slot.freeze(MAX_SNAPSHOT_BYTES, limits.call_timeout_s)
         if isinstance(snapshot, Failure):
             completion.failure = snapshot

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 from stream.errors import RecordError
 from stream.queue.evaluation import create_evaluation_streams
+from stream.queue.in_flight import Activity
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner, with_attempt
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.context import WorkerContext
+from workers.runtime.in_flight import InFlightReporter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,7 @@ class EvaluationRollout:
 
     stage: Stage
     runner: GroupRunner
+    in_flight: InFlightReporter
     concurrency: ConcurrencyLimit
     """Within the worker's own limit."""
 
@@ -32,11 +35,13 @@ class EvaluationRollout:
         """
         if lease.evaluated_version is None:
             raise RecordError("the entry does not name the policy version to evaluate")
-        claimed_at = time.time()
-        group = await self.runner.run(lease.prompt(), min_policy_version=lease.evaluated_version)
-        await self.stage.complete(
-            lease, "eval:groups", with_attempt(group, lease, worker=self.stage.consumer, claimed_at=claimed_at)
-        )
+        claimed_at, prompt = time.time(), lease.prompt()
+        with self.in_flight.group(lease, prompt.environment) as progress:
+            group = await self.runner.run(prompt, min_policy_version=lease.evaluated_version, progress=progress)
+            progress.activity = Activity.COMPLETE
+            await self.stage.complete(
+                lease, "eval:groups", with_attempt(group, lease, worker=self.stage.consumer, claimed_at=claimed_at)
+            )
 
 
 @asynccontextmanager
@@ -61,8 +66,10 @@ async def open_evaluation(
     max_groups = settings.evaluation_groups_in_flight(concurrency.limit)
     limits = settings.for_evaluation.rollout
     async with EnvironmentPool(runner.factories, size=max_groups * limits.group_size) as pool:
+        stage = Stage(context.connection, "eval:prompts", context.consumer, context.retry_policy)
         yield EvaluationRollout(
-            stage=Stage(context.connection, "eval:prompts", context.consumer, context.retry_policy),
+            stage=stage,
+            in_flight=InFlightReporter(stage),
             runner=replace(runner, pool=pool, limits=limits),
             concurrency=ConcurrencyLimit(max_groups, parent=concurrency if max_groups < concurrency.limit else None),
         )

@@ -21,6 +21,7 @@ from workers.rollout.engine_client.sampling import Sampler
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import run_episode
 from workers.rollout.episode_base import EpisodeContext
+from workers.runtime.in_flight import CompletionProgress, GroupProgress
 from workers.runtime.reward_functions import add_reward_parts, open_reward_functions
 from workers.settings import Rollout, Settings
 
@@ -50,6 +51,7 @@ class GroupRunner:
         with_greedy: bool = False,
         partials: Sequence[Completion] = (),
         save_partial: Callable[[Completion], Awaitable[None]] | None = None,
+        progress: GroupProgress | None = None,
     ) -> Group:
         """Roll out one prompt; each completion has its own environment.
 
@@ -63,6 +65,7 @@ class GroupRunner:
             partials: completions that an earlier attempt finished, failed ones included; only the others run. Their
                 tokens keep the policy versions that sampled them, even below `min_policy_version`.
             save_partial: called with each finished completion while others are running.
+            progress: where to note what the group is doing.
 
         Raises:
             EngineUnavailableError: no engine answers; try the group again later.
@@ -70,17 +73,16 @@ class GroupRunner:
         """
         self._validate(prompt)
         total = prompt.group_size + with_greedy
-        completions = {
-            completion.index: completion
-            for completion in partials
-            if 0 <= completion.index < total and completion.greedy == (completion.index == prompt.group_size)
-        }
+        progress = progress or GroupProgress()
+        completions = _reusable(partials, prompt, total)
+        progress.total, progress.ended = total, len(completions)
         errors: list[PenstockError] = []
 
         async def run_completion(index: int) -> None:
             structlog.contextvars.bind_contextvars(completion=index)
             try:
-                completion = await self._run_episode(prompt, index, min_policy_version)
+                with progress.completion(index) as own:
+                    completion = await self._run_episode(prompt, index, min_policy_version, own)
                 completions[index] = completion
                 if save_partial is not None and len(completions) < total:
                     await save_partial(completion)
@@ -100,7 +102,7 @@ class GroupRunner:
         if errors:
             raise errors[0]
         group = Group(prompt=prompt, completions=[completions[index] for index in sorted(completions)])
-        await add_reward_parts(group, self.rewards, self.factories, self.limits.call_timeout_s)
+        await add_reward_parts(group, self.rewards, self.factories, self.limits.call_timeout_s, progress)
         return group
 
     def _validate(self, prompt: Prompt) -> None:
@@ -109,7 +111,9 @@ class GroupRunner:
         if not prompt.messages or not all(_is_valid(message) for message in prompt.messages):
             raise DataError(f"prompt {prompt.id}: its messages are not a conversation whose contents are text or parts")
 
-    async def _run_episode(self, prompt: Prompt, index: int, min_policy_version: int) -> Completion:
+    async def _run_episode(
+        self, prompt: Prompt, index: int, min_policy_version: int, progress: CompletionProgress
+    ) -> Completion:
         is_greedy = index == prompt.group_size
         chat, tool_format = self.chats[prompt.environment]
         async with self.pool.slot(prompt.environment) as slot:
@@ -122,6 +126,7 @@ class GroupRunner:
                 slot=slot,
                 limits=msgspec.structs.replace(self.limits, temperature=0.0) if is_greedy else self.limits,
                 min_policy_version=min_policy_version,
+                progress=progress,
             )
             if slot is None or not slot.runs_own_loop:
                 return await run_episode(context)
@@ -148,6 +153,15 @@ def with_attempt(group: Group, lease: Lease, *, worker: str, claimed_at: float) 
         claimed_at=claimed_at,
         rolled_out_at=time.time(),
     )
+
+
+def _reusable(partials: Sequence[Completion], prompt: Prompt, total: int) -> dict[int, Completion]:
+    """Return those completions of an earlier attempt that fit this one, by index."""
+    return {
+        completion.index: completion
+        for completion in partials
+        if 0 <= completion.index < total and completion.greedy == (completion.index == prompt.group_size)
+    }
 
 
 def _is_valid(message: Message) -> bool:

@@ -31,6 +31,10 @@ class RowBuilder:
         """Return all tokens so far, the prompt first."""
         return (self._prompt + self._tokens).tolist()
 
+    def versions(self) -> set[int]:
+        """Return the policy versions that sampled tokens."""
+        return {span.version for span in self._spans}
+
     def append_context(self, ids: Sequence[int]) -> None:
         """Append tokens that the model did not sample."""
         self._tokens.extend(ids)
@@ -79,6 +83,11 @@ class MultiRowBuilder:
     def context(self) -> list[int]:
         """Return all tokens that the model sees now."""
         return self._current.context()
+
+    def versions(self) -> set[int]:
+        """Return the policy versions that sampled tokens."""
+        finished = {span.version for row in self._finished for span in row.spans}
+        return finished | self._current.versions()
 
     def append_context(self, ids: Sequence[int]) -> None:
         """Append tokens that the model did not sample."""

@@ -10,6 +10,7 @@ import structlog
 
 from envs.factory import EnvironmentFactory
 from stream.errors import SettingsError
+from stream.queue.in_flight import Activity
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from workers.engine_api.discovery.discovery import EngineDiscovery
@@ -21,6 +22,7 @@ from workers.rollout.stale_canceller import StaleCanceller
 from workers.runtime import metrics
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.context import WorkerContext
+from workers.runtime.in_flight import InFlightReporter
 from workers.runtime.isolation import Isolation
 from workers.runtime.reward_functions import load_factories
 from workers.runtime.work_loop import work_loop
@@ -35,6 +37,7 @@ class TrainingRollout:
 
     stage: Stage
     runner: GroupRunner
+    in_flight: InFlightReporter
     stale_canceller: StaleCanceller
     with_greedy: bool
     """Each group gets one more episode, at temperature 0."""
@@ -44,18 +47,21 @@ class TrainingRollout:
     async def work(self, lease: Lease, version: int) -> None:
         """Roll out one prompt, and complete its lease."""
         self.stale_canceller.cancel_if_stale(lease)
-        claimed_at = time.time()
-        group = await self.runner.run(
-            lease.prompt(),
-            min_policy_version=max(0, version),
-            with_greedy=self.with_greedy,
-            partials=await self.stage.load_partial(lease) if self.saves_partials else (),
-            save_partial=partial(self.stage.save_partial, lease) if self.saves_partials else None,
-        )
-        metrics.count_group(group.completions)
-        await self.stage.complete(
-            lease, "groups", with_attempt(group, lease, worker=self.stage.consumer, claimed_at=claimed_at)
-        )
+        claimed_at, prompt = time.time(), lease.prompt()
+        with self.in_flight.group(lease, prompt.environment) as progress:
+            group = await self.runner.run(
+                prompt,
+                min_policy_version=max(0, version),
+                with_greedy=self.with_greedy,
+                partials=await self.stage.load_partial(lease) if self.saves_partials else (),
+                save_partial=partial(self.stage.save_partial, lease) if self.saves_partials else None,
+                progress=progress,
+            )
+            progress.activity = Activity.COMPLETE
+            metrics.count_group(group.completions)
+            await self.stage.complete(
+                lease, "groups", with_attempt(group, lease, worker=self.stage.consumer, claimed_at=claimed_at)
+            )
 
 
 async def rollout(context: WorkerContext) -> None:
@@ -98,11 +104,15 @@ async def _work(
     training = TrainingRollout(
         stage=stage,
         runner=runner,
+        in_flight=InFlightReporter(stage),
         stale_canceller=stale_canceller,
         with_greedy=with_greedy,
         saves_partials=settings.rollout.save_partial_groups,
     )
     async with open_evaluation(context, runner, concurrency) as evaluation, anyio.create_task_group() as background:
+        background.start_soon(training.in_flight.run)
+        if evaluation is not None:
+            background.start_soon(evaluation.in_flight.run)
         if settings.pacing.stale_policy == "cancel":
             background.start_soon(stale_canceller.watch)
         async with anyio.create_task_group() as loops:

@@ -13,8 +13,10 @@ from envs.rewards.call_results import CallResult
 from envs.rewards.loading import CallOptions
 from envs.snapshot import thaw
 from stream.errors import RecordError
+from stream.queue.in_flight import Activity
 from stream.records import Completion, Group
 from stream.validity import RewardReason, Unmeasured
+from workers.runtime.in_flight import GroupProgress
 from workers.settings import RewardSettings, Settings
 
 _LONG_GROUP_BYTES = 400_000
@@ -64,7 +66,11 @@ async def open_reward_functions(settings: Settings, *run_in: str) -> AsyncIterat
 
 
 async def add_reward_parts(
-    group: Group, functions: Sequence[RewardFunction], factories: Mapping[str, EnvironmentFactory], timeout_s: float
+    group: Group,
+    functions: Sequence[RewardFunction],
+    factories: Mapping[str, EnvironmentFactory],
+    timeout_s: float,
+    progress: GroupProgress | None = None,
 ) -> None:
     """Call every function on all completions that did not fail, and append the results to their reward parts.
 
@@ -76,6 +82,7 @@ async def add_reward_parts(
         functions: with their weights; those that do not measure the group's environment are not called.
         factories: environments by name.
         timeout_s: for each call of a function.
+        progress: where to note which functions are running.
     """
     completions = [completion for completion in group.completions if completion.failure is None]
     functions = [function for function in functions if function.applies_to(group.prompt.environment)]
@@ -83,9 +90,13 @@ async def add_reward_parts(
         return
     factory = factories.get(group.prompt.environment or "")
     found: dict[int, CallResult] = {}
+    pending = list(functions)
+    progress = progress or GroupProgress()
+    progress.activity, progress.pending = Activity.REWARD, pending
 
     async def call(position: int, function: RewardFunction) -> None:
         found[position] = await measure_completions(group, completions, function, factory, timeout_s)
+        pending.remove(function)
 
     async with anyio.create_task_group() as calls:
         for position, function in enumerate(functions):

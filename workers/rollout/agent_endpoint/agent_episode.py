@@ -1,6 +1,7 @@
 """One episode of an environment that runs its own loop: it asks the endpoint for every turn of the model."""
 
 from envs.contract import Observation
+from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, Row
 from stream.validity import RolloutReason
 from workers.rollout.agent_endpoint.endpoint import AgentEndpoint
@@ -36,6 +37,7 @@ class AgentEpisode(BaseEpisode):
         """Run the environment's loop."""
         limits, recorder = self.context.limits, self._recorder
         sampling = {"temperature": limits.temperature, "max_tokens": limits.max_tokens_per_turn}
+        self.context.progress.activity = Activity.OWN_LOOP
         with self._endpoint.episode(recorder) as url:
             end = await self._slot.run_episode(url, sampling, limits.episode_timeout_s)
         if recorder.error is not None:
@@ -50,3 +52,7 @@ class AgentEpisode(BaseEpisode):
     def rows(self) -> list[Row]:
         """Return one row per branch of the conversation."""
         return self._recorder.rows()
+
+    def versions(self) -> set[int]:
+        """Return the policy versions that sampled so far."""
+        return self._recorder.versions()

@@ -19,6 +19,7 @@ import anyio
 import msgspec
 
 from stream.errors import DataError, EngineError, EngineRefusedError, EngineUnavailableError, PenstockError
+from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, Row
 from stream.validity import TruncationReason
 from workers.rollout.agent_endpoint.openai_messages import Reply, parse_messages, to_template_message
@@ -73,6 +74,10 @@ class Recorder:
     def rows(self) -> list[Row]:
         """Return what was sampled, one row per branch."""
         return [row for branch in self._branches if (row := branch.row.row()) is not None]
+
+    def versions(self) -> set[int]:
+        """Return the policy versions that sampled so far."""
+        return set().union(*(branch.row.versions() for branch in self._branches))
 
     async def complete(self, request: Mapping[str, Any], *, is_retry: bool = False) -> Reply:
         """Sample a turn.
@@ -151,6 +156,7 @@ class Recorder:
             stop_token_ids=chat.stop_token_ids,
         )
         prompt_ids = row.context()
+        context.progress.activity = Activity.SAMPLING
         try:
             with timed(completion, "engine"):
                 sampled = await context.sampler.sample(
@@ -162,6 +168,8 @@ class Recorder:
         except EngineError as error:
             self._record_end(end_after_error(error, completion.turns))
             raise
+        finally:
+            context.progress.activity = Activity.OWN_LOOP
         text = await chat.decode_turn(sampled.token_ids)
         row.append_sample(sampled)
         starts_in_reasoning = bool(chat.open_reasoning(prompt_ids))

@@ -21,6 +21,7 @@ import structlog
 
 from stream.backoff import Backoff
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
+from stream.queue.in_flight import Activity
 from workers.engine_api.connection import ConnectionPool, RequestTimeoutError, UnreachableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.rollout.engine_client.adaptive_limit import MAX_CONCURRENCY, MIN_CONCURRENCY
@@ -159,7 +160,9 @@ class EngineClient:
         failed: EngineState | None = None
         while True:
             route = RouteRequest(min_policy_version, options.group, options.completion, failed)
+            options.progress.activity = Activity.ENGINE_WAIT
             engine = failed = await self._router.acquire(route, self._unavailable_timeout_s)
+            options.progress.engine, options.progress.activity = engine.url, Activity.SAMPLING
             try:
                 sampled = await self._sampler.sample(engine, prompt_ids, options, min_policy_version)
             except EngineRefusedError:

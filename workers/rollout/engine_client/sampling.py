@@ -12,7 +12,11 @@ from stream.records import Failure
 from stream.validity import RolloutReason, TruncationReason
 from workers.engine_api.wire import SamplingParams
 from workers.rollout.engine_client.sampled_turn import SampledTurn
+from workers.runtime.in_flight import CompletionProgress
 from workers.settings import Rollout
+
+_UNWATCHED = CompletionProgress()
+"""For requests that belong to no episode; nobody reads it."""
 
 _TOO_LONG_MESSAGES = ("maximum context length", "maximum model length")
 """Phrases with which vLLM's routes, and compatible servers, refuse a context that is too long."""
@@ -35,6 +39,8 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
     """Id of the group: its completions share a prefix, so they should share an engine. Empty: no group."""
     completion: int = 0
     """Index within the group: the turns of a completion share a prefix."""
+    progress: CompletionProgress = _UNWATCHED
+    """Where to note whether the turn waits for an engine, and which one samples it."""
 
     @classmethod
     def from_settings(
@@ -46,6 +52,7 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
         seed: int | None = None,
         group: str = "",
         completion: int = 0,
+        progress: CompletionProgress = _UNWATCHED,
     ) -> "SamplingOptions":
         """Take the distribution from the run's settings."""
         sampling = limits.sampling
@@ -62,6 +69,7 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
             seed=seed,
             group=group,
             completion=completion,
+            progress=progress,
         )
 
     @property
