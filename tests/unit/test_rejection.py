@@ -87,6 +87,12 @@ def test_every_rule_sees_the_same_tokens():
     assert not result.kept_RT.any()
 
 
+def test_a_token_must_pass_every_rule_not_only_the_last():
+    strict, lax = RejectionRule("token_k1", 0.5, 2.0), RejectionRule("token_k2", 0.0, 100.0)
+    for rules in ((strict, lax), (lax, strict)):
+        assert judge([[4.0, 1.2]], *rules).kept_RT.tolist() == [[False, True]]
+
+
 def test_m2po_removes_the_largest_until_the_mean_is_below_the_bound():
     ratios = [[math.exp(0.1), math.exp(-0.5), 1.0], [math.exp(0.3), None, None]]  # d^2: .01, .25, 0, .09
     assert kept(ratios, RejectionRule("m2po", 0.0, 0.09)) == [[1, 1, 1], [1, 0, 0]]  # mean of all is .0875

@@ -129,7 +129,7 @@ def derive_masks(
         rules=(),
         zeroed_C=zeroed_C,
         penalised_C=baseline_C & _has_policy(facts.truncation_reason_C, truncation, "penalty"),
-        rewards_C=torch.where(baseline_C & ~zeroed_C, facts.rewards_C, 0.0),
+        rewards_C=torch.where(zeroed_C, 0.0, facts.rewards_C),  # _restrict removes those outside B
         baseline_tokens_RT=sampled_RT & baseline_C[completion_ids_R].unsqueeze(1),
         loss_tokens_RT=sampled_RT & loss_C[completion_ids_R].unsqueeze(1),
         loss_rows_R=loss_C[completion_ids_R],
