@@ -130,7 +130,7 @@ async def test_wordle_episodes_run_concurrently(wordle):
         assert completion.failure is None
         assert completion.prompt_messages[-1]["content"].startswith("Go.You are playing Wordle.")
         assert completion.messages[1]["content"].strip() == "Feedback: slate XXGXG"
-        assert "Game over." in completion.messages[5]["content"]
+        assert len(completion.messages) == 4, "the environment is done after the right word"
 
 
 async def test_an_invalid_move_in_wordle_scores_0(wordle):

@@ -306,10 +306,9 @@ def test_each_port_of_the_run_is_tried(project):
         project.table["run"] |= {"address": f"127.0.0.1:{port}", "metrics_address": f"127.0.0.1:{port - 1}"}
         project.table["weights"] = {"transport": "http"}
         report = project.check()
-    assert [each.place for each in report.errors] == ["run.address", "run.metrics_address"]
-    for each in report.errors:
-        assert f"cannot listen on 127.0.0.1:{port}" in each.problem
-        assert "name another port, or none" in each.problem
+    found = [each for each in report.errors if f"cannot listen on 127.0.0.1:{port}" in each.problem]
+    assert [each.place for each in found] == ["run.address", "run.metrics_address"]
+    assert all("name another port, or none" in each.problem for each in found)
 
 
 def test_an_address_of_another_machine_is_an_error(project):
@@ -317,6 +316,30 @@ def test_an_address_of_another_machine_is_an_error(project):
     (error,) = project.check().errors
     assert "cannot listen on 192.0.2.7" in error.problem
     assert error.place == "run.address"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def exact(completions, **_):\n    return [None for _ in completions]\n", "returned None"),
+        (
+            "def exact(environments, **_):\n    return [float(env.calls[0]) for env in environments]\n",
+            "for the answer 'I do not know.' without a tool call",
+        ),
+    ],
+)
+def test_a_reward_that_may_measure_other_completions_is_a_warning(project, code, words):
+    set_reward(code, project)
+    edit_world("self.n, self.target = 0, target", "self.n, self.target, self.calls = 0, target, []", project)
+    report = project.check()
+    assert not report.errors
+    assert words in report.warnings[0].problem
+
+
+def test_a_reward_without_a_part_in_a_completion_is_no_finding(project):
+    set_reward("def exact(completions, **_):\n    return [None for _ in completions]\n", project)
+    project.table["rewards"][0]["none"] = "not_applicable"
+    assert not project.check().findings
 
 
 def test_an_engine_that_does_not_answer_is_a_warning(project):

@@ -22,6 +22,8 @@ from workers.run.preflight.findings import PreflightReport
 from workers.runtime.reward_functions import load_reward_function, measure_completions
 from workers.settings import Settings
 
+_OUTSIDE: Final = (RewardReason.UNAVAILABLE, RewardReason.TIMEOUT, RewardReason.MISSING)
+"""Reasons that may not hold for other completions: a server is down, or the function returned None for this one."""
 _MAX_VALUE: Final = 200
 """Characters of a column's value that a scripted completion quotes."""
 
@@ -105,20 +107,25 @@ async def _call(
     except Exception as error:  # noqa: BLE001  (user code: entering it may raise anything)
         report.error(subject, place, f"entering it raised {describe_error(error)}", error_cause(error, subject))
         return
-    _report_results(results, group, prompt, subject, place, report)
-
-
-def _report_results(
-    results: list[RowResult], group: Group, prompt: Prompt, subject: str, place: str, report: PreflightReport
-) -> None:
-    failed = [(i, result) for i, result in enumerate(results) if isinstance(result, Unmeasured)]
+    needs_calls = factory is not None and bool(factory.tools) and "environments" in _parameters(function.function)
+    failed = {
+        i: result
+        for i, result in enumerate(results)
+        if isinstance(result, Unmeasured) and not _is_not_applicable(result, function)
+    }
     if not failed:
         return
-    first, reward = failed[0]
+    first, reward = min(failed.items())
     answer = group.completions[first].messages[-1]["content"]
-    is_outside = reward.reason in (RewardReason.UNAVAILABLE, RewardReason.TIMEOUT)
-    add = report.error if len(failed) == len(results) and not is_outside else report.warn
-    add(subject, place, f"{_describe(reward)}, for the answer {answer!r} to the row {prompt.id}", reward.cause)
+    may_measure_others = reward.reason in _OUTSIDE or needs_calls
+    add = report.error if len(failed) == len(results) and not may_measure_others else report.warn
+    played = " without a tool call" if needs_calls else ""
+    add(subject, place, f"{_describe(reward)}, for the answer {answer!r}{played} to the row {prompt.id}", reward.cause)
+
+
+def _is_not_applicable(reward: Unmeasured, function: RewardFunction) -> bool:
+    """Return whether the function said that it has no part in this completion's reward."""
+    return function.call_options.none == "not_applicable" and reward.reason is RewardReason.MISSING
 
 
 def _describe(reward: Unmeasured) -> str:
