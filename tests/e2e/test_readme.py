@@ -129,7 +129,9 @@ def test_a_run_is_operated_as_shown(user):
     try:
         until_trained(user, run)
         for command in shown:
-            if command[0] != "replay":
+            if command[0] == "dashboard":
+                serves_until_it_is_stopped(user.start(*command, "--port", "0"))
+            elif command[0] != "replay":
                 told = user.run(*command)
                 assert told.returncode == 0, (command, told.stderr)
         for command in ("resume", "stop"):
@@ -141,6 +143,14 @@ def test_a_run_is_operated_as_shown(user):
     assert balanced(json.loads(out))
     replayed = user.run(*next(command for command in shown if command[0] == "replay"))
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+def serves_until_it_is_stopped(server: subprocess.Popen[str]) -> None:
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("listening on http://127.0.0.1:")
+    finally:
+        stop(server)
 
 
 def until_trained(user: Project, run: subprocess.Popen[str]) -> None:
