@@ -7,8 +7,9 @@ from markupsafe import Markup
 from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
-from stream.operator.in_flight import groups_in_flight
+from stream.operator.in_flight import OngoingActivity, groups_in_flight, ongoing_activities
 from stream.operator.run_status import RunStatus
+from stream.queue.in_flight import ACTIVITY_TEXTS
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.live_view import Snapshot
 from workers.dashboard.rendering import render
@@ -23,66 +24,43 @@ LONG_S: Final = 60.0
 class ActivityRow(Struct, frozen=True, kw_only=True):
     """What one completion, or a group as a whole, is doing."""
 
-    prompt: str
-    completion: int | None
-    """None: the group as a whole."""
-    turn: int | None
-    """From 1."""
-    activity: str
-    detail: str
+    ongoing: OngoingActivity
     seconds: float
-    engine: str
-    versions: str
-    environment: str
-    worker: str
-    stage: str
-    progress: str
-    """Completions that have ended, of all of the group."""
 
     @property
     def is_long(self) -> bool:
         """Whether it may be stuck."""
         return self.seconds > LONG_S
 
+    @property
+    def activity(self) -> str:
+        """The activity without the names of tools or reward functions."""
+        return ACTIVITY_TEXTS.get(self.ongoing.activity, self.ongoing.activity.replace("_", " "))
+
+    @property
+    def detail(self) -> str:
+        """Names of the tools or reward functions that are running."""
+        completion = self.ongoing.completion
+        return self.ongoing.group.detail if completion is None else completion.detail
+
+    @property
+    def engine(self) -> str:
+        """Host and port of the engine that samples, or that sampled last."""
+        completion = self.ongoing.completion
+        return completion.engine.removeprefix("http://") if completion else ""
+
+    @property
+    def versions(self) -> str:
+        """Oldest and newest policy version that sampled so far."""
+        versions = self.ongoing.completion.versions if self.ongoing.completion else []
+        return "-".join(map(str, dict.fromkeys([*versions[:1], *versions[-1:]])))
+
 
 def activity_rows(status: RunStatus) -> list[ActivityRow]:
     """Return what all leases are doing, the longest unchanged first."""
-    now, rows = status.now_ms / 1000, []
-    for group in groups_in_flight(status):
-        shared = {
-            "prompt": group.prompt,
-            "environment": group.environment,
-            "worker": group.worker,
-            "stage": group.stage,
-            "progress": f"{group.ended}/{group.total}" if group.total else "",
-        }
-        rows += [
-            ActivityRow(
-                completion=each.index,
-                turn=each.turn + 1,
-                activity=each.activity.replace("_", " "),
-                detail=each.detail,
-                seconds=max(0.0, now - (each.since or group.claimed_at)),
-                engine=each.engine.removeprefix("http://"),
-                versions="-".join(map(str, dict.fromkeys([*each.versions[:1], *each.versions[-1:]]))),
-                **shared,
-            )
-            for each in group.completions
-        ]
-        if not group.completions:
-            rows.append(
-                ActivityRow(
-                    completion=None,
-                    turn=None,
-                    activity=(group.activity or "starting").replace("_", " "),
-                    detail=getattr(group, "detail", ""),
-                    seconds=max(0.0, now - (group.since or group.claimed_at)),
-                    engine="",
-                    versions="",
-                    **shared,
-                )
-            )
-    return sorted(rows, key=lambda row: -row.seconds)
+    now = status.now_ms / 1000
+    ongoing = ongoing_activities(groups_in_flight(status))
+    return [ActivityRow(ongoing=each, seconds=max(0.0, now - each.since)) for each in ongoing]
 
 
 async def render_in_flight(source: RunSource, snapshot: Snapshot, _: RunConnection | None) -> str:

@@ -7,7 +7,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
-from stream.operator.in_flight import groups_in_flight
+from stream.operator.in_flight import groups_in_flight, ongoing_activities
 from stream.operator.run_status import RunStatus
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.live_view import Snapshot
@@ -47,12 +47,9 @@ def worker_rows(status: RunStatus) -> list[WorkerRow]:
     for group in groups_in_flight(status):
         key = group.stage, group.worker
         counts = activities.setdefault(key, Counter())
-        for each in group.completions:
-            counts[f"{each.activity} {each.detail}".replace("_", " ").strip()] += 1
-            if each.engine:
-                engines.setdefault(key, set()).add(each.engine.removeprefix("http://"))
-        if not group.completions:
-            counts[(group.activity or "starting").replace("_", " ")] += 1
+        counts.update(each.text for each in ongoing_activities([group]))
+        named = {each.engine.removeprefix("http://") for each in group.completions if each.engine}
+        engines.setdefault(key, set()).update(named)
         longest[key] = max(longest.get(key, 0.0), now - group.unchanged_since)
     stages = status.stages | (status.evaluation.stages if status.evaluation else {})
     return [

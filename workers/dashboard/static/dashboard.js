@@ -1,6 +1,7 @@
-// Draws the charts. Everything else on the pages is HTML from the server, put in place by htmx.
+// Draws the charts, and scrolls to the current page's link where the links do not fit. Everything else on the pages is HTML from the server, put in place by htmx.
 "use strict";
 (() => {
+  document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
   const charts = document.getElementById("charts");
   if (!charts) return;
   const plots = new Map();
