@@ -8,7 +8,8 @@ The run's own figures (queues, pacing, outcomes) are in `workers.runtime.run_met
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter as Counts
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -188,26 +189,18 @@ _activity_seconds: Final = {
 _MEASURED, _FAILED, _FINISHED = "measured", "failed", "finished"
 
 
-def count_group(group: Iterable[Completion]) -> None:
+def count_group(group: Sequence[Completion]) -> None:
     """Count the completions of a group that was rolled out."""
-    seconds = dict.fromkeys(_activity_seconds, 0.0)
-    turn_count = call_count = error_count = 0
-    for completion in group:
-        completions.labels(_completion_end(completion)).inc()
-        turn_count += completion.turns
-        call_count += completion.tool_calls
-        error_count += completion.tool_errors
-        for name, value in completion.seconds.items():
-            if name in seconds:
-                seconds[name] += value
-    turns.inc(turn_count)
-    tool_calls.inc(call_count)
-    tool_errors.inc(error_count)
-    for name, value in seconds.items():
-        _activity_seconds[name].inc(value)
+    for end, count in Counts(map(_completion_end, group)).items():
+        completions.labels(end).inc(count)
+    turns.inc(sum(each.turns for each in group))
+    tool_calls.inc(sum(each.tool_calls for each in group))
+    tool_errors.inc(sum(each.tool_errors for each in group))
+    for name, counter in _activity_seconds.items():
+        counter.inc(sum(each.seconds.get(name, 0.0) for each in group))
 
 
-def count_rewards(group: Iterable[Completion]) -> None:
+def count_rewards(group: Sequence[Completion]) -> None:
     """Count the completions of a group that was scored."""
     for completion in group:
         match completion.reward:
