@@ -59,7 +59,7 @@ class Prompt(Struct, kw_only=True):
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
     """The run's seed mixed with the prompt's id; completion i uses seed + i."""
     fed_at: float = 0.0
-    """Unix time in seconds."""
+    """Unix time in seconds, by the server's clock, at which the prompt entered its stage; set when it is rolled out."""
 
 
 class Span(Struct, frozen=True, array_like=True):

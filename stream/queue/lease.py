@@ -62,6 +62,11 @@ class Lease(Struct, kw_only=True, eq=False):
         """Note that the verb that ends the lease is in progress."""
         self.ending = True
 
+    @property
+    def entered_at(self) -> float:
+        """Unix time in seconds, by the server's clock, at which the entry entered its stage."""
+        return int(self.id.partition("-")[0]) / 1000
+
     def prompt(self) -> Prompt:
         """Return the record of an entry of `prompts`.
 

@@ -39,9 +39,10 @@ async def test_only_the_published_policy_version_or_newer_ones_may_sample(publis
         saves_partials=False,
     )
     prompt = Prompt(id="p", messages=[{"role": "user", "content": "Go."}])
-    lease = Lease(id="1-0", prompt_id="p", payload=encode(prompt), infra_failures=1, cancelled_attempts_s=(0.5,))
+    lease = Lease(id="1500-0", prompt_id="p", payload=encode(prompt), infra_failures=1, cancelled_attempts_s=(0.5,))
     await training.work(lease, published)
     assert (asked["min_policy_version"], asked["with_greedy"]) == (oldest, True)
     _, next_stage, group = stage.completed
     assert (next_stage, group.worker, group.attempt, group.cancelled_attempts_s) == ("groups", "worker-1", 2, [0.5])
     assert 0 < group.claimed_at <= group.rolled_out_at
+    assert group.prompt.fed_at == 1.5
