@@ -79,7 +79,6 @@ class GroupRunner:
         errors: list[PenstockError] = []
 
         async def run_completion(index: int) -> None:
-            structlog.contextvars.bind_contextvars(completion=index)
             try:
                 with progress.completion(index) as own:
                     completion = await self._run_episode(prompt, index, min_policy_version, own)
@@ -114,6 +113,7 @@ class GroupRunner:
     async def _run_episode(
         self, prompt: Prompt, index: int, min_policy_version: int, progress: CompletionProgress
     ) -> Completion:
+        structlog.contextvars.bind_contextvars(completion=index)
         is_greedy = index == prompt.group_size
         chat, tool_format = self.chats[prompt.environment]
         async with self.pool.slot(prompt.environment) as slot:
