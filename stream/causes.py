@@ -125,6 +125,7 @@ def _cause_of(exception: str, frames: list[list[str]], source: str, own_folders:
     """
     own = [frame for frame in frames if not any(each in frame[0] for each in own_folders)] or frames[-1:]
     outside = [frame for frame in own if "/site-packages/" not in frame[0] and "/lib/python" not in frame[0]] or own
+    own = own[own.index(outside[0]) :] if outside else own  # without the threads and event loops that led to it
     place = _FRAME.match(outside[-1][0]) if outside else None
     return ErrorCause(
         exception=exception,

@@ -164,6 +164,7 @@ Stack (most recent call first):
   File "/usr/lib/python3.11/ctypes/__init__.py", line 517 in string_at
   File "/home/me/world.py", line 8 in Maze.look
   File "/opt/penstock/envs/call/threads.py", line 10 in run
+  File "/usr/lib/python3.11/threading.py", line 1045 in _bootstrap_inner
 
 Extension modules: msgspec._core (total: 1)
 """
