@@ -85,9 +85,7 @@ class GroupRunner:
                 completions[index] = completion
                 if save_partial is not None and len(completions) < total:
                     await save_partial(completion)
-            except (
-                PenstockError
-            ) as error:  # concerns all completions; raised below as itself, not in an exception group
+            except PenstockError as error:  # concerns all; raised below as itself, not in an exception group
                 errors.append(error)
                 tasks.cancel_scope.cancel()
             except RecursionError as error:
