@@ -12,7 +12,7 @@ from stream.errors import PenstockError
 from stream.operator.dead_letters import list_dead_letters
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
-from workers.commands.dead_letters import drop_dead, hex_dump, list_dead, retry_dead, show_dead
+from workers.commands.dead_letters import LetterChoice, drop_dead, hex_dump, list_dead, retry_dead, show_dead
 
 TERMS = RetryPolicy(data_attempts=1)
 
@@ -95,7 +95,7 @@ async def test_token_buffers_are_shown_as_numbers(connection, run_command):
     (lease,) = (await groups.claim(1)).leases
     await groups.dead_letter(lease, "data", "for the test")
     last = (await list_dead_letters(connection))[-1].id
-    (reported,) = json.loads(await run_command(show_dead, [last], as_json=True))
+    (reported,) = json.loads(await run_command(show_dead, LetterChoice((last,)), as_json=True))
     shown = reported["record"]["completions"][0]
     assert shown["rows"][0]["prompt_ids"] == [5, 6]
     assert shown["rows"][0]["logprobs"] == [-0.5]
@@ -114,7 +114,7 @@ async def test_an_unreadable_payload_is_shown_as_bytes_with_the_reason(connectio
 
 async def test_a_retried_letter_is_back_in_its_stage(connection, run_command):
     letter = await dead_letter_prompt(connection)
-    assert json.loads(await run_command(retry_dead, [letter], as_json=True)) == {"retried": [letter]}
+    assert json.loads(await run_command(retry_dead, LetterChoice((letter,)), as_json=True)) == {"retried": [letter]}
     view = await read_status(connection)
     assert (view.dead, view.balance["dead"], view.balance["outstanding"], view.stages["prompts"].lag) == (0, 0, 1, 1)
 
@@ -122,15 +122,33 @@ async def test_a_retried_letter_is_back_in_its_stage(connection, run_command):
 async def test_a_dropped_letter_counts_as_dropped(connection, run_command):
     await dead_letter_prompt(connection)
     await dead_letter_junk(connection)
-    assert await run_command(drop_dead, []) == "dropped 2 dead letters\n"
+    assert await run_command(drop_dead, LetterChoice()) == "dropped 2 dead letters\n"
     view = await read_status(connection)
     assert (view.dead, view.dropped) == (0, {"operator": 1})
+
+
+async def test_those_with_a_reason_are_retried_and_no_others(connection, run_command):
+    ids = [await dead_letter_prompt(connection, *each) for each in (("a", "no image"), ("b", "a timeout"))]
+    assert json.loads(await run_command(retry_dead, LetterChoice(reason="timeout"), as_json=True)) == {
+        "retried": [ids[1]]
+    }
+    listed = json.loads(await run_command(list_dead, LetterChoice(reason="data"), as_json=True))
+    assert [letter["id"] for letter in listed] == [ids[0]]
+    with pytest.raises(PenstockError, match="has the reason 'disk'"):
+        await run_command(drop_dead, LetterChoice(reason="disk"))
+
+
+async def test_what_a_letter_says_is_shown_escaped(connection, run_command):
+    await dead_letter_prompt(connection, "a\x1b[2J", "no\u202eimage")
+    output = await run_command(list_dead)
+    assert "a\\x1b[2J" in output
+    assert "no\\u202eimage" in output
 
 
 async def test_an_unknown_id_changes_nothing(connection, run_command):
     letter = await dead_letter_prompt(connection)
     with pytest.raises(PenstockError, match="has no dead letter 1-1"):
-        await run_command(drop_dead, [letter, "1-1"])
+        await run_command(drop_dead, LetterChoice((letter, "1-1")))
     assert (await read_status(connection)).dead == 1
 
 

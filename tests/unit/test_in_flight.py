@@ -1,20 +1,24 @@
 """What a worker reports about its leases, and how it is shown."""
 
 import io
+import json
 from types import SimpleNamespace
 
 import anyio
 import msgspec
 import pytest
 from rich.console import Console
+from rich.screen import Screen
 
 from stream.errors import ServerError
 from stream.operator.in_flight import groups_in_flight, ongoing_activities
-from stream.operator.run_status import RunStatus, WorkerReport
+from stream.operator.run_status import RunStatus, StageStatus, WorkerReport
 from stream.queue.in_flight import MAX_COMPLETIONS, Activity, CompletionInFlight, GroupInFlight
 from stream.queue.lease import Lease
 from stream.queue.stage import RetryPolicy
+from workers.commands import top
 from workers.commands.inflight import in_flight_report, render_in_flight
+from workers.commands.top import TopScreen
 from workers.runtime import in_flight
 from workers.runtime.in_flight import CompletionProgress, GroupProgress, InFlightReporter
 
@@ -207,3 +211,38 @@ def test_hostile_names_are_shown_escaped_and_fit_the_terminal():
 
 def test_nothing_in_flight_says_so():
     assert shown(status_of()) == "0 in flight\n"
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 50), (60, 12)])
+def test_top_fills_the_terminal_whatever_its_size(width, height):
+    completions = [completion(index, "sampling", 900.0 + index) for index in range(30)]
+    groups = [GroupInFlight(entry=f"{n}-0", prompt=f"p{n}", claimed_at=1.0, completions=completions) for n in range(9)]
+    status = status_of(*groups)
+    empty = StageStatus(depth=0, claimed=0, delayed=0, marked=0, lag=0, oldest_age_ms=0.0, rate=0.0, consumers={})
+    status.stages = dict.fromkeys(("prompts", "groups", "scored"), empty)
+    console = Console(file=io.StringIO(), width=width, height=height, highlight=False, markup=False)
+    console.print(Screen(TopScreen("demo", status, 60.0)))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == height
+    assert all(len(line) <= width for line in lines)
+    shown_rows = [line for line in lines if " sampling " in line]
+    assert (len(shown_rows) > height // 3) == (height > 12)
+    if shown_rows:
+        assert "270 in flight" in lines[-1]
+
+
+async def test_top_prints_json_lines_without_a_terminal_until_the_run_has_finished(monkeypatch, capsys):
+    status = status_of(GroupInFlight(entry="1-0", prompt="p", claimed_at=1.0))
+    empty = StageStatus(depth=0, claimed=0, delayed=0, marked=0, lag=0, oldest_age_ms=0.0, rate=0.0, consumers={})
+    status.stages = dict.fromkeys(("prompts", "groups", "scored"), empty)
+    answers = iter([status, msgspec.structs.replace(status, meta={"finished": "done"})])
+
+    async def read(connection, *, with_in_flight):
+        return next(answers)
+
+    monkeypatch.setattr(top, "read_status", read)
+    monkeypatch.setattr(top, "_INTERVAL_S", 0.0)
+    await top._print_lines(SimpleNamespace(run="demo"), 60.0)
+    first, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first["queues"]["snapshot"] == first["in_flight"]["snapshot"] == status.snapshot
+    assert last["queues"]["finished"] == "done"

@@ -189,3 +189,53 @@ def test_an_export_without_a_format_or_a_match_is_refused_and_leaves_no_file(fol
     result = run("export-groups", str(folder), str(tmp_path / "x.jsonl"), "--step", "9")
     assert "no archived completion matches" in result.output
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_groups_are_listed_with_outcome_and_rewards_and_filtered_by_their_completions(folder):
+    result = run("groups", str(folder), "--json")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(line["prompt_id"], line["outcome"], line["step"]) for line in lines] == [
+        ("c", "trained", 3),
+        ("b", "dropped:zero_variance", 2),
+        ("a", "trained", 1),
+    ]
+    assert [(line["rewards"], line["valid"], line["reward_mean"]) for line in lines] == [
+        ([None, None], 0, None),
+        ([0.5, 0.5], 2, 0.5),
+        ([1.0, 0.0], 2, 0.5),
+    ]
+    assert lines[2]["ends"] == ["finished", "length"]
+    only = run("groups", str(folder), "--end", "length").stdout
+    assert only.splitlines()[1].split() == ["a", "1", "trained", "1", "0.5", "1", "0", "2", "of", "2"]
+    assert only.splitlines()[-1] == "1 group, the newest first; the archive has 3"
+    assert "\x1b" not in only
+    missing = run("groups", str(folder), "--reward", "7..")
+    assert "matches --reward 7..; its archive has 3 groups" in missing.output
+
+
+def test_two_completions_of_a_group_are_shown_side_by_side(folder):
+    text = run("show", str(folder), "--prompt", "a", "--diff", "0", "1").stdout
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert rows[0].startswith("── a #0 step 1 trained · advantage +0.5 ─")
+    assert "a #1 step 1 trained · advantage -0.5" in rows[0]
+    assert rows[1:3] == ["user 2 + 2? user 2 + 2?", "assistant I say 0. assistant I say 1."]
+    assert "reward 1 reward 0" in rows
+    found = json.loads(run("show", str(folder), "--prompt", "a", "--diff", "1", "0", "--json").stdout)
+    assert found["first_different_message"] == 0
+    assert [each["completion"] for each in found["completions"]] == [1, 0]
+    wrong = run("show", str(folder), "--prompt", "a", "--diff", "0", "5")
+    assert "group a has no completion 5; it has 0, 1" in wrong.output
+
+
+def test_many_equal_lines_of_two_completions_are_left_out(tmp_path):
+    made = Folder(tmp_path / "run")
+    same = [{"role": "assistant", "content": "\n".join(f"line {n}" for n in range(50))}]
+    pair = [completion(0, 1.0), completion(1, 1.0)]
+    for each in pair:
+        each.messages = same + each.messages
+    made.end("long", 1, pair)
+    made.close()
+    text = run("show", str(made.path), "--diff", "0", "1").stdout
+    assert text.count("… 47 equal lines …") == 2
+    assert "line 30" not in text
+    assert "line 30" in run("show", str(made.path), "--diff", "0", "1", "--full").stdout

@@ -8,6 +8,9 @@ from workers.cli import options
 from workers.cli.command_group import log_errors_only
 
 _all_option = click.option("every", "--all", is_flag=True, help="All dead letters.")
+_reason_option = click.option(
+    "--reason", default="", metavar="TEXT", help="Those with this reason, or with this text in their error."
+)
 
 
 @click.group(short_help="List, show, retry or drop dead letters.")
@@ -24,44 +27,50 @@ def _dead_letter_options(command: Any) -> Any:
 
 @dead.command("list")
 @_dead_letter_options
-def list_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool) -> None:
+@_reason_option
+def list_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, reason: str) -> None:
     """List dead letters, oldest first."""
-    from workers.commands.dead_letters import list_dead
+    from workers.commands.dead_letters import LetterChoice, list_dead
 
-    list_dead(target, redis, ids, as_json=as_json)
+    list_dead(target, redis, LetterChoice(ids, reason), as_json=as_json)
 
 
 @dead.command("show")
 @_dead_letter_options
 def show_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool) -> None:
     """Show dead letters with their content."""
-    from workers.commands.dead_letters import show_dead
+    from workers.commands.dead_letters import LetterChoice, show_dead
 
-    show_dead(target, redis, ids, as_json=as_json)
+    show_dead(target, redis, LetterChoice(ids), as_json=as_json)
 
 
 @dead.command("retry")
 @_dead_letter_options
 @_all_option
-def retry_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, every: bool) -> None:
+@_reason_option
+def retry_letters(
+    target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, every: bool, reason: str
+) -> None:
     """Put dead letters back into their stages, with new retry budgets."""
-    from workers.commands.dead_letters import retry_dead
+    from workers.commands.dead_letters import LetterChoice, retry_dead
 
-    retry_dead(target, redis, _selected_ids(ids, every), as_json=as_json)
+    _require_one_choice(ids, every, reason)
+    retry_dead(target, redis, LetterChoice(ids, reason), as_json=as_json)
 
 
 @dead.command("drop")
 @_dead_letter_options
 @_all_option
-def drop_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, every: bool) -> None:
+@_reason_option
+def drop_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, every: bool, reason: str) -> None:
     """Delete dead letters; their prompts count as dropped."""
-    from workers.commands.dead_letters import drop_dead
+    from workers.commands.dead_letters import LetterChoice, drop_dead
 
-    drop_dead(target, redis, _selected_ids(ids, every), as_json=as_json)
+    _require_one_choice(ids, every, reason)
+    drop_dead(target, redis, LetterChoice(ids, reason), as_json=as_json)
 
 
-def _selected_ids(ids: tuple[str, ...], every: bool) -> tuple[str, ...]:
-    """Return the named ids; empty for all, which needs `--all`."""
-    if bool(ids) == every:
-        raise click.UsageError("name dead letters with --id, or use --all")
-    return ids
+def _require_one_choice(ids: tuple[str, ...], every: bool, reason: str) -> None:
+    """Refuse a command that names no dead letters, or names them in two ways."""
+    if bool(ids) + every + bool(reason) != 1:
+        raise click.UsageError("name dead letters with --id or --reason, or use --all")

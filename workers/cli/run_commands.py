@@ -48,6 +48,42 @@ def inflight(target: str | None, redis: str, as_json: bool, count: int, stuck_s:
     show_in_flight(target, redis, count=count, stuck_s=stuck_s, as_json=as_json)
 
 
+@click.command(short_help="Watch a run on the whole terminal.")
+@options.run
+@options.redis
+@options.json
+@click.option(
+    "stuck_s", "--stuck", default=60.0, show_default=True, metavar="SECONDS", help="Mark what is unchanged for longer."
+)
+def top(target: str | None, redis: str, as_json: bool, stuck_s: float) -> None:
+    """Watch a run's queues and what is in flight, live, until it has finished. Ctrl-C ends it.
+
+    RUN is its folder, settings file or name. Without a terminal, and with --json, one JSON object per second is
+    printed. Read-only.
+    """
+    from workers.commands.top import show_top
+
+    log_errors_only("top")
+    show_top(target, redis, stuck_s=stuck_s, as_json=as_json)
+
+
+@click.command(short_help="Show the metrics of runs side by side.")
+@click.argument("targets", metavar="RUN RUN...", nargs=-1, required=True)
+@click.option("--step", type=click.IntRange(1), help="Compare at this step; default: the last one that all have.")
+@click.option("window", "-w", default=10, show_default=True, type=click.IntRange(1), help="Steps in a mean.")
+@click.option("names", "--metric", multiple=True, metavar="NAME", help="Metric, with * and ?; may be repeated.")
+@options.json
+def compare(targets: tuple[str, ...], step: int | None, window: int, names: tuple[str, ...], as_json: bool) -> None:
+    """Show the metrics of runs side by side, each a mean over the same steps.
+
+    RUN is a folder, settings file or name. Only the folders are read, so runs may be running, killed or finished.
+    """
+    from workers.commands.compare import show_comparison
+
+    log_errors_only("compare")
+    show_comparison(targets, step=step, window=window, names=names, as_json=as_json)
+
+
 def _control_command(name: Literal["pause", "resume", "stop"], text: str) -> click.Command:
     @click.command(name, help=text)
     @options.run

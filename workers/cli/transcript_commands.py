@@ -41,21 +41,53 @@ def _filters(command: Any) -> Any:
 @click.option("count", "-n", default=3, show_default=True, type=click.IntRange(1), help="How many completions.")
 @click.option("--seed", default=0, show_default=True, help="Of the random choice.")
 @click.option("--full", is_flag=True, help="Do not shorten long messages.")
+@click.option("pair", "--diff", nargs=2, type=int, metavar="A B", help="Two completions of one group, side by side.")
 @options.json
 def show(
-    target: str | None, redis: str, order: Any, count: int, seed: int, full: bool, as_json: bool, **conditions: Any
+    target: str | None,
+    redis: str,
+    order: Any,
+    count: int,
+    seed: int,
+    full: bool,
+    as_json: bool,
+    pair: tuple[int, int] | None,
+    **conditions: Any,
 ) -> None:
     """Show completions of a run as conversations, with tool calls, rewards, and why they are invalid.
 
     RUN is its folder, settings file or name; it may be running, stopped, killed or finished. The newest completions
-    come first. Read-only.
+    come first. With --diff A B: completions A and B, counted from 0, of the newest group that matches, for example
+    with --prompt ID. Read-only.
     """
     from workers.commands.transcripts.selection import Chosen
     from workers.commands.transcripts.show import show_completions
+    from workers.commands.transcripts.side_by_side import show_difference
 
     log_errors_only("show")
+    if pair is not None:
+        show_difference(target, redis, _make_filter(conditions), pair, full=full, as_json=as_json)
+        return
     chosen = Chosen(order or "newest", count, seed)
     show_completions(target, redis, _make_filter(conditions), chosen, full=full, as_json=as_json)
+
+
+@click.command(short_help="List groups with outcome and rewards.")
+@options.run
+@options.redis
+@_filters
+@click.option("count", "-n", default=20, show_default=True, type=click.IntRange(1), help="How many groups.")
+@options.json
+def groups(target: str | None, redis: str, count: int, as_json: bool, **conditions: Any) -> None:
+    """List a run's groups of which a completion matches, the newest first.
+
+    RUN is its folder, settings file or name; it may be running, stopped, killed or finished. --json prints a line for
+    each group. Read-only.
+    """
+    from workers.commands.transcripts.group_list import list_groups
+
+    log_errors_only("groups")
+    list_groups(target, redis, _make_filter(conditions), count, as_json=as_json)
 
 
 @click.command("export-groups", short_help="Write completions with masks and advantages.")

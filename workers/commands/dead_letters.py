@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio
 import msgspec
+from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
@@ -18,13 +19,31 @@ from stream.records import Group, Prompt, Row
 from stream.trainer.untrained_ends import record_untrained_ends
 from workers.commands.output import print_json
 from workers.run.run_info import find_run, with_run
+from workers.runtime.transcript import escape_controls
 
 _HEX_BYTES = 512
+_NO_PROMPT = "not one of the run's prompts"
 
 
-def list_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_json: bool = False) -> None:
-    """Print stage, reason and error of each dead letter. `ids`: only these; empty: all."""
-    letters = _with_connection(target, redis, lambda connection: _select_letters(connection, ids))
+class LetterChoice(Struct, frozen=True):
+    """Which dead letters a command is about; the default is all."""
+
+    ids: tuple[str, ...] = ()
+    """Only these; empty: all that match."""
+    reason: str = ""
+    """Only those with this reason, or with this text in their error; empty: any."""
+
+    def matches(self, letter: DeadLetter) -> bool:
+        """Whether a letter has the reason."""
+        return not self.reason or letter.reason == self.reason or self.reason in letter.error
+
+
+_ALL = LetterChoice()
+
+
+def list_dead(target: str | None, redis: str, chosen: LetterChoice = _ALL, *, as_json: bool = False) -> None:
+    """Print stage, reason and error of each dead letter."""
+    letters = _with_connection(target, redis, lambda connection: _select_letters(connection, chosen))
     if as_json:
         print_json([_metadata(letter) for letter in letters])
         return
@@ -36,18 +55,18 @@ def list_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_jso
             f"  {_died_at(letter):%Y-%m-%d %H:%M:%S}  {letter.stage}",
             (f"  {letter.reason}", "yellow"),
             f"  after {failures} failure{'' if failures == 1 else 's'}" if failures else "",
-            (f"  {letter.prompt_id}" if letter.prompt_id else "  not one of the run's prompts", "bright_black"),
+            (f"  {escape_controls(letter.prompt_id) or _NO_PROMPT}", "bright_black"),
         )
         console.print(Text.assemble(*head), soft_wrap=True)
-        for line in letter.error.splitlines():
+        for line in escape_controls(letter.error).splitlines():
             console.print(f"    {line}", soft_wrap=True)
     if not letters:
         console.print("no dead letters")
 
 
-def show_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_json: bool = False) -> None:
-    """Print dead letters with their decoded content. `ids`: only these; empty: all."""
-    letters = _with_connection(target, redis, lambda connection: _select_letters(connection, ids))
+def show_dead(target: str | None, redis: str, chosen: LetterChoice = _ALL, *, as_json: bool = False) -> None:
+    """Print dead letters with their decoded content."""
+    letters = _with_connection(target, redis, lambda connection: _select_letters(connection, chosen))
     contents = [_metadata(letter) | read_payload(letter) for letter in letters]
     if as_json:
         print_json(contents)
@@ -62,14 +81,14 @@ def show_dead(target: str | None, redis: str, ids: Sequence[str] = (), *, as_jso
         console.print("no dead letters")
 
 
-def retry_dead(target: str | None, redis: str, ids: Sequence[str], *, as_json: bool = False) -> None:
-    """Put dead letters back into their stages. `ids`: only these; empty: all."""
-    _change_letters(target, redis, ids, as_json, retry_dead_letters, "retried")
+def retry_dead(target: str | None, redis: str, chosen: LetterChoice, *, as_json: bool = False) -> None:
+    """Put dead letters back into their stages."""
+    _change_letters(target, redis, chosen, as_json, retry_dead_letters, "retried")
 
 
-def drop_dead(target: str | None, redis: str, ids: Sequence[str], *, as_json: bool = False) -> None:
-    """Delete dead letters. `ids`: only these; empty: all."""
-    _change_letters(target, redis, ids, as_json, drop_dead_letters, "dropped")
+def drop_dead(target: str | None, redis: str, chosen: LetterChoice, *, as_json: bool = False) -> None:
+    """Delete dead letters."""
+    _change_letters(target, redis, chosen, as_json, drop_dead_letters, "dropped")
 
 
 def read_payload(letter: DeadLetter) -> dict[str, Any]:
@@ -97,13 +116,24 @@ def _with_connection(
     return with_run(find_run(target, redis), main)
 
 
-async def _select_letters(connection: RunConnection, ids: Sequence[str]) -> list[DeadLetter]:
-    """Return the dead letters with these ids; no ids: all."""
-    if not ids:
+async def _select_letters(connection: RunConnection, choice: LetterChoice) -> list[DeadLetter]:
+    """Return the chosen dead letters, oldest first.
+
+    Raises:
+        PenstockError: a named one does not exist, or none has the reason.
+    """
+    if not choice.ids:
         view = await read_status(connection)
-        return await list_dead_letters(connection, count=max(1, view.dead))
-    found = [letter for one in ids for letter in await list_dead_letters(connection, letter_id=one)]
-    missing = sorted(set(ids) - {letter.id for letter in found})
+        letters = await list_dead_letters(connection, count=max(1, view.dead))
+        found = [letter for letter in letters if choice.matches(letter)]
+        if choice.reason and not found:
+            raise PenstockError(
+                f"none of the {len(letters)} dead letters of run {connection.run!r} has the reason "
+                f"{choice.reason!r}, or this text in its error"
+            )
+        return found
+    found = [letter for one in choice.ids for letter in await list_dead_letters(connection, letter_id=one)]
+    missing = sorted(set(choice.ids) - {letter.id for letter in found})
     if missing:
         raise PenstockError(
             f"run {connection.run!r} has no dead letter {', '.join(missing)}; `penstock dead list` shows them"
@@ -114,7 +144,7 @@ async def _select_letters(connection: RunConnection, ids: Sequence[str]) -> list
 def _change_letters(
     target: str | None,
     redis: str,
-    ids: Sequence[str],
+    choice: LetterChoice,
     as_json: bool,
     change: Callable[[RunConnection, Sequence[str]], Awaitable[list[str]]],
     past_tense: str,
@@ -122,7 +152,7 @@ def _change_letters(
     location = find_run(target, redis)
 
     async def main(connection: RunConnection) -> list[DeadLetter]:
-        chosen = await _select_letters(connection, ids)
+        chosen = await _select_letters(connection, choice)
         await change(connection, [letter.id for letter in chosen])
         if location.folder is not None and await anyio.Path(location.folder / "ledger.jsonl").exists():
             await record_untrained_ends(connection, location.folder / "ledger.jsonl")

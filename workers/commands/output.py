@@ -20,6 +20,11 @@ def print_line(text: str) -> None:
     print(text, flush=True)  # noqa: T201  (this is the command's output)
 
 
+def print_note(text: str) -> None:
+    """Print one line to stderr: something that does not change the result, and that a reader should know."""
+    print(f"note: {' '.join(text.split())}", file=sys.stderr, flush=True)  # noqa: T201
+
+
 def print_json(value: Any) -> None:
     """Print a value as one line of JSON."""
     print_line(msgspec.json.encode(value).decode())

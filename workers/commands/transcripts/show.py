@@ -1,6 +1,5 @@
 """`penstock show`: print completions of a run as conversations."""
 
-import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.operator.unfinished_groups import unfinished_groups
 from stream.records import Row
-from workers.commands.output import print_json
+from workers.commands.output import print_json, print_note
 from workers.commands.run_files import saved_settings
 from workers.commands.transcripts.run_completions import (
     ArchivedRunGroups,
@@ -49,13 +48,13 @@ def show_completions(
         notes += _offer_unfinished(location, filter_, chosen)  # what a killed run left on its private server
     notes += archived.damaged[:3]
     for note in notes:
-        print(f"note: {' '.join(note.split())}", file=sys.stderr, flush=True)  # noqa: T201
+        print_note(note)
     found = chosen.result()
     if not found:
         raise PenstockError(_why_nothing(settings, archived, filter_))
     if as_json:
         for each in found:
-            print_json(_as_json(each))
+            print_json(completion_as_json(each))
         return
     _print(found, chosen, archived, settings, full=full)
 
@@ -96,7 +95,8 @@ def _why_nothing(settings: Settings, archived: ArchivedRunGroups, filter_: Filte
     )
 
 
-def _as_json(found: RunCompletion) -> dict[str, Any]:
+def completion_as_json(found: RunCompletion) -> dict[str, Any]:
+    """Return a completion as `--json` prints it."""
     completion = found.completion
     return describe_run_completion(found) | {
         "parts": msgspec.to_builtins(completion.parts),
@@ -115,7 +115,7 @@ def _print(
     width = min(_MAX_WIDTH, max(_MIN_WIDTH, console.width))
     decode = _tokenizer(settings)
     for each in found:
-        console.print(_heading(each, width))
+        console.print(heading(each, width))
         for line in completion_lines(
             each.completion, width=width, max_characters=0 if full else _MAX_MESSAGE_CHARACTERS, decode=decode
         ):
@@ -129,7 +129,8 @@ def _print(
     console.print(f"{shown}; the archive has {len(archived):,} groups, {of}{missing}", style="bright_black")
 
 
-def _heading(found: RunCompletion, width: int) -> Text:
+def heading(found: RunCompletion, width: int) -> Text:
+    """Return the line above a completion."""
     trained = found.trained
     advantage = "" if trained is None or trained.advantage is None else f" · advantage {trained.advantage:+.3g}"
     masked = f" · no loss: {trained.state}" if trained is not None and not trained.loss_tokens else ""
