@@ -21,7 +21,7 @@ from workers.run.role_specs import role_specs
 from workers.runtime import metrics
 from workers.runtime.health import RoleHealth
 from workers.runtime.metrics_server import Snapshot, open_portal, serve_metrics
-from workers.runtime.run_metrics import RunMetrics
+from workers.runtime.run_metrics import RunMetrics, run_metrics
 from workers.settings.toml_file import parse_settings
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +69,23 @@ def test_headroom_and_prompts_left_are_what_an_autoscaler_needs():
     assert found[("penstock_queue_oldest_age_seconds", "scored")] == 1.5
     assert found[("penstock_dead_letters_total", "data")] == 2
     assert found[("penstock_trainer_lease_held",)] == found[("penstock_run_status_up",)] == 1
+
+
+@pytest.mark.parametrize("policy", [{}, {"owner": "train-1", "owner_until": "999999999999"}], ids=["none", "expired"])
+def test_a_run_whose_trainer_has_not_renewed_its_lease_has_no_trainer(policy):
+    status = PAGE["example_status"]()
+    status.policy = policy
+    (found,) = [family for family in run_metrics(status) if family.name == "penstock_trainer_lease_held"]
+    assert found.samples[0].value == 0
+
+
+def test_what_was_never_measured_is_not_reported_as_zero():
+    """An alert on a valid fraction below its floor would fire before the first step."""
+    fresh = runpy.run_path(str(ROOT / "workers" / "runtime" / "metrics.py"))
+    found = samples(fresh["TRAIN"]) | samples(fresh["ROLLOUT"])
+    assert ("penstock_steps_total",) in found
+    for name in ("valid_ratio", "reward_mean", "last_publication_timestamp_seconds", "engines_healthy"):
+        assert (f"penstock_{name}",) not in found
 
 
 def test_without_an_answer_of_the_server_its_figures_are_missing_not_zero():
