@@ -1,6 +1,8 @@
 """Where an error came from: found in user code, carried through records and logs, shown without our frames."""
 
+import json
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import anyio
@@ -9,10 +11,15 @@ import pytest
 from envs.call import CallRunner, Failed, error_cause, outcome_cause
 from envs.factory import EnvironmentFactory
 from stream.causes import MAX_TRACEBACK, ErrorCause, cause_from_crash, cause_from_traceback, parse_cause
+from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, ToolRun
 from stream.validity import RewardReason, RolloutReason, Unmeasured
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.run.child_process import ChildProcess
+from workers.run.process_launcher import ProcessLauncher
+from workers.run.role_specs import RoleSpec
+from workers.run.stall_detector import describe_longest
 from workers.train.groups.failure_causes import failure_causes
 
 
@@ -179,3 +186,32 @@ def test_a_crash_in_c_has_the_line_of_the_call():
         '  File "/usr/lib/python3.11/ctypes/__init__.py", line 517, in string_at',
     ]
     assert cause_from_crash("all is well", "rollout-0", ("/opt/penstock/",)) is None
+
+
+def test_the_code_that_blocks_an_event_loop_is_read_from_the_log(tmp_path):
+    child = ChildProcess(RoleSpec(role="score", command=(), modules=()), tmp_path, ProcessLauncher())
+    assert child.blocking_code(60) is None
+
+    def log(seconds_ago: float, by: str) -> None:
+        at = datetime.now(UTC) - timedelta(seconds=seconds_ago)
+        event = {"event": "event_loop.blocked", "by": by, "timestamp": at.isoformat().replace("+00:00", "Z")}
+        with child.log_file.open("a") as file:
+            file.write(json.dumps(event) + "\nprinted by user code\n")
+
+    log(100, "/a/old.py:1 old")
+    assert child.blocking_code(60) is None
+    log(5, "/a/re wards.py:12 exact")
+    cause = child.blocking_code(60)
+    assert (cause.file, cause.line) == ("/a/re wards.py", 12)
+    assert cause.exception.startswith("exact blocks the event loop of score-0")
+
+
+def test_a_stall_names_what_goes_on_for_longest():
+    assert describe_longest([], 0.0) == ""
+    slow = CompletionInFlight(index=2, turn=0, activity="tool", detail="look", since=100.0, engine="", versions=[])
+    group = GroupInFlight(entry="1-0", prompt="d:0:3", claimed_at=90.0, worker="w-1", environment="maze")
+    group.completions = [slow]
+    assert describe_longest([group], 130.0) == "; d:0:3 of maze has been in tool look for 30 s (w-1)"
+    assert describe_longest([GroupInFlight(entry="1-0", prompt="d:0:3", claimed_at=90.0, worker="w-1")], 130.0) == (
+        "; d:0:3 has been in work for 40 s (w-1)"
+    )

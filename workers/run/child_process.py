@@ -134,7 +134,7 @@ class ChildProcess:
                 event = json.loads(line)
                 if datetime.fromisoformat(event["timestamp"]) < earliest:
                     return None
-                place, _, name = event["by"].partition(" ")
+                place, _, name = event["by"].rpartition(" ")
                 file, _, number = place.rpartition(":")
                 return ErrorCause(
                     exception=f"{name} blocks the event loop of {self.spec.name}; await, or write def, not async def",

@@ -54,7 +54,10 @@ def check_evaluation(s: Settings) -> Iterator[str]:
     """`[eval]`: there are held-out prompts, and the evaluation ends."""
     if not s.eval.source:
         for key in s.eval.non_default():
-            yield f"eval.{key} is set, but eval.path is empty, so nothing is evaluated; set it too, or leave it out"
+            yield (
+                f"eval.{key} is set, but eval.path is empty and eval.rows is 0, so nothing is evaluated; set one, "
+                "or leave it out"
+            )
         return
     if s.eval.path and s.eval.rows:
         yield "eval.path names a file, eval.rows counts problems that the environment makes; set one of the two"
