@@ -1,7 +1,7 @@
 #!lua flags=no-writes
 -- Read the status of the whole run at one moment. Writes nothing.
 -- ARGV: `in_flight` to read the reports of workers that hold leases, too
--- Returns JSON (`RunStatus`).
+-- Returns {JSON (`RunStatus`), stage, worker, report, stage, worker, report, ...}; a report is not decoded here.
 local now = now_ms()
 local function hash(name)
   local flat, out = redis.call('HGETALL', key(name)), {}
@@ -49,14 +49,12 @@ if redis.call('EXISTS', key('eval')) == 1 then
   status.evaluation.stages = {}
   for _, stage in ipairs({'eval:prompts', 'eval:groups'}) do status.evaluation.stages[stage] = stage_status(stage) end
 end
+local reports = {}
 local function add_reports(stage, consumers)
   status.leases[stage] = table.concat(redis.call('ZRANGE', key(stage .. ':leases'), 0, -1), ' ')
   for consumer in pairs(consumers) do
     local groups = redis.call('GET', key('in_flight:' .. stage .. ':' .. consumer))
-    if groups then
-      status.in_flight = status.in_flight or {}
-      status.in_flight[#status.in_flight + 1] = {stage, consumer, groups}
-    end
+    for _, part in ipairs(groups and {stage, consumer, groups} or {}) do reports[#reports + 1] = part end
   end
 end
 if ARGV[1] == 'in_flight' then
@@ -66,4 +64,5 @@ if ARGV[1] == 'in_flight' then
     for stage, s in pairs(status.evaluation.stages) do add_reports(stage, s.consumers) end
   end
 end
-return cjson.encode(status)
+table.insert(reports, 1, cjson.encode(status))
+return reports

@@ -80,7 +80,7 @@ class WorkerReport(Struct, frozen=True, array_like=True):
 
     stage: str
     worker: str
-    groups: str
+    groups: bytes
     """JSON: a list of `GroupInFlight`."""
 
 
@@ -167,8 +167,10 @@ async def read_status(connection: RunConnection, *, with_in_flight: bool = False
     Raises:
         PenstockError: the server has no run of that name.
     """
-    answer = await connection.run_script("run_status", *(["in_flight"] if with_in_flight else []))
+    answer, *reports = await connection.run_script("run_status", *(["in_flight"] if with_in_flight else []))
     status = msgspec.json.decode(answer, type=RunStatus, strict=False)
+    for stage, worker, groups in zip(*[iter(reports)] * 3, strict=True):
+        status.in_flight.append(WorkerReport(stage.decode(), worker.decode(errors="replace"), groups))
     if not status.meta and not status.counts and not status.policy:
         raise PenstockError(f"the server has no run named {connection.run!r}")
     for name in [name for name in status.counts if name.startswith(_DEAD_LETTERS)]:

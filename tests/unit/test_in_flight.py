@@ -151,7 +151,7 @@ def completion(index: int, activity: str, since: float, **fields) -> CompletionI
 
 
 def status_of(*groups: GroupInFlight) -> RunStatus:
-    report = WorkerReport("prompts", "rollout-1\x07", msgspec.json.encode(groups).decode())
+    report = WorkerReport("prompts", "rollout-1\x07", msgspec.json.encode(groups))
     return RunStatus(
         now_ms=1_000_000.0, stages={}, unfinished=1, outstanding=1, dead=0, counts={}, in_flight=[report],
         leases={"prompts": " ".join(group.entry for group in groups)},
