@@ -229,6 +229,13 @@ def test_the_way_of_a_group_has_the_phases_whose_times_are_known():
         ("waiting for a worker", 0.0, 2.0),
         ("rollout", 2.0, 8.0),
     ]
+    group.scored_at = 23.0
+    assert phases(group)[-1].name == "waiting for rewards, and scoring"  # of a release that did not note the claim
+    group.score_claimed_at = 22.0
+    assert [(phase.name, phase.start, phase.seconds) for phase in phases(group)[2:]] == [
+        ("waiting for a scorer", 10.0, 2.0),
+        ("scoring", 12.0, 1.0),
+    ]
 
 
 async def test_pages_of_groups_keep_their_filters_and_show_hostile_text_as_text(run):

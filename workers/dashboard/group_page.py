@@ -140,7 +140,14 @@ def phases(group: Group, now: float | None = None) -> list[Phase]:
     known = [
         ("waiting for a worker", group.prompt.fed_at, group.claimed_at),
         ("rollout", group.claimed_at, group.rolled_out_at),
-        ("waiting for rewards, and scoring", group.rolled_out_at, group.scored_at),
+        *(
+            [
+                ("waiting for a scorer", group.rolled_out_at, group.score_claimed_at),
+                ("scoring", group.score_claimed_at, group.scored_at),
+            ]
+            if group.score_claimed_at
+            else [("waiting for rewards, and scoring", group.rolled_out_at, group.scored_at)]
+        ),
         *([("waiting for the trainer", group.scored_at, now)] if now else []),
     ]
     spans = [(name, start, end) for name, start, end in known if start and end and end >= start]
