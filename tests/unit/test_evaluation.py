@@ -114,6 +114,15 @@ def line(step, version=0):
     return EvaluationResult(version=version, step=step, time=1.0, seconds=2.0, overall=score, environments=environments)
 
 
+def test_the_result_of_the_last_step_is_left_for_the_trackers(tmp_path):
+    book = EvaluationLog(tmp_path, 0)
+    assert book.final_metrics(0) == {}
+    book.append(line(2, 3))
+    found = book.final_metrics(2)
+    assert (found["step"], found["time"], found["eval/version"]) == (2, 1.0, 3)
+    assert book.final_metrics(4) == {}
+
+
 def test_lines_after_the_checkpoint_are_cut_and_written_again(tmp_path):
     book = EvaluationLog(tmp_path, 0)
     for step in (0, 2, 4):

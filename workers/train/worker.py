@@ -10,7 +10,6 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import structlog
@@ -53,11 +52,6 @@ class _RunFiles(Struct):
     metrics_log: MetricsLog
     evaluation_log: EvaluationLog | None
     archive: Archive | None
-
-    def final_evaluation(self) -> dict[str, Any]:
-        """Return the metrics of the evaluation of the last step, which no line of `metrics.jsonl` has; often none."""
-        last, step = self.evaluation_log.last if self.evaluation_log else None, self.progress.step
-        return {"step": step, "time": last.time, **last.metrics()} if last is not None and last.step == step else {}
 
     def cut_logs(self) -> None:
         """Cut off what belongs to steps after the checkpoint."""
@@ -102,7 +96,8 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
                 files.metrics_log.subscribe(count_step)
                 context.health.mark_ready()
                 await _train(settings, consumer, checker, publisher, files)
-                trackers.log(files.final_evaluation())
+                if files.evaluation_log is not None:
+                    trackers.log(files.evaluation_log.final_metrics(files.progress.step))
         tasks.cancel_scope.cancel()
 
 

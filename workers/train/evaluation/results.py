@@ -155,6 +155,11 @@ class EvaluationLog:
         """The last result; None before the first."""
         return self.results[-1] if self.results else None
 
+    def final_metrics(self, step: int) -> dict[str, float]:
+        """Return the metrics of the evaluation of the run's last step, which no line of `metrics.jsonl` has."""
+        last = self.last
+        return {"step": step, "time": last.time, **last.metrics()} if last is not None and last.step == step else {}
+
     def cut(self) -> None:
         """Cut off the results of later steps."""
         self._file.cut()
