@@ -101,8 +101,12 @@ def test_slices_of_a_lane_never_overlap_and_children_lie_within_their_parents():
     }  # fmt: skip
     assert sum(event["name"] == "train step 3" for event in slices) == 1
     arrows = [event for event in trace["traceEvents"] if event["ph"] in "stf"]
-    assert {event["ph"] for event in arrows} == {"s", "t", "f"}
     assert len({event["id"] for event in arrows}) == 6
+    (train,) = [event for event in slices if event["name"] == "train step 3"]
+    ends = [event for event in arrows if event["ph"] == "f"]
+    assert [(event["pid"], event["tid"]) for event in ends] == [(train["pid"], train["tid"])] * 6
+    kinds = [event["ph"] for event in sorted(arrows, key=lambda event: event["ts"]) if event["id"] == ends[0]["id"]]
+    assert kinds == ["s", "t", "t", "t", "t", "f"]
 
 
 def test_the_time_of_each_activity_is_recorded_and_their_number_is_bounded():

@@ -6,7 +6,7 @@ connect the parts of one group.
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from workers.commands.trace.spans import Span, Step
 
@@ -43,15 +43,16 @@ def perfetto_trace(groups: Iterable[Span], steps: Mapping[int, Step]) -> dict[st
     found = list(groups)
     events: list[dict[str, Any]] = []
     places: dict[str, Lanes] = {}
-    for span, flow in sorted(_rows(found, steps), key=lambda row: row[0].began_at):
+    for span, arrows in sorted(_rows(found, steps), key=lambda row: row[0].began_at):
         lanes = places.setdefault(span.place, Lanes(span.place, len(places) + 1))
         where = {"pid": lanes.number, "tid": lanes.lane(span)}
         events += _slices(span, where)
-        if flow is not None:
-            prompt, kind = flow
-            number = zlib.crc32(prompt.encode())
-            middle = _microseconds((span.began_at + span.ended_at) / 2)
-            events.append({"ph": kind, "id": number, "name": "group", "cat": "group", "ts": middle, "bp": "e", **where})
+        middle = _microseconds((span.began_at + span.ended_at) / 2)
+        for arrow in arrows:
+            number = zlib.crc32(arrow.prompt.encode())
+            events.append(
+                {"ph": arrow.kind, "id": number, "name": "group", "cat": "group", "ts": middle, "bp": "e", **where}
+            )
     for lanes in places.values():
         events.append({"ph": "M", "name": "process_name", "pid": lanes.number, "args": {"name": lanes.place}})
         events += [
@@ -61,23 +62,33 @@ def perfetto_trace(groups: Iterable[Span], steps: Mapping[int, Step]) -> dict[st
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _rows(groups: list[Span], steps: Mapping[int, Step]) -> Iterator[tuple[Span, tuple[str, str] | None]]:
-    """Yield the spans that have a lane of their own, each with the prompt and kind of an arrow that touches it."""
-    trained = set()
+class _Arrow(NamedTuple):
+    """The arrow of a group begins (`s`), goes on (`t`) or ends (`f`) here."""
+
+    prompt: str
+    kind: Literal["s", "t", "f"]
+
+
+def _rows(groups: list[Span], steps: Mapping[int, Step]) -> Iterator[tuple[Span, list[_Arrow]]]:
+    """Yield the spans that have a lane of their own, each with the arrows that touch it."""
+    trained: dict[int, list[_Arrow]] = {}
     for group in groups:
         parts = [part for part in group.children if part.place != _TRAINER]
-        trained |= {int(part.attributes["step"]) for part in group.children if "step" in part.attributes}
         prompt = str(group.attributes["prompt"])
+        step = next((int(part.attributes["step"]) for part in group.children if part.name == "train"), None)
+        if step is not None and step in steps:
+            trained.setdefault(step, []).append(_Arrow(prompt, "f"))
         for i, part in enumerate(parts):
-            kind = "s" if i == 0 else "f" if i == len(parts) - 1 else "t"
-            yield _without_children(part), (prompt, kind) if len(parts) > 1 else None
+            is_last = i == len(parts) - 1 and step not in steps
+            yield _without_children(part), [_Arrow(prompt, "s" if i == 0 else "f" if is_last else "t")]
             for child in part.children:
-                yield child, None
-    for number in sorted(trained & steps.keys()):
-        step = steps[number]
-        yield _step_span(f"train step {number}", step.began_at, step.ended_at), None
-        if step.publish_ended_at:
-            yield _step_span(f"publish after step {number}", step.publish_began_at, step.publish_ended_at), None
+                yield child, []
+    for number, arrows in sorted(trained.items()):
+        step_times = steps[number]
+        yield _step_span(f"train step {number}", step_times.began_at, step_times.ended_at), arrows
+        if step_times.publish_ended_at:
+            name = f"publish after step {number}"
+            yield _step_span(name, step_times.publish_began_at, step_times.publish_ended_at), []
 
 
 def _without_children(span: Span) -> Span:
