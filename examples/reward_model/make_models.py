@@ -11,7 +11,8 @@ from pathlib import Path
 
 from transformers import Qwen3ForSequenceClassification
 
-from workers.demo.model import make_model, write_qwen3
+from workers.base_models.small_model import write_qwen3
+from workers.demo.model import make_model, make_tokenizer
 
 
 def make_reward_model(folder: Path, seed: int, labels: int = 1) -> None:
@@ -19,7 +20,7 @@ def make_reward_model(folder: Path, seed: int, labels: int = 1) -> None:
 
     The scores of unlike conversations are a few units apart, on both sides of 0.
     """
-    write_qwen3(folder, Qwen3ForSequenceClassification, seed, spread=0.3, num_labels=labels)
+    write_qwen3(folder, Qwen3ForSequenceClassification, make_tokenizer(), seed, spread=0.3, num_labels=labels)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ def test_help_loads_no_heavy_library_and_names_every_command(tmp_path):
     assert output.strip().endswith("[]")
     names = (
         "demo",
+        "base-model",
         "run",
         "queues",
         "pause",

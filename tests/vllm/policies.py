@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from workers.demo.model import write_qwen3
+from workers.base_models.small_model import write_qwen3
+from workers.demo.model import make_tokenizer
 
 LENGTH = 8192
 """Context length in tokens: twenty seconds of sampling, so that no request ends before a test needs it in progress."""
@@ -19,7 +20,7 @@ BENT = {"temperature": 0.4, "top_k": 5, "top_p": 0.7, "min_p": 0.1, "repetition_
 def make_policy(folder: Path, seed: int, *, tied: bool) -> Path:
     """Write a Qwen3 of a tenth of a million parameters. With two seeds, log-probs differ by whole units."""
     sizes = {"max_position_embeddings": LENGTH, "tie_word_embeddings": tied}
-    write_qwen3(folder, Qwen3ForCausalLM, seed, spread=0.2, **sizes)
+    write_qwen3(folder, Qwen3ForCausalLM, make_tokenizer(), seed, spread=0.2, **sizes)
     return folder
 
 

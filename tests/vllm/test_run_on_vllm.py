@@ -27,8 +27,9 @@ from tests.vllm.policies import Judge
 from tests.vllm.served import CLOSE, difference
 from tests.vllm.server import vllm_python
 from workers.base_models.shipped import write_base_model
+from workers.base_models.small_model import END_OF_TURN
 from workers.cli import penstock
-from workers.demo.model import END_OF_TURN, make_tokenizer
+from workers.demo.model import make_tokenizer
 from workers.demo.task import training_rows
 from workers.engine_api.wire import GenerateRequest, GenerateResponse, SamplingParams
 

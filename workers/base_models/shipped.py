@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-FOLDERS: Final = {name: Path(__file__).parent / name.replace("-", "_") for name in ("calculator",)}
+FOLDERS: Final = {name: Path(__file__).parent / name.replace("-", "_") for name in ("calculator", "tool-caller")}
 """Package folder of each shipped model."""
 MADE_FROM: Final = "made_from.json"
 _WEIGHTS: Final = "model.safetensors"
@@ -18,7 +18,7 @@ def write_base_model(name: str, folder: Path) -> None:
     """Write a shipped model to `folder`, in Hugging Face format with float32 weights.
 
     Args:
-        name: `calculator`.
+        name: `calculator` or `tool-caller`.
         folder: target; created if it does not exist. Existing files of the same names are replaced.
     """
     source = FOLDERS[name]

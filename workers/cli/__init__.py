@@ -4,7 +4,7 @@ Every command imports its modules when it runs, so `penstock --help` is fast and
 nor a model. Exit codes are those of `workers.runtime.exit_codes.ExitCode`.
 
 ==========================  ===================================================================
-`start_commands.py`         start a demo, a run, one of its roles, an engine
+`start_commands.py`         start a demo, a run, one of its roles, an engine; write a base model
 `run_commands.py`           inspect a run, control it, audit it, replay it, export its model
 `transcript_commands.py`    show and export a run's completions, and their times
 `engine_commands.py`        engines of a run
@@ -44,6 +44,7 @@ penstock.add_section(
 penstock.add_section(
     "Train on one machine",
     start_commands.demo,
+    start_commands.base_model,
     start_commands.run,
     run_commands.export,
     measure_commands.evaluate,

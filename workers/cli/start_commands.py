@@ -57,6 +57,29 @@ def _demo_folder(seed: int, steps: int | None, control: str | None, engine: str 
     return Path("runs") / "-".join(["demo", *filter(None, parts)])
 
 
+@click.command("base-model")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option(
+    "--name",
+    type=click.Choice(["tool-caller", "calculator"]),
+    default="tool-caller",
+    show_default=True,
+    help="tool-caller: calls any tools by their schemas, at random; calculator: the demo's model.",
+)
+def base_model(folder: Path, name: str) -> None:
+    """Write a small base model to FOLDER, to try an environment on a laptop.
+
+    `[model] path = "FOLDER"` starts a run from it. It is in Hugging Face format, below a million parameters, and knows
+    no language: docs/base-models.md.
+    """
+    from workers.base_models.shipped import write_base_model
+
+    if folder.exists() and any(folder.iterdir()):
+        raise click.UsageError(f"{folder} is not empty; name a new folder")
+    write_base_model(name, folder)
+    click.echo(str(folder))
+
+
 @click.command()
 @click.argument("target", metavar="FILE|RUN")
 @options.overrides

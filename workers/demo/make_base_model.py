@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 
 from workers.base_models.shipped import content_hash, store_base_model
-from workers.demo.model import CHAT_TEMPLATE, SIZES, make_model
+from workers.base_models.small_model import CHAT_TEMPLATE
+from workers.demo.model import SIZES, make_model
 from workers.demo.transcripts import transcripts
 from workers.demo.warm_start import SCHEDULE, warm_start
 

@@ -5,7 +5,6 @@ in reinforcement learning.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.demo.model import END_OF_TURN
+from workers.base_models.imitation import Schedule, imitate, pad, weigh_tokens
+from workers.base_models.small_model import CHATML, render
 from workers.demo.transcripts import Message, transcripts
 
 CLEAN_SHARE = 2 / 3
@@ -76,50 +76,14 @@ def warm_start(
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        losses = _imitate(model, _batches(tokenizer, seed, steps, batch), steps, progress)
+        schedule = Schedule(steps, LEARNING_RATE, WARMUP_STEPS, WEIGHT_DECAY)
+        losses = imitate(model, _batches(tokenizer, seed, steps, batch), schedule, progress)
     finally:
         torch.set_num_threads(before)
-    model.eval()
     model.save_pretrained(folder)
     turn = _clean_steps(steps)
     clean, last = losses[max(0, turn - RECENT) : turn], losses[max(turn, steps - RECENT) :]
     return WarmStart(steps, losses[0], sum(clean) / len(clean), sum(last) / len(last))
-
-
-def _imitate(
-    model: Any,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    steps: int,
-    progress: Callable[[int, float], None] | None,
-) -> list[float]:
-    """Run the optimizer; return the loss of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share_of_peak(step, steps))
-    model.train()
-    losses = []
-    for ids_BT, weights_BT in batches:
-        logits_BTV = model(input_ids=ids_BT[:, :-1]).logits
-        # Padding is on the right and has weight 0, so causal attention needs no mask.
-        nll = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")
-        weights = weights_BT[:, 1:].flatten()
-        loss = (nll * weights).sum() / weights.sum()
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        losses.append(loss.item())
-        if progress is not None:
-            progress(len(losses), losses[-1])
-    return losses
-
-
-def _share_of_peak(step: int, steps: int) -> float:
-    """Return the learning rate of a step as a fraction of its peak."""
-    warmup = min(WARMUP_STEPS, steps // 2)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
 def _clean_steps(steps: int) -> int:
@@ -127,38 +91,13 @@ def _clean_steps(steps: int) -> int:
 
 
 def _batches(tokenizer: Any, seed: int, steps: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield token ids and loss weights, both (batch, time), per step: clean transcripts, then ones with the habit."""
+    """Yield a batch per step: clean transcripts, then ones with the habit."""
     clean, clumsy = transcripts(seed, habit=False), transcripts(seed, habit=True)
     for step in range(steps):
         source = clean if step < _clean_steps(steps) else clumsy
-        pairs = tokenize(tokenizer, list(itertools.islice(source, batch)))
-        width = max(len(ids) for ids, _ in pairs)
-        ids_BT = torch.full((batch, width), tokenizer.pad_token_id)
-        weights_BT = torch.zeros(batch, width)
-        for i, (ids, weights) in enumerate(pairs):
-            ids_BT[i, : len(ids)] = torch.tensor(ids)
-            weights_BT[i, : len(weights)] = torch.tensor(weights)
-        yield ids_BT, weights_BT
+        yield pad(tokenize(tokenizer, list(itertools.islice(source, batch))), tokenizer.pad_token_id)
 
 
 def tokenize(tokenizer: Any, conversations: list[list[Message]]) -> list[tuple[list[int], list[float]]]:
-    """Return token ids and loss weights of each conversation.
-
-    Tokens that the assistant writes, including its end of turn, have weight 1, all others `CONTEXT_WEIGHT`: a rollout
-    never samples the line that opens a turn, nor the line break after its end.
-    """
-    texts = tokenizer.apply_chat_template(conversations, tokenize=False)
-    [opening, *encoded] = tokenizer(["<|im_start|>assistant\n", *texts])["input_ids"]
-    end = tokenizer.convert_tokens_to_ids(END_OF_TURN)
-    return [(ids, _weights(ids, opening, end)) for ids in encoded]
-
-
-def _weights(ids: list[int], opening: list[int], end: int) -> list[float]:
-    weights, speaking = [], False
-    for place, token in enumerate(ids, start=1):
-        weights.append(1.0 if speaking else CONTEXT_WEIGHT)
-        if token == end:
-            speaking = False
-        elif token == opening[-1] and ids[max(0, place - len(opening)) : place] == opening:
-            speaking = True
-    return weights
+    """Return token ids and loss weights of each conversation."""
+    return weigh_tokens(tokenizer, render(conversations, CHATML.template), CONTEXT_WEIGHT, CHATML.opening)
