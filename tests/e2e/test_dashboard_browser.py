@@ -84,9 +84,17 @@ class Browser:
         features = [{"name": "prefers-color-scheme", "value": theme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
-    def picture(self, path: Path) -> None:
-        shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": False})
-        path.write_bytes(base64.b64decode(shot["data"]))
+    def picture(self, name: str) -> None:
+        """Keep a picture, if pictures are wanted."""
+        if folder := os.environ.get("PENSTOCK_SCREENSHOTS"):
+            shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": False})
+            (Path(folder) / f"{name}.png").write_bytes(base64.b64decode(shot["data"]))
+
+    def pictures(self, name: str) -> None:
+        """Keep pictures of the open page in both widths and colors."""
+        for width, theme in ((390, "dark"), (390, "light"), (1440, "dark"), (1440, "light")):
+            self.show(width, theme)
+            self.picture(f"{name}-{theme}-{width}")
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +242,7 @@ def look(project: Path, browser: Browser, page: str) -> None:
     browser.open(f"{page}/in-flight")
     (project / "hang").touch()
     browser.wait(lambda: "tool add" in browser.text)
+    browser.pictures("in-flight-hanging")
     (project / "hang").unlink()
 
     # a group is found by reason and opened; the hostile prompt is text
@@ -249,11 +258,13 @@ def look(project: Path, browser: Browser, page: str) -> None:
     assert "hacked" not in browser.driver.title
     browser.find("article button").click()
     browser.wait(lambda: browser.find(".tokens span"))
+    browser.pictures("group-tokens")
 
     # a dead letter is retried and then trained
     prompt = anyio.run(let_one_die, project)
     browser.open(f"{page}/dead")
     assert r"its image does not decode <script>" in browser.text
+    browser.pictures("dead-one")
     browser.find("button[aria-label^='Retry prompts']").click()
     browser.wait(lambda: "retried 1 dead letter" in browser.text)
     archived = lambda: {found.group.prompt.id for found in ArchivedRunGroups(project / "seen").read()}  # noqa: E731
@@ -262,7 +273,6 @@ def look(project: Path, browser: Browser, page: str) -> None:
 
 def pages(browser: Browser, page: str, axe: str) -> None:
     """Check every page in both colors and widths: nothing is cut off, and axe-core finds no violation."""
-    folder = os.environ.get("PENSTOCK_SCREENSHOTS")
     paths = {"run": "", "in-flight": "/in-flight", "groups": "/groups", "group": "/group?id=prompts:0:0"}
     paths |= {"timeline": "/timeline", "workers": "/workers", "dead": "/dead"}
     for name, path in paths.items():
@@ -272,8 +282,7 @@ def pages(browser: Browser, page: str, axe: str) -> None:
                 browser.open(f"{page}{path}")
                 time.sleep(0.3)
                 assert browser.driver.execute_script("return document.documentElement.scrollWidth") <= width, path
-                if folder:
-                    browser.picture(Path(folder) / f"{name}-{theme}-{width}.png")
+                browser.picture(f"{name}-{theme}-{width}")
                 if axe:
                     assert violations(browser, axe) == [], f"{path}, {theme}, {width}"
 
