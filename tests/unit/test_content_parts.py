@@ -37,7 +37,7 @@ class Camera(Box):
     def develop(self):
         return [{"type": "image", "image": object()}]
 
-    def rows(self):
+    def entries(self):
         return [{"type": "cat", "text": "no content part"}]
 
 
@@ -85,7 +85,7 @@ async def test_a_part_that_a_record_cannot_hold_fails_the_episode():
 
 
 async def test_other_lists_of_mappings_are_plain_results():
-    completion = await completion_of([call("rows"), "Done."], env=Camera, chat=seeing())
+    completion = await completion_of([call("entries"), "Done."], env=Camera, chat=seeing())
     assert completion.messages[1]["content"] == '[{"type":"cat","text":"no content part"}]'
 
 
