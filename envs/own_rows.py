@@ -12,6 +12,10 @@ from stream.errors import DataError
 
 MAX_ROWS: Final = 1_000_000
 """Rows of one environment. They are held in memory once; larger sets belong in a file."""
+NO_TOOL: Final = (
+    "a method rows() that needs no argument is the environment's data, and no tool: if this one is meant for the "
+    "model, give it another name"
+)
 
 
 def call_rows(factory: EnvironmentFactory, name: str, split: str, limit: int, timeout_s: float) -> list[bytes] | None:
@@ -39,7 +43,7 @@ def call_rows(factory: EnvironmentFactory, name: str, split: str, limit: int, ti
             return None
         found = run_in_thread(lambda: _take(env.rows(**arguments), limit), timeout_s, factory.ref)
     except Exception as error:
-        raise _failed(name, f"rows() raised {type(error).__name__}: {error}", error) from error
+        raise _failed(name, f"rows() raised {type(error).__name__}: {error}; {NO_TOOL}", error) from error
     finally:
         factory.discard(env)
     if len(found) > MAX_ROWS:
@@ -73,7 +77,7 @@ def _take(value: Any, limit: int) -> Any:
 
 def _encode(row: Any, place: str) -> bytes:
     if not isinstance(row, Mapping):
-        raise DataError(f"{place} is {type(row).__name__}, not a mapping of columns")
+        raise DataError(f"{place} is {type(row).__name__}, not a mapping of columns; {NO_TOOL}")
     plain = dict(row)
     try:
         text = json.dumps(plain, allow_nan=False, ensure_ascii=False, default=_plain)

@@ -1,6 +1,8 @@
 """`penstock queues` finds a run and reads its status without changing it."""
 
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,6 +153,16 @@ def test_the_server_may_be_named_in_the_settings(tmp_path, redis_url):
     folder = make_folder(tmp_path / "far", "far", redis_url)
     assert find_run(str(folder)).url == redis_url
     assert find_run(str(folder), "redis://elsewhere").url == "redis://elsewhere"
+
+
+def test_what_reads_a_folder_takes_the_newest_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for age, name in ((300, "newest"), (600, "older")):
+        written = time.time() - age
+        os.utime(make_folder(Path("runs") / name, name) / "run.toml", (written, written))
+    assert find_run(None, must_have_begun=False).run == "newest"
+    with pytest.raises(PenstockError, match=r"no run is active under runs/; .*such as runs/newest"):
+        find_run(None)
 
 
 def test_an_unknown_run_is_a_clear_error(tmp_path, monkeypatch):

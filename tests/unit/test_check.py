@@ -333,3 +333,28 @@ def test_a_thread_that_hangs_does_not_keep_the_command_from_ending(environment):
     assert ran.returncode == 1
     assert b"0.1 s" in ran.stdout
     assert time.monotonic() - began < 30
+
+
+SHEET = """
+class Env:
+    def reset(self, size: int = 2, **row):
+        self.cells = list(range(size))
+
+    def rows(self):
+        \"\"\"Return the rows of the sheet.\"\"\"
+        return {value}
+
+    def get_reward(self):
+        return 0.0
+"""
+
+
+@pytest.mark.parametrize(("value", "why"), [("self.cells", "AttributeError"), ("['a', 'b']", "not a mapping")])
+async def test_a_tool_that_is_taken_for_the_data_is_named_with_the_remedy(environment, value, why):
+    ref = environment(SHEET.format(value=value))
+    (warning,) = (await check_environment(ref, {"size": 3})).warnings
+    (error,) = (await check_environment(ref, {})).errors
+    for text in (warning, error):
+        assert why in text
+        assert "is the environment's data, and no tool" in text
+        assert "give it another name" in text

@@ -123,7 +123,7 @@ def test_a_conversation_is_printed_with_reward_validity_and_what_the_step_did(fo
     assert result.stdout.splitlines()[0].startswith("── a #1  step 1  trained · advantage -0.5 ──")
     assert "user       2 + 2?\nassistant  I say 1.\nreward     0\n           exact 0\n" in result.stdout
     assert "ended      truncated (length); 1 turn, 3 tokens sampled, version 1" in result.stdout
-    assert "1 completion of 4 that match; the archive has 3 groups, steps 1 to 3" in result.stdout
+    assert "1 completion of 4 that match; the archive of r has 3 groups, steps 1 to 3" in result.stdout
     assert "\x1b" not in result.stdout
     text = run("show", str(folder), "--invalid").stdout
     assert "c #0  step 3  trained · no loss: reward:timeout" in text

@@ -12,6 +12,7 @@ from workers.run import plot
 from workers.run.pinned import differences, free_changes, pinned_settings
 from workers.run.plot import draw_progress, read_metrics, smooth
 from workers.run.summary import RunSummary, latest_progress, summarize
+from workers.run.verdict import describe_rewards
 from workers.settings.toml_file import parse_settings
 from workers.train.progress import Progress
 
@@ -179,3 +180,25 @@ def test_a_plot_names_step_and_version_as_the_terminal_does_and_begins_with_the_
     plot._limit_steps(axes, rows)
     assert 40.9 < axes.get_xlim()[0] < 41
     assert 42 < axes.get_xlim()[1] < 42.1
+
+
+def rewarded(served: float, clean: float) -> dict[str, float]:
+    parts = {"reward/part/env.served/mean": served, "reward/part/env.clean/mean": clean}
+    return {"reward/mean": served + clean, **parts}
+
+
+def test_the_reward_and_its_parts_are_compared_from_the_first_steps_to_the_last():
+    steps = [rewarded(0.5, 0.25)] * 5 + [rewarded(9, 9)] * 3 + [rewarded(0.125, 1.5)] * 5
+    assert describe_rewards(steps) == (
+        "reward of the first 5 steps 0.75, of the last 5 steps 1.62; env.clean 0.25 → 1.5, env.served 0.5 → 0.125"
+    )
+
+
+@pytest.mark.parametrize("steps", [[], [{"reward/mean": 1.0}], [{}, {}], [{"reward/mean": float("nan")}] * 4])
+def test_without_two_measured_steps_nothing_is_compared(steps):
+    assert describe_rewards(steps) == ""
+
+
+def test_a_single_part_is_not_named_again():
+    steps = [{"reward/mean": value, "reward/part/env/mean": value} for value in (0.0, 1.0, 1.0)]
+    assert describe_rewards(steps) == "reward of the first step 0, of the last step 1"

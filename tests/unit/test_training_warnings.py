@@ -91,6 +91,35 @@ def test_missing_and_infinite_metrics_are_no_trouble():
     assert found.pop() == []
 
 
+def after_parts(served: list[float], clean: list[float]) -> list[str]:
+    found = warnings()
+    for step, (one, other) in enumerate(zip(served, clean, strict=True)):
+        parts = {"reward/part/env.served/mean": one, "reward/part/env.clean/mean": other}
+        found.observe_step(step, {"reward/mean": one + other, **parts})
+    return [warning.text for warning in found.pop()]
+
+
+def test_a_reward_that_rises_at_the_expense_of_one_part_names_both():
+    (text,) = after_parts([0.4] * 5 + [0.1] * 10, [0.2] * 5 + [1.5] * 10)
+    assert "rose from 0.6 to" in text
+    assert "its part env.served fell from 0.4 to" in text
+    assert "whether env.clean pays for what you want" in text
+
+
+@pytest.mark.parametrize(
+    ("served", "clean"),
+    [
+        ([0.4] * 15, [0.2] * 5 + [1.5] * 10),  # no part falls
+        ([0.4] * 5 + [0.3] * 10, [0.2] * 5 + [1.5] * 10),  # by less than half
+        ([0.04] * 5 + [0.01] * 10, [0.2] * 5 + [1.5] * 10),  # by little
+        ([0.4] * 5 + [0.1] * 10, [0.2] * 15),  # the reward falls, too
+        ([0.4] * 5, [0.2] * 5),  # nothing to compare with
+    ],
+)
+def test_parts_that_are_no_trouble(served, clean):
+    assert after_parts(served, clean) == []
+
+
 def test_every_rule_is_documented():
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     assert [name for name in (*GROUP_RULES, *STEP_RULES) if f"`{name}`" not in page] == []

@@ -144,3 +144,13 @@ def test_short_durations(seconds, text):
 def test_the_middle_of_a_long_text_is_left_out():
     assert shorten("a" * 8 + "b" * 8, 6) == "aaaa … 10 characters … bb"
     assert shorten("ab", 6) == "ab"
+
+
+@pytest.mark.parametrize("mark", ["<-", "←"])
+def test_a_long_line_is_broken_between_words(mark):
+    said = f'expected one of "espresso", "americano", "tea", got "vx"  {mark} brew'
+    shown = completion_lines(episode(prompt_messages=[{"role": "user", "content": said}]), width=64)
+    assert [line.text for line in shown[:2]] == [
+        'expected one of "espresso", "americano", "tea", got',
+        f'"vx"  {mark} brew',
+    ]

@@ -56,9 +56,9 @@ def show(
 ) -> None:
     """Show completions of a run as conversations, with tool calls, rewards, and why they are invalid.
 
-    RUN is its folder, settings file or name; it may be running, stopped, killed or finished. The newest completions
-    come first. With --diff A B: completions A and B, counted from 0, of the newest group that matches, for example
-    with --prompt ID. Read-only.
+    RUN is its folder, settings file or name; it may be running, stopped, killed or finished. Default: the run that is
+    running, or else the newest. The newest completions come first. With --diff A B: completions A and B, counted from
+    0, of the newest group that matches, for example with --prompt ID. Read-only.
     """
     from workers.commands.transcripts.selection import Chosen
     from workers.commands.transcripts.show import show_completions
@@ -81,8 +81,8 @@ def show(
 def groups(target: str | None, redis: str, count: int, as_json: bool, **conditions: Any) -> None:
     """List a run's groups of which a completion matches, the newest first.
 
-    RUN is its folder, settings file or name; it may be running, stopped, killed or finished. --json prints a line for
-    each group. Read-only.
+    RUN is its folder, settings file or name; it may be running, stopped, killed or finished. Default: the run that is
+    running, or else the newest. --json prints a line for each group. Read-only.
     """
     from workers.commands.transcripts.group_list import list_groups
 
@@ -119,8 +119,8 @@ def export_groups(target: str | None, out: str, format_: Literal["jsonl", "parqu
 def trace(target: str | None, perfetto: Path | None, otlp: str, step: str, count: int) -> None:
     """Write where a run's archived groups spent their time: queues, turns, tools, rewards, scoring, step, publication.
 
-    RUN is its folder, settings file or name; it may be running, stopped, killed or finished. Needs no server. The log
-    lines of a group have its id as `prompt`.
+    RUN is its folder, settings file or name; it may be running, stopped, killed or finished. Default: the run that is
+    running, or else the newest. Needs no server. The log lines of a group have its id as `prompt`.
     """
     from workers.commands.trace.trace import write_trace
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 from stream.errors import RunFailedError
 from stream.operator.run_status import RunStatus
 from workers.run.identity_check import NOTHING, Accept, check_folder
+from workers.run.plot import draw_progress, read_metrics
 from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight_process import print_report, run_preflight_process
 from workers.run.process_launcher import ProcessLauncher
@@ -23,7 +24,7 @@ from workers.run.run_start import finished_summary, finished_text, prepare_start
 from workers.run.sampled_completion import newest_archived_group, sample_lines
 from workers.run.summary import RunSummary, latest_progress, summarize
 from workers.run.supervisor import RunOutcome, Supervisor
-from workers.run.verdict import describe_totals, nothing_learned
+from workers.run.verdict import describe_rewards, describe_totals, nothing_learned
 from workers.runtime import log_setup as logs
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
@@ -191,8 +192,8 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
         lines.append(
             f"{summary.rejected_rows} rows of the data are no prompts; {settings.folder}/logs/feed-0.log has why"
         )
-    if text := describe_totals(summary.totals):
-        lines.append(text)
+    texts = (describe_totals(summary.totals), describe_rewards(read_metrics(settings.folder / "metrics.jsonl")))
+    lines += filter(None, texts)
     lines += [f"{state}: {cause.short_headline}" for state, cause in sorted(summary.causes.items())]
     if summary.dead:
         lines.append(f"`penstock dead list {settings.folder}` shows the dead letters")
@@ -216,8 +217,6 @@ def _write_summary(folder: Path, summary: RunSummary) -> None:
 def _draw(folder: Path, status: RunStatus | None) -> None:
     """Plot the run's progress. Drawing never ends a run: whatever fails, the plot is missing and the log says why."""
     try:
-        from workers.run.plot import draw_progress
-
         draw_progress(folder, status)
     except Exception as error:  # noqa: BLE001  (matplotlib and Pillow raise what they like, such as on a full disk)
         log.info("plot.skipped", why=f"{type(error).__name__}: {error}")

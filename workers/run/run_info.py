@@ -117,14 +117,15 @@ def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = Tru
     """Find a run.
 
     Args:
-        target: folder, settings file or name of the run; None: the only running run under `runs/`.
+        target: folder, settings file or name of the run; None: the only running run under `runs/`, or else, for
+            commands that read a run's folder, the newest one.
         redis: URL of the run's server; takes precedence over the run's files. Empty: use these.
         must_have_begun: refuse a run that has neither a server nor server data.
 
     Raises:
         PenstockError: there is no such run, it has not begun, or several runs are running and `target` is None.
     """
-    file = _only_running() / "run.toml" if target is None else find_settings_file(target)
+    file = _default_run(or_newest=not must_have_begun) if target is None else find_settings_file(target)
     if file is None:
         if redis:
             return RunLocation(run=str(target), url=redis)
@@ -193,13 +194,18 @@ def _newest_run(file: Path) -> Path:
     )
 
 
-def _only_running() -> Path:
-    live = sorted(path.parent for path in RUNS.glob("*/live.json") if read_run_info(path.parent) is not None)
+def _default_run(*, or_newest: bool) -> Path:
+    """Return the `run.toml` of the only running run under `runs/`; without one, of the newest if that will do."""
+    files = sorted(RUNS.glob("*/run.toml"), key=lambda file: file.stat().st_mtime)
+    live = [file for file in files if read_run_info(file.parent) is not None]
     if len(live) == 1:
         return live[0]
     if live:
-        raise PenstockError(f"{len(live)} runs go on: {', '.join(map(str, live))}; say which one")
-    raise PenstockError(f"no run is active under {RUNS}/; name a run's folder, or its settings file")
+        raise PenstockError(f"{len(live)} runs go on: {', '.join(str(each.parent) for each in live)}; say which one")
+    if files and or_newest:
+        return files[-1]
+    names = f", such as {files[-1].parent}" if files else ""
+    raise PenstockError(f"no run is active under {RUNS}/; name a run's folder{names}, or its settings file")
 
 
 def find_settings_file(target: str) -> Path | None:

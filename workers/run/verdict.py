@@ -1,10 +1,16 @@
 """Verdict on a run that ended normally: whether it can have learned anything, and what its completions were like."""
 
-from typing import Final
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, Final
 
+from workers.run.display_metrics import finite_value, metric_value
 from workers.settings import Settings
 from workers.train.progress import GroupTotals
 
+_BLOCK: Final = 5
+"""Steps that are averaged at a run's beginning and end."""
+_PART, _MEAN = "reward/part/", "/mean"
 _ADVICE: Final = (
     "Look at the completion below and at the reward function: equal rewards within a group have no advantage, whatever "
     "their value (docs/troubleshooting.md)"
@@ -46,6 +52,29 @@ def describe_totals(totals: GroupTotals) -> str:
         f"{mean} over {totals.completions} completions; equal rewards in {totals.tied} of {totals.groups} groups; "
         f"{calls}; {totals.truncated / totals.completions:.0%} of completions were truncated"
     )
+
+
+def describe_rewards(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Return how the mean reward and its parts moved from the first steps of a run to the last, in one line.
+
+    Example: `reward of the first 5 steps 0.31, of the last 5 1.42; env.served 0.12 → 0.01, env.clean 0.19 → 1.41`.
+    Empty with fewer than two steps, or without a measured reward.
+    """
+    block = min(_BLOCK, len(steps) // 2)
+    first, last = steps[:block], steps[-block:]
+    before = [value for step in first if (value := metric_value(step, "reward")) is not None]
+    now = [value for step in last if (value := metric_value(step, "reward")) is not None]
+    if not block or not before or not now:
+        return ""
+    names = sorted({name for step in last for name in step if name.startswith(_PART) and name.endswith(_MEAN)})
+    parts = []
+    for name in names if len(names) > 1 else []:
+        values = [[value for step in some if (value := finite_value(step, name)) is not None] for some in (first, last)]
+        shown = " → ".join(f"{fmean(each):.3g}" if each else "none" for each in values)
+        parts.append(f"{name.removeprefix(_PART).removesuffix(_MEAN)} {shown}")
+    count = "step" if block == 1 else f"{block} steps"
+    text = f"reward of the first {count} {fmean(before):.3g}, of the last {count} {fmean(now):.3g}"
+    return "; ".join(filter(None, [text, ", ".join(parts)]))
 
 
 def _range(low: float | None, high: float | None) -> str:

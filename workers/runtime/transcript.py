@@ -14,7 +14,7 @@
 What a model or a tool wrote is escaped, so that it cannot change the terminal's state or hide text.
 """
 
-import textwrap
+import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -29,6 +29,7 @@ from stream.validity import Measured, Reward, Unmeasured
 LABEL_WIDTH: Final = 11
 _MIN_TEXT_WIDTH = 20
 _TAB = "    "
+_WORDS: Final = re.compile(r"\s*\S+")
 _HARMLESS_FORMAT: Final = frozenset("\u200c\u200d")  # joiners of emoji and of several scripts
 _ESCAPED_CATEGORIES: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _STYLES: Final = {
@@ -277,11 +278,14 @@ def _wrapped(label: str, text: str, width: int) -> Iterator[TranscriptLine]:
 
 
 def _wrap_line(line: str, columns: int) -> list[str]:
-    if cell_len(line) <= columns:
-        return [line]
-    if line.isascii():
-        return textwrap.wrap(line, columns, drop_whitespace=False, break_on_hyphens=False) or [""]
-    return chop_cells(line, columns)
+    """Return the line in parts of at most `columns` cells, broken between words; a longer word is broken anywhere."""
+    parts = [""]
+    for word in _WORDS.findall(line.rstrip()):
+        if parts[-1] and cell_len(parts[-1] + word) > columns:
+            parts.append("")
+        start = parts.pop()
+        parts += chop_cells(start + (word if start or not parts else word.lstrip()), columns)
+    return parts or [""]
 
 
 def _visible(character: str) -> str:

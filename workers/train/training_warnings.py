@@ -8,6 +8,7 @@
 `too_stale`          mean staleness above `pacing.max_staleness` + 1, in 3 steps in a row
 `ratio_out_of_range` mean ratio outside [0.8, 1.25], or off-policy KL above 0.1, in 3 steps in a row
 `kl_growth`          reference KL above 0.5, and rising faster and faster over three blocks of 5 steps
+`reward_part_falls`  the mean reward of 5 steps is above that of the first 5, and one of its parts less than half
 ===================  ==========================================================================================
 
 A rule warns when its condition becomes true, and again only after the condition has been false.
@@ -19,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import structlog
@@ -44,7 +45,10 @@ ENTROPY_FRACTION: Final = 0.1
 RATIO_RANGE: Final = (0.8, 1.25)
 MAX_OFF_POLICY_KL: Final = 0.1
 MIN_REFERENCE_KL: Final = 0.5
+MIN_FALL_FRACTION: Final = 0.1
+"""Of the rise of the reward: what a part must at least have lost, so that a rare part's noise is no warning."""
 _BLOCKS: Final = 3
+_PART, _MEAN = "reward/part/", "/mean"
 
 Metrics = Mapping[str, float]
 GroupRule = Callable[[Sequence[GroupTotals], Settings], str]
@@ -246,6 +250,48 @@ def kl_growth(first: Sequence[Metrics], last: Sequence[Metrics], settings: Setti
     )
 
 
+def reward_part_falls(first: Sequence[Metrics], last: Sequence[Metrics], settings: Settings) -> str:  # noqa: ARG001
+    """The reward rises at the expense of one of its parts: the policy may have found a way to earn the wrong one."""
+    recent = list(last)[-BLOCK:]
+    rise = _change(first, recent, "reward/mean")
+    names = [name for name in (recent[-1] if recent else {}) if name.startswith(_PART) and name.endswith(_MEAN)]
+    changes = {name: change for name in names if (change := _change(first, recent, name))}
+    if rise is None or rise.size <= 0 or not changes:
+        return ""
+    fallen = min(changes, key=lambda name: changes[name].size)
+    before, now = changes[fallen]
+    if before <= 0 or now >= before / 2 or before - now < MIN_FALL_FRACTION * rise.size:
+        return ""
+    risen = max(changes, key=lambda name: changes[name].size)
+    return (
+        f"the mean reward rose {rise}, while its part {_part(fallen)} fell {changes[fallen]} and {_part(risen)} rose "
+        f"{changes[risen]}: look at what earns the most (`penstock show --best`), and at whether {_part(risen)} pays "
+        "for what you want"
+    )
+
+
+class _Change(NamedTuple):
+    before: float
+    now: float
+
+    @property
+    def size(self) -> float:
+        return self.now - self.before
+
+    def __str__(self) -> str:
+        return f"from {self.before:.3g} to {self.now:.3g}"
+
+
+def _change(first: Sequence[Metrics], recent: Sequence[Metrics], name: str) -> _Change | None:
+    """Return how far a metric has moved from the run's first block of steps to the last one; None if unknown."""
+    before, now = _block_mean(first, name), _block_mean(recent, name)
+    return None if before is None or now is None else _Change(before, now)
+
+
+def _part(metric: str) -> str:
+    return metric.removeprefix(_PART).removesuffix(_MEAN)
+
+
 GROUP_RULES: Final[dict[str, GroupRule]] = {
     "constant_rewards": constant_rewards,
     "all_truncated": all_truncated,
@@ -256,6 +302,7 @@ STEP_RULES: Final[dict[str, StepRule]] = {
     "too_stale": too_stale,
     "ratio_out_of_range": ratio_out_of_range,
     "kl_growth": kl_growth,
+    "reward_part_falls": reward_part_falls,
 }
 
 

@@ -57,12 +57,15 @@ async def check_environment(
     report.reference_kind = factory.reference.kind
     report.environment = class_key(factory.environment_class)
     report.has_reward = factory.has_reward
-    if not fields:
+    if not fields or factory.has_rows:
         found = await caller.call(first_row, {"factory": factory, "name": ref, "timeout_s": LOAD_TIMEOUT_S}, math.inf)
-        if not isinstance(found, Ok):
+        if isinstance(found, Ok):
+            report.fields = fields or {column: value for column, value in found.value.items() if column != "prompt"}
+        elif fields:
+            report.warnings.append(failure_reason(found))  # a run with a data file never calls rows()
+        else:
             report.errors.append(failure_reason(found))
             return report
-        report.fields = {column: value for column, value in found.value.items() if column != "prompt"}
     if factory.runs_own_loop:
         was_reset = await check_own_loop(report, factory, limits, [turn for turn in turns if isinstance(turn, str)])
     else:

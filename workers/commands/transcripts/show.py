@@ -126,7 +126,8 @@ def _print(
     missing = f", {archived.missing:,} more are not archived any more (archive.keep)" if archived.missing else ""
     more = "" if chosen.is_complete else f" of {chosen.offered:,} that match"
     shown = f"{len(found):,} completion{'' if len(found) == 1 else 's'}{more}"
-    console.print(f"{shown}; the archive has {len(archived):,} groups, {of}{missing}", style="bright_black")
+    text = f"{shown}; the archive of {settings.run.name} has {len(archived):,} groups, {of}{missing}"
+    console.print(text, style="bright_black")
 
 
 def heading(found: RunCompletion, width: int) -> Text:
