@@ -18,9 +18,9 @@ from pathlib import Path
 
 import anyio
 
-from benchmarks.rollout_turns import GROUP, TURNS, Adder, make_folder, padded, prompts
+from benchmarks.rollout_case import ANSWER, CALL, GROUP, TURNS, Adder, conversations, make_folder, padded
 from envs.factory import EnvironmentFactory
-from stream.records import Span
+from stream.records import Prompt, Span
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.sampled_turn import SampledTurn
@@ -31,7 +31,6 @@ from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
 
 SLOTS, RESET_S, ENGINE_S, LIMIT = 64, 0.1, 0.03, 0.8
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
 class SlowReset(Adder):
@@ -73,10 +72,11 @@ async def measure(groups: int, threads: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_folder(Path(folder))
         chat = ChatTokenizer.load(Path(folder), {}, [tool.schema for tool in factory.tools])
-    turns = [padded(tokenizer, CALL)] * (TURNS - 1) + [padded(tokenizer, "Answer: 3")]
-    todo = prompts(tokenizer, chat, groups)
-    for prompt in todo:
-        prompt.environment = "slow"
+    turns = [padded(tokenizer, CALL)] * (TURNS - 1) + [padded(tokenizer, ANSWER)]
+    todo = [
+        Prompt(id=f"bench:0:{i}", messages=messages, environment="slow", group_size=GROUP)
+        for i, messages in enumerate(conversations(tokenizer, groups))
+    ]
     engine = DelayedEngine(turns, len(chat.prompt_ids(todo[0].messages)))
     limiter = anyio.CapacityLimiter(threads)
     async with EnvironmentPool({"slow": factory}, size=SLOTS, limiter=limiter) as pool:
