@@ -204,8 +204,35 @@ class Completion(Struct, kw_only=True):
     """When each of them went on, in the order of their ends; at most `MAX_INTERVALS`."""
 
 
+class TrainedRow(Struct, frozen=True, array_like=True):
+    """What a step did with the sampled tokens of one row; arrays are in the order of the row's `sampled_ranges`.
+
+    Example, five sampled tokens, of which a rejection rule took out the third::
+
+        loss_mask             01 01 00 01 01
+        advantages            0.5                       one value: all tokens share it
+        logprob_differences   0.01 -0.2 4.1 0.0 0.03
+        rejected_by           00 00 01 00 00            01 is rules[0]
+        rules                 ["token_k1"]
+    """
+
+    loss_mask: bytes = b""
+    """One byte for each sampled token: 1 if it bears loss. Empty: all of them do."""
+    advantages: bytes = b""
+    """float32, little-endian: the advantage of each sampled token, or one value that they share. Meaningful where the
+    token bears loss; empty if none does."""
+    logprob_differences: bytes = b""
+    """float32, little-endian: the trainer's log-prob before the step minus the engine's, in nats; NaN where the trainer
+    did not compute it. Empty: nowhere."""
+    rejected_by: bytes = b""
+    """One byte for each sampled token: 0, or 1 + the position in `rules` of the rule that rejected it. Empty: none was
+    rejected."""
+    rules: tuple[str, ...] = ()
+    """Names of the rules that rejected tokens of this row."""
+
+
 class TrainedCompletion(Struct, frozen=True, array_like=True):
-    """What a step did with one completion; stored in the archive beside its group."""
+    """What a step did with one completion; stored in the archive beside its group, its rows among the annotations."""
 
     state: str
     """`valid`, or why the completion bears no loss, as in the metrics `rows/*`."""
@@ -213,6 +240,8 @@ class TrainedCompletion(Struct, frozen=True, array_like=True):
     """The mean over the completion's loss tokens; None without any."""
     loss_tokens: Count
     """Tokens that bear loss: all sampled ones, unless the completion or some of its tokens were masked out."""
+    rows: tuple[TrainedRow, ...] = ()
+    """One for each row of the completion; empty if there are no annotations of the step."""
 
 
 class Group(Struct, kw_only=True):

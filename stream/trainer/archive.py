@@ -31,6 +31,7 @@ from stream.codec import decode
 from stream.durable import fsync_path, write_all
 from stream.errors import PenstockError, RecordError, RunFailedError
 from stream.records import Group, TrainedCompletion
+from stream.trainer.annotations import AnnotationFiles
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
 from stream.trainer.ledger_records import LedgerRecord, content_hash, decode_record, encode_record
 
@@ -51,12 +52,20 @@ class Archive:
         max_bytes: bytes to keep at most; the oldest segments are removed first, never the one being written. None: keep
             all.
         folder_lock: the trainer's lock on the run's folder; None if no other trainer can exist.
+        annotations: receives what a step did with each token; None: that is not stored.
     """
 
-    def __init__(self, folder: Path, max_bytes: int | None = None, folder_lock: RunFolderLock | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int | None = None,
+        folder_lock: RunFolderLock | None = None,
+        annotations: AnnotationFiles | None = None,
+    ) -> None:
         self.folder = folder
         self._max_bytes = max_bytes
         self._folder_lock = folder_lock
+        self._annotations = annotations
         self._segment_bytes = min(_SEGMENT_BYTES, (max_bytes or _SEGMENT_BYTES * _MIN_SEGMENTS) // _MIN_SEGMENTS)
         self._sizes = {path: path.stat().st_size for path in _segments(folder)}
         self._path = folder / f"{0:06d}{_SUFFIX}"
@@ -76,10 +85,16 @@ class Archive:
         Raises:
             RunFailedError: the disk is full or fails. An incomplete last group is skipped by readers.
         """
+        ended, annotated = list(groups), None
+        if self._annotations is not None and completions and ended:
+            step, version = ended[0][0].step, ended[0][0].version
+            annotated = step, self._annotations.write_unpublished(step, version, completions)
         with hold_optional(self._folder_lock):
             try:
-                for record, payload in groups:
+                for record, payload in ended:
                     self._write(_encode_line(record, (completions or {}).get(record.prompt)), payload)
+                if annotated is not None and self._annotations is not None:
+                    self._annotations.publish(*annotated)
             except OSError as error:
                 raise self._write_error(error) from error
 
@@ -298,7 +313,8 @@ def _encode_line(record: LedgerRecord, completions: Sequence[TrainedCompletion] 
     line = encode_record(record)
     if not completions:
         return line
-    return line[:-1] + b"," + msgspec.json.encode(_Completions(list(completions)))[1:]
+    short = [msgspec.structs.replace(each, rows=()) for each in completions]
+    return line[:-1] + b"," + msgspec.json.encode(_Completions(short))[1:]
 
 
 def _segments(folder: Path) -> list[Path]:

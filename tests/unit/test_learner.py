@@ -15,6 +15,7 @@ from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
 from tests.cases.models import write_small_qwen3
 from workers.local_engine.weight_loader import load_weights
+from workers.runtime.token_columns import annotated_row, token_columns
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.schedule import learning_rate_factor
 from workers.train.model.logprobs import token_logprobs
@@ -114,6 +115,38 @@ def test_invalid_completions_train_nothing(base):
     assert [each.loss_tokens for each in done] == [3, 3, 0, 0, 0]
     assert [each.advantage for each in done[2:]] == [None] * 3
     assert [each.advantage for each in done[:2]] == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)], rel=1e-3)
+
+
+def test_a_step_reports_what_it_did_with_each_sampled_token(base):
+    first = group(completion(2, [9, 10], Unmeasured(RewardReason.RAISED)))
+    differences = []
+    with torch.no_grad():
+        for tokens in (GOOD, BAD):
+            ids = torch.tensor([[1, 2, *tokens]])
+            policy = learner(base).runner.policy
+            own_N = token_logprobs(policy, ids, (ids != 0) & (ids > 2), temperature=1.0).logprobs_N
+            differences.append((own_N + 3.0).tolist())
+    bound = math.exp(-sorted(differences[0] + differences[1])[2])  # ratio engine to trainer that two tokens exceed
+    reject = {"token_k1": [0.0, bound * 1.0001]}
+    report = learner(base, correction={"reject": reject}, filter={"min_valid_rows": 2}).step(collate([first]), 3)
+    *valid, invalid = report.completions["p"]
+    for done, given, known in zip(valid, first.completions[:2], differences, strict=True):
+        columns = token_columns(given.rows[0], annotated_row(done, 0))
+        sampled = [at for at, value in enumerate(columns.sampled_mask) if value]
+        rejected = [math.exp(-difference) > bound * 1.0001 for difference in known]
+        assert [columns.logprob_differences[at] for at in sampled] == pytest.approx(known, abs=1e-4)
+        assert [columns.rejected_by[at] for at in sampled] == ["token_k1" if each else None for each in rejected]
+        assert [columns.loss_mask[at] for at in sampled] == [not each for each in rejected]
+        assert sum(columns.loss_mask) == done.loss_tokens
+        assert [columns.advantages[at] for at in sampled] == [
+            None if each else pytest.approx(done.advantage) for each in rejected
+        ]
+    assert sum(done.loss_tokens for done in valid) == 4
+    columns = token_columns(first.completions[2].rows[0], annotated_row(invalid, 0))
+    assert (columns.loss_mask, columns.advantages, columns.rejected_by) == ([0, 0], [None] * 2, [None] * 2)
+    assert columns.logprob_differences == [None] * 2
+    without = learner(base, archive={"annotations": 0}).step(collate([first]), 3)
+    assert all(each.rows == () for each in without.completions["p"])
 
 
 def test_a_batch_without_valid_rows_changes_no_weight_and_is_reported(base):

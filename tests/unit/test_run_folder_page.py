@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from stream.records import TrainedCompletion, TrainedRow
 from stream.trainer import ledger
 from workers.run.summary import RunSummary
+from workers.runtime.token_columns import TokenColumns
 from workers.settings.training import Tracker
 from workers.train.algorithms import correction_metrics
 from workers.train.step.metrics import STEP_METRICS
@@ -47,6 +49,8 @@ def test_every_metric_of_the_correction_is_on_the_page():
         ("summary.json", RunSummary.__struct_fields__),
         ("ledger.jsonl", ledger.LedgerRecord.__struct_fields__),
         ("Trackers", Tracker.__args__),
+        ("annotations", TrainedCompletion.__struct_fields__ + TrainedRow.__struct_fields__),
+        ("Reading completions", TokenColumns.__struct_fields__),
     ],
 )
 def test_every_key_is_in_its_section(title, keys):

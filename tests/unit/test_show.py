@@ -1,6 +1,7 @@
 """`penstock show` and `penstock export-groups` on a run's folder; nothing of the run is changed."""
 
 import json
+from array import array
 from dataclasses import dataclass
 
 import pyarrow.parquet as pq
@@ -9,7 +10,8 @@ from click.testing import CliRunner
 
 from stream.codec import encode
 from stream.errors import SettingsError
-from stream.records import Completion, Failure, Group, Prompt, RewardPart, TrainedCompletion
+from stream.records import Completion, Failure, Group, Prompt, RewardPart, TrainedCompletion, TrainedRow
+from stream.trainer.annotations import AnnotationFiles
 from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord, content_hash
@@ -46,7 +48,9 @@ class Folder:
             f'[run]\nname = "r"\nfolder = "{self.path}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
             '[[rewards]]\nref = "a:b"\n'
         )
-        self.ledger, self.archive = Ledger(self.path / "ledger.jsonl"), Archive(self.path / "groups")
+        self.ledger = Ledger(self.path / "ledger.jsonl")
+        annotations = AnnotationFiles(self.path / "annotations", 1_000_000)
+        self.archive = Archive(self.path / "groups", annotations=annotations)
 
     def end(self, name, step, completions, *, outcome=TRAINED, done=(), in_ledger=True, text="2 + 2?") -> None:
         prompt = Prompt(id=name, messages=[{"role": "user", "content": text}], fields={"answer": 4})
@@ -65,7 +69,14 @@ class Folder:
 @pytest.fixture
 def folder(tmp_path):
     made = Folder(tmp_path / "run")
-    done = [TrainedCompletion("valid", 0.5, 3), TrainedCompletion("valid", -0.5, 3)]
+    row = TrainedRow(
+        loss_mask=b"\1\1\0",
+        advantages=array("f", [-0.5]).tobytes(),
+        logprob_differences=array("f", [0.25, -0.5, 4.0]).tobytes(),
+        rejected_by=b"\0\0\1",
+        rules=("token_k1",),
+    )
+    done = [TrainedCompletion("valid", 0.5, 3), TrainedCompletion("valid", -0.5, 2, (row,))]
     made.end("a", 1, [completion(0, 1.0), completion(1, 0.0, truncated=TruncationReason.LENGTH)], done=done)
     made.end("b", 2, [completion(0, 0.5, version=2), completion(1, 0.5)], outcome=Dropped("zero_variance"))
     made.end("lost", 3, [completion(0, 9.0)], in_ledger=False)
@@ -169,6 +180,22 @@ def test_an_export_has_tokens_masks_and_the_trainers_advantages(folder):
     again = run("export-groups", str(folder), "--jsonl")
     assert again.exit_code == 1
     assert "exists already" in again.output
+
+
+def test_an_export_has_what_the_trainer_decided_about_each_token(folder):
+    lines = [json.loads(line) for line in run("export-groups", str(folder), "-").stdout.splitlines()]
+    [row] = lines[1]["rows"]
+    assert (row["loss_mask"], row["advantages"]) == ([1, 1, 0], [-0.5, -0.5, None])
+    assert (row["logprob_differences"], row["rejected_by"]) == ([0.25, -0.5, 4.0], [None, None, "token_k1"])
+    assert (lines[0]["rows"][0]["advantages"], lines[0]["rows"][0]["loss_mask"]) == (None, [1, 1, 1])
+    [shown] = [json.loads(line) for line in run("show", str(folder), "--end", "length", "--json").stdout.splitlines()]
+    assert shown["rows"] == lines[1]["rows"]
+    text = run("show", str(folder), "--end", "length").stdout
+    assert "trainer    loss on 2 of 3 sampled tokens; 1 rejected by token_k1; log-prob against the engine's" in text
+    (folder / "annotations" / "000001.annotations").unlink()
+    lines = [json.loads(line) for line in run("export-groups", str(folder), "-").stdout.splitlines()]
+    assert (lines[1]["rows"][0]["loss_mask"], lines[1]["rows"][0]["advantages"]) == (None, None)
+    assert "\ntrainer" not in run("show", str(folder), "--end", "length").stdout
 
 
 def test_parquet_has_the_same_content(folder, tmp_path):

@@ -87,6 +87,15 @@ class Archive(Section, frozen=True):
     keep: Literal["all", "none"] | PositiveInt = 1024
     """Megabytes to keep; the oldest groups are removed first. `"all"`: keep every group, which `penstock replay` needs;
     `"none"`: store nothing."""
+    annotations: NonNegativeInt = 256
+    """Megabytes of annotations to keep: for each sampled token of a trained group its advantage, mask and log-prob
+    difference, which `penstock show`, `penstock export-groups` and the dashboard use. The oldest steps are removed
+    first. 0: none are written; nor are they without an archive."""
+
+    @property
+    def has_annotations(self) -> bool:
+        """Whether steps are annotated."""
+        return self.keep != "none" and self.annotations > 0
 
 
 class Queue(Section, frozen=True):

@@ -16,6 +16,7 @@ import structlog
 from msgspec import Struct
 
 from stream.queue.stage import Stage
+from stream.trainer.annotations import FOLDER, AnnotationFiles
 from stream.trainer.archive import Archive
 from stream.trainer.consume import open_consumer, open_trainer_lease
 from stream.trainer.consumer import Consumer
@@ -186,7 +187,10 @@ def _open_archive(settings: Settings, folder_lock: RunFolderLock | None) -> Arch
     keep = settings.archive.keep
     if keep == "none":
         return None
-    return Archive(settings.folder / "groups", None if keep == "all" else keep * 1_000_000, folder_lock)
+    annotations = None
+    if settings.archive.has_annotations:
+        annotations = AnnotationFiles(settings.folder / FOLDER, settings.archive.annotations * 1_000_000)
+    return Archive(settings.folder / "groups", None if keep == "all" else keep * 1_000_000, folder_lock, annotations)
 
 
 def _retention_s(settings: Settings) -> float:

@@ -1,7 +1,7 @@
 """`penstock export-groups`: write a run's archived completions with tokens, masks and advantages, one line each.
 
-Groups are read and written one at a time, in the order of the ledger. Advantages are those that the trainer used: it
-archives them with each step, so that neither the model nor the other groups of the step are needed again.
+Groups are read and written one at a time, in the order of the ledger. Masks and advantages are those that the trainer
+used: it records them with each step, so that neither the model nor the other groups of the step are needed again.
 """
 
 import os
@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
+from msgspec import structs
 
 from envs.extras import import_extra
 from stream.errors import PenstockError, SettingsError
-from stream.records import Message, Row
+from stream.records import Message
 from workers.commands.run_files import saved_settings
 from workers.commands.transcripts.run_completions import ArchivedRunGroups, RunCompletion, describe_run_completion
 from workers.commands.transcripts.selection import Filter
 from workers.run.run_info import find_run
+from workers.runtime.token_columns import annotated_row, token_columns
 
 Format = Literal["jsonl", "parquet"]
 _BATCH: Final = 64
@@ -42,7 +44,7 @@ def export_groups(target: str | None, out: str, format_: Format | None, filter_:
     _, folder = saved_settings(find_run(target, must_have_begun=False), "an export")
     format_ = format_ or _format_of(out)
     archived = ArchivedRunGroups(folder)
-    rows = (export_row(found) for found in archived.read(filter_.steps) if filter_.matches(found))
+    rows = (export_row(archived.annotate(found)) for found in archived.read(filter_.steps) if filter_.matches(found))
     if out == "-" and format_ == "parquet":
         raise SettingsError("Parquet is not written to stdout: name a file")
     path = Path(out) if out else folder / f"groups.{format_}"
@@ -77,7 +79,6 @@ def write_export(path: Path, rows: Iterable[dict[str, Any]], format_: Format) ->
 def export_row(found: RunCompletion) -> dict[str, Any]:
     """Return one completion as it is exported."""
     group, completion = found.group, found.completion
-    has_loss = found.trained is not None and found.trained.loss_tokens > 0
     return describe_run_completion(found) | {
         "prompt_fields": group.prompt.fields,
         "prompt_messages": completion.prompt_messages,
@@ -94,30 +95,27 @@ def export_row(found: RunCompletion) -> dict[str, Any]:
             }
             for part in completion.parts
         ],
-        "rows": [_token_columns(row, has_loss=has_loss) for row in completion.rows],
+        "rows": token_rows(found),
     }
 
 
-def _token_columns(row: Row, *, has_loss: bool) -> dict[str, Any]:
-    """Return a row's tokens, and for each token after the prompt its mask, log-prob and policy version."""
-    tokens = row.tokens.tolist()
-    mask = [0] * len(tokens)
-    logprobs: list[float | None] = [None] * len(tokens)
-    versions: list[int | None] = [None] * len(tokens)
-    known = iter(row.sampled_logprobs.tolist())
-    for start, end in row.sampled_ranges:
-        mask[start:end] = [1] * (end - start)
-        logprobs[start:end] = [next(known) for _ in range(start, end)]
-    for span in row.spans:
-        versions[span.start : span.end] = [span.version] * (span.end - span.start)
-    return {
-        "prompt_ids": row.prompt.tolist(),
-        "token_ids": tokens,
-        "sampled_mask": mask,
-        "loss_mask": mask if has_loss else [0] * len(tokens),
-        "logprobs": logprobs,
-        "versions": versions,
-    }
+def token_rows(found: RunCompletion) -> list[dict[str, Any]]:
+    """Return the rows of an annotated completion as columns, with one value for each token after the prompt."""
+    rows: list[dict[str, Any]] = []
+    for number, row in enumerate(found.completion.rows):
+        columns = token_columns(row, annotated_row(found.trained, number))
+        if columns.loss_mask is None:
+            columns = structs.replace(columns, loss_mask=_mask_of_whole(found, columns.sampled_mask))
+        rows.append({"prompt_ids": row.prompt.tolist(), **structs.asdict(columns)})
+    return rows
+
+
+def _mask_of_whole(found: RunCompletion, sampled_mask: list[int]) -> list[int] | None:
+    """Return the loss mask of a row without annotations; None if only some of the completion's tokens bear loss."""
+    loss_tokens = found.trained.loss_tokens if found.trained is not None else 0
+    if not loss_tokens:
+        return [0] * len(sampled_mask)
+    return sampled_mask if loss_tokens == sum(row.sampled_count for row in found.completion.rows) else None
 
 
 def _format_of(out: str) -> Format:
@@ -201,7 +199,8 @@ def _parquet_schema(pa: Any) -> Any:
     part = {"name": text, "weight": number, "turn": whole, "value": number, "reason": text, "detail": text}
     masks = {name: pa.list_(pa.int8()) for name in ("sampled_mask", "loss_mask")}
     ids = {name: pa.list_(pa.int32()) for name in ("prompt_ids", "token_ids")}
-    tokens = ids | masks | {"logprobs": pa.list_(pa.float32()), "versions": pa.list_(pa.int32())}
+    floats = {name: pa.list_(pa.float32()) for name in ("logprobs", "advantages", "logprob_differences")}
+    tokens = ids | masks | floats | {"versions": pa.list_(pa.int32()), "rejected_by": pa.list_(text)}
     columns = {
         "prompt_id": text, "completion": whole, "greedy": flag, "environment": text, "epoch": whole, "row": whole,
         "step": whole, "outcome": text, "versions": pa.list_(whole), "end": text, "why_invalid": text, "state": text,

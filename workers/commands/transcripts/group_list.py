@@ -50,8 +50,8 @@ class FoundGroups(Struct, frozen=True):
     """The newest groups that match a filter."""
 
     groups: list[RunGroup]
-    archived: int
-    """Groups in the archive, matching or not."""
+    archived: ArchivedRunGroups
+    """All groups in the archive."""
 
 
 def list_groups(target: str | None, redis: str, filter_: Filter, count: int, *, as_json: bool = False) -> None:
@@ -68,7 +68,7 @@ def list_groups(target: str | None, redis: str, filter_: Filter, count: int, *, 
     console = make_console()
     console.print(_table([group.describe() for group in found.groups]))
     shown = f"{len(found.groups):,} group{'' if len(found.groups) == 1 else 's'}"
-    text = f"{shown}, the newest first; the archive has {found.archived:,}"
+    text = f"{shown}, the newest first; the archive has {len(found.archived):,}"
     console.print(Text(text, "bright_black"))
 
 
@@ -93,7 +93,7 @@ def find_groups(target: str | None, redis: str, filter_: Filter, count: int) -> 
     if not found:
         which = f" matches {filter_}" if str(filter_) else " is there yet"
         raise PenstockError(f"no group of run {settings.run.name!r}{which}; its archive has {len(archived)} groups")
-    return FoundGroups(found, len(archived))
+    return FoundGroups(found, archived)
 
 
 def _archived(archived: ArchivedRunGroups, filter_: Filter) -> Iterator[list[RunCompletion]]:

@@ -7,11 +7,12 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from stream.codec import decode
 from stream.errors import PenstockError, RecordError
 from stream.records import Completion, Group, TrainedCompletion
+from stream.trainer.annotations import read_annotations
 from stream.trainer.archive import ArchiveOffset, scan_archive
 from stream.trainer.ledger_records import LedgerRecord, read_ledger
 from stream.trainer.outcomes import encode_outcome
@@ -33,6 +34,8 @@ class RunCompletion(Struct, frozen=True, kw_only=True):
     """The step that ended the group; None if it is unfinished."""
     trained: TrainedCompletion | None = None
     """What the step did with the completion; None if no step had it, or it was not archived."""
+    record: LedgerRecord | None = None
+    """Of the group; None if it is unfinished."""
 
     @property
     def reward(self) -> float | None:
@@ -76,6 +79,9 @@ class ArchivedRunGroups:
         else:
             self._entries = list(offsets.values())
             self.missing = 0
+        self._folder = folder
+        self._annotated: tuple[LedgerRecord, list[TrainedCompletion]] | None = None
+        """Annotations of the group that was annotated last."""
         self.damaged: list[str] = []
         """Messages about groups that could not be read."""
 
@@ -93,6 +99,17 @@ class ArchivedRunGroups:
             if steps is None or record.step in steps:
                 yield from self._read_group(record, offset)
 
+    def annotate(self, found: RunCompletion) -> RunCompletion:
+        """Return a completion with what the step did with each of its tokens, if that is recorded."""
+        if found.record is None or found.trained is None:
+            return found
+        if self._annotated is None or self._annotated[0] is not found.record:
+            self._annotated = found.record, read_annotations(self._folder, found.record) or []
+        others = [each for each in found.group.completions if not each.greedy]
+        position = next(at for at, each in enumerate(others) if each is found.completion)
+        annotated = self._annotated[1]
+        return structs.replace(found, trained=annotated[position]) if position < len(annotated) else found
+
     def _read_group(self, record: LedgerRecord, offset: ArchiveOffset) -> Iterator[RunCompletion]:
         try:
             group = decode(offset.read_payload(), Group)
@@ -108,6 +125,7 @@ class ArchivedRunGroups:
                 outcome=outcome,
                 step=record.step,
                 trained=None if completion.greedy else next(trained, None),
+                record=record,
             )
 
 

@@ -13,6 +13,7 @@ from stream.operator.unfinished_groups import unfinished_groups
 from stream.records import Row
 from workers.commands.output import print_json, print_note
 from workers.commands.run_files import saved_settings
+from workers.commands.transcripts.export_groups import token_rows
 from workers.commands.transcripts.run_completions import (
     ArchivedRunGroups,
     RunCompletion,
@@ -21,7 +22,8 @@ from workers.commands.transcripts.run_completions import (
 )
 from workers.commands.transcripts.selection import Chosen, Filter
 from workers.run.run_info import RunLocation, find_run, with_run
-from workers.runtime.transcript import DecodeRow, completion_lines, escape_controls
+from workers.runtime.token_columns import logprob_differences, rejected_tokens
+from workers.runtime.transcript import DecodeRow, TranscriptLine, completion_lines, escape_controls
 from workers.settings import Settings
 
 _MAX_MESSAGE_CHARACTERS: Final = 3000
@@ -49,7 +51,7 @@ def show_completions(
     notes += archived.damaged[:3]
     for note in notes:
         print_note(note)
-    found = chosen.result()
+    found = [archived.annotate(each) for each in chosen.result()]
     if not found:
         raise PenstockError(_why_nothing(settings, archived, filter_))
     if as_json:
@@ -105,6 +107,7 @@ def completion_as_json(found: RunCompletion) -> dict[str, Any]:
         "tool_runs": [{"seconds": run.seconds, "is_error": run.is_error} for run in completion.tool_runs],
         "extra": completion.extra,
         "seconds": completion.seconds,
+        "rows": token_rows(found),
     }
 
 
@@ -119,6 +122,8 @@ def _print(
         for line in completion_lines(
             each.completion, width=width, max_characters=0 if full else _MAX_MESSAGE_CHARACTERS, decode=decode
         ):
+            console.print(line.rich_text())
+        for line in step_lines(each):
             console.print(line.rich_text())
         console.print()
     steps = archived.steps
@@ -144,6 +149,20 @@ def heading(found: RunCompletion, width: int) -> Text:
     ]
     head = Text(f"── {'  '.join(parts)} ", "bold")
     return head.append("─" * max(0, width - head.cell_len))
+
+
+def step_lines(found: RunCompletion) -> list[TranscriptLine]:
+    """Return what the step did with the completion's tokens, in a line; none if that is not recorded."""
+    trained = found.trained
+    if trained is None or not trained.rows:
+        return []
+    sampled = sum(row.sampled_count for row in found.completion.rows)
+    parts = [f"loss on {trained.loss_tokens:,} of {sampled:,} sampled tokens"]
+    parts += [f"{count:,} rejected by {rule}" for rule, count in rejected_tokens(trained).items()]
+    if differences := logprob_differences(trained):
+        mean, largest = sum(differences) / len(differences), max(differences, key=abs)
+        parts.append(f"log-prob against the engine's {mean:+.2g} on average, {largest:+.2g} at most")
+    return [TranscriptLine("trainer", "; ".join(parts), "ended")]
 
 
 def _tokenizer(settings: Settings) -> DecodeRow:

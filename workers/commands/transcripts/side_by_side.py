@@ -41,8 +41,9 @@ def show_difference(
     Raises:
         PenstockError: no group matches, or it has no such completion.
     """
-    (group,) = find_groups(target, redis, filter_, 1).groups
-    left, right = (_completion(group, index) for index in pair)
+    found = find_groups(target, redis, filter_, 1)
+    (group,) = found.groups
+    left, right = (found.archived.annotate(_completion(group, index)) for index in pair)
     if as_json:
         print_json(
             {

@@ -70,6 +70,8 @@ class Masks:
     """bool, L: the completion may bear loss."""
     rejected_by_C: Tensor
     """int64, position in `rules` of the rule that rejected the last token of a completion otherwise in B, or `NONE`."""
+    token_rejected_by_RT: Tensor
+    """int8, position in `rules` of the first rule that rejected a sampled token of a completion in B, or `NONE`."""
     rules: tuple[str, ...]
     """Names of the rules that were applied, in order."""
     zeroed_C: Tensor
@@ -126,6 +128,7 @@ def derive_masks(
         baseline_C=baseline_C,
         loss_C=loss_C,
         rejected_by_C=torch.full_like(facts.drop_reason_C, NONE),
+        token_rejected_by_RT=torch.full_like(sampled_RT, NONE, dtype=torch.int8),
         rules=(),
         zeroed_C=zeroed_C,
         penalised_C=baseline_C & _has_policy(facts.truncation_reason_C, truncation, "penalty"),
@@ -152,7 +155,9 @@ def reject_tokens(masks: Masks, completion_ids_R: Tensor, rejected_by_rule: Mapp
         rejected_by_rule: bool (R, T) by rule name, tokens that the rule rejects, in the order of blame.
     """
     baseline_C, rejected_by_C, kept_RT = masks.baseline_C, masks.rejected_by_C, masks.baseline_tokens_RT
+    token_rejected_by_RT = masks.token_rejected_by_RT
     for code, rejected_RT in enumerate(rejected_by_rule.values(), start=len(masks.rules)):
+        token_rejected_by_RT = torch.where(kept_RT & rejected_RT, code, token_rejected_by_RT)
         kept_RT = kept_RT & ~rejected_RT
         emptied_C = baseline_C & ~_has_token(kept_RT, completion_ids_R, len(baseline_C))
         rejected_by_C = torch.where(emptied_C, code, rejected_by_C)
@@ -160,6 +165,7 @@ def reject_tokens(masks: Masks, completion_ids_R: Tensor, rejected_by_rule: Mapp
     rejected = replace(
         masks,
         rejected_by_C=rejected_by_C,
+        token_rejected_by_RT=token_rejected_by_RT,
         rules=(*masks.rules, *rejected_by_rule),
         baseline_tokens_RT=kept_RT,
         loss_tokens_RT=masks.loss_tokens_RT & kept_RT,

@@ -18,6 +18,7 @@
 `optimizer.py`           AdamW, its learning rates, its state by name
 `learner.py`             trains on one batch at a time
 `metrics.py`             the metrics of a step, and its report
+`trained_rows.py`        what the step did with every sampled token, for the annotations
 =======================  ================================================================
 
 `group_checks`, `estimation`, `policy_comparison`, `prepared_batch` and `loss` connect `algorithms` with the settings;

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stream.errors import RecordError
-from stream.records import Group, TrainedCompletion
+from stream.records import Group, TrainedCompletion, TrainedRow
 from stream.validity import DropReason, TruncationReason
 from workers.settings import Settings
 from workers.train.algorithms.filters import FILTERS
@@ -158,8 +158,17 @@ def count_no_loss(batch: Batch, masks: Masks) -> dict[str, Counter[str]]:
     return counts
 
 
-def describe_completions(batch: Batch, masks: Masks, advantages_C: Tensor) -> dict[str, list[TrainedCompletion]]:
-    """Return what a step does with each completion of its batch, by prompt id."""
+def describe_completions(
+    batch: Batch, masks: Masks, advantages_C: Tensor, rows: Sequence[tuple[TrainedRow, ...]] | None = None
+) -> dict[str, list[TrainedCompletion]]:
+    """Return what a step does with each completion of its batch, by prompt id.
+
+    Args:
+        batch: the batch.
+        masks: its final masks.
+        advantages_C: of the completions.
+        rows: what it does with the tokens of each completion; None: that is not recorded.
+    """
     zeros_C = torch.zeros_like(batch.facts.group_ids_C)
     tokens_C = zeros_C.index_add(0, batch.completion_ids_R, masks.loss_tokens_RT.sum(dim=1))
     columns = zip(
@@ -167,12 +176,14 @@ def describe_completions(batch: Batch, masks: Masks, advantages_C: Tensor) -> di
         _states(batch.facts, masks),
         advantages_C.tolist(),
         tokens_C.tolist(),
+        rows or [()] * len(tokens_C),
         strict=True,
     )
     found: dict[str, list[TrainedCompletion]] = {}
-    for group, state, advantage, tokens in columns:
+    for group, state, advantage, tokens, of_completion in columns:
         known = advantage if tokens and math.isfinite(advantage) else None
-        found.setdefault(batch.prompt_ids[group], []).append(TrainedCompletion(state, known, tokens))
+        trained = TrainedCompletion(state, known, tokens, of_completion)
+        found.setdefault(batch.prompt_ids[group], []).append(trained)
     return found
 
 

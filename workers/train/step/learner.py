@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stream.durable import create_folder_atomically
 from stream.errors import RunMismatchError, SettingsError
+from stream.records import TrainedCompletion
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.settings.estimators import Gae
@@ -34,6 +35,7 @@ from workers.train.step.model_runner import ModelRunner
 from workers.train.step.optimizer import Optimizer
 from workers.train.step.policy_comparison import CompleteComparison
 from workers.train.step.prepared_batch import PreparedBatch, prepare
+from workers.train.step.trained_rows import trained_rows
 
 log = structlog.get_logger()
 
@@ -91,6 +93,7 @@ class Learner:
             self.policy.logprob_model, reference, self.critic, settings, self.ranks, as_reference=as_reference
         )
         self.optimizer = Optimizer(self.parameters, self.critic_parameters, settings)
+        self._annotates = self.ranks.is_rank0 and settings.archive.has_annotations
 
     @property
     def vocab_size(self) -> int:
@@ -151,7 +154,7 @@ class Learner:
             loss=float(metrics["loss"]),
             metrics=finite,
             no_loss=count_no_loss(prepared.batch, prepared.masks),
-            completions=describe_completions(prepared.batch, prepared.masks, prepared.advantages.values_C),
+            completions=self._describe(prepared, trained=trained),
         )
 
     def save_weights(self, folder: Path) -> None:
@@ -220,6 +223,10 @@ class Learner:
         """
         self.optimizer.load_state(tensors, set(names), self.ranks)
         self.steps, self.skipped_steps = steps, skipped_steps
+
+    def _describe(self, prepared: PreparedBatch, *, trained: bool) -> dict[str, list[TrainedCompletion]]:
+        rows = trained_rows(prepared, trained=trained) if self._annotates else None
+        return describe_completions(prepared.batch, prepared.masks, prepared.advantages.values_C, rows)
 
     def _train(self, prepared: PreparedBatch, accumulator: StepAccumulator) -> str:
         """Run the updates of one batch; return why they stopped early, or an empty string."""
