@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.harness import Project, environment, summary_of
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_env"
 
 
@@ -28,7 +30,13 @@ def test_penstock_check_accepts_the_project(copied):
     assert "It is usable: no errors, no warnings." in checked.stdout
 
 
-@pytest.mark.parametrize("command", [[sys.executable, "-m", "pytest"], [str(Path(sys.executable).parent / "pytest")]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param([sys.executable, "-m", "pytest"], marks=pytest.mark.full),  # finds modules where it is started
+        [str(Path(sys.executable).parent / "pytest")],
+    ],
+)
 def test_the_projects_unit_test_passes_from_any_folder(copied, command):
     arguments = [*command, "-q", "-p", "no:cacheprovider", "tests"]
     ran = subprocess.run(arguments, cwd=copied.folder, env=environment(), capture_output=True, text=True, check=False)

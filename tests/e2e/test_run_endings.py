@@ -7,6 +7,8 @@ import pytest
 from workers.base_models.shipped import write_base_model
 from workers.runtime.exit_codes import ExitCode
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 MAZE = """
 class Maze:
     def rows(self) -> list:

@@ -19,6 +19,8 @@ from workers.run import child_process, restart_policy
 from workers.runtime.exit_codes import ExitCode
 from workers.testing.scripted_engine import ScriptedEngine
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 STICKY = """
 import sys, time
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.preload.client import ADDRESS
+from workers.run.process_launcher import ProcessLauncher
 
 HERE = Path(__file__).parent
 REAL = "PENSTOCK_TEST_REAL_PROCESSES"
@@ -56,6 +57,8 @@ def preloaded() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if is_used():
             patch.setattr(sys, "executable", start_fork_server())
+            # A supervisor in the test's own process must not start a second fork server, which would import all anew.
+            patch.setattr(ProcessLauncher, "preload", lambda self, modules: None)
         yield
 
 
