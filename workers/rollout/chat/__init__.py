@@ -8,5 +8,6 @@
 `content_parts.py`      content parts that the template can render
 `format_detection.py`   which tool-call format a model writes, from its template
 `template.py`           a model's chat template
+`template_language.py`  Jinja in a sandbox, as models' templates expect it
 ======================  =================================================================
 """

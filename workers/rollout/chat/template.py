@@ -11,6 +11,7 @@ from typing import Any
 
 from stream.errors import DataError, PenstockError
 from stream.records import Message
+from workers.rollout.chat.template_language import compile_template, plain_messages, plain_value
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -50,15 +51,13 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses these messages; holds its own message.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         try:
-            rendered, _ = render_jinja_template(
-                [list(messages)],
-                tools=tools,
-                chat_template=self.source,
+            return compile_template(self.source).render(
+                messages=plain_messages(messages),
+                tools=plain_value(tools),
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self.variables,
+                **plain_value(self.variables),
             )
         except Exception as error:  # a template is foreign code, and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
@@ -66,7 +65,6 @@ class ChatTemplate:
                 f"the chat template of {self.folder} refuses messages of the roles {roles}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return str(rendered[0])
 
 
 def text_after_common_prefix(reference: str, text: str) -> str:
