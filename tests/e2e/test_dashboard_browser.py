@@ -256,9 +256,15 @@ def look(project: Path, browser: Browser, page: str) -> None:
     assert "prompts:0:0" in text
     assert r"<script>document.title='hacked'</script>\u202e\u2066\x1b[2J\x1b]0;hacked\x07" in text
     assert "hacked" not in browser.driver.title
-    browser.find("article button").click()
-    browser.wait(lambda: browser.find(".tokens span"))
-    browser.pictures("group-tokens")
+    browser.find("article a.button").click()
+    browser.wait(lambda: browser.find("[aria-describedby] > span"))
+    for color in ("difference", "mask", "version"):
+        browser.find(f"a[href*='color={color}']").click()
+        browser.wait(lambda color=color: f"color={color}" in browser.driver.current_url)
+        assert browser.find("[aria-describedby] > span")  # what is shown stays in the address, too
+        browser.pictures(f"group-tokens-{color}")
+    browser.find("[aria-describedby] > span").click()
+    assert "token 0, id" in browser.find(".token-facts").text
 
     # a dead letter is retried and then trained
     prompt = anyio.run(let_one_die, project)
@@ -274,6 +280,7 @@ def look(project: Path, browser: Browser, page: str) -> None:
 def pages(browser: Browser, page: str, axe: str) -> None:
     """Check every page in both colors and widths: nothing is cut off, and axe-core finds no violation."""
     paths = {"run": "", "in-flight": "/in-flight", "groups": "/groups", "group": "/group?id=prompts:0:0"}
+    paths["tokens"] = "/group?id=prompts:0:0&tokens=0,1,2,3&color=mask"
     paths |= {"timeline": "/timeline", "workers": "/workers", "dead": "/dead"}
     for name, path in paths.items():
         for width in (1440, 390):

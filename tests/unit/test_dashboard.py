@@ -52,6 +52,26 @@ async def text_of(session: aiohttp.ClientSession, path: str, status: int = 200) 
         return text
 
 
+@pytest.mark.parametrize(
+    ("ended", "shown"),
+    [
+        ({"finished": True}, ["badge finished", "trained</span> 7 of 9 prompts", "The run has done its work"]),
+        ({"finished": True, "verdict": "every group was dropped"}, ["badge finished", "every group was dropped"]),
+        ({}, ["badge stopped", "resumes it"]),
+        ({"failure": {"message": "the disk <full>"}}, ["badge failed", "the disk &lt;full&gt;", "resumes it"]),
+    ],
+)
+async def test_a_run_that_ended_says_how_instead_of_that_it_has_no_server(folder, ended, shown):
+    counts = {"steps": 4, "groups_trained": 7, "groups_dropped": {}, "completion_states": {}, "fed": 9}
+    counts |= {"staleness": {"mean": 0.0, "max": 0}, "tokens_per_second": 1.0, "seconds": 90.0}
+    summary = counts | {"outstanding": 0, "dead": 2, "duplicates": 0} | ended
+    (folder / "summary.json").write_text(json.dumps(summary))
+    async with browser(folder) as session:
+        page = await text_of(session, "/")
+    assert [text for text in [*shown, "2 dead letters"] if text not in page] == []
+    assert "no server" not in page
+
+
 async def test_a_killed_run_opens_from_its_folder_alone(folder):
     async with browser(folder) as session:
         runs = await text_of(session, "/?all")

@@ -1,6 +1,8 @@
 """The dashboard's pages about groups: index, filters, histogram, conversations, tokens."""
 
+import math
 import random
+from array import array
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from stream.records import (
     Span,
     ToolRun,
     TrainedCompletion,
+    TrainedRow,
 )
 from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger
@@ -28,6 +31,7 @@ from workers.dashboard.conversation import FIRST, LAST, conversation, visible_pa
 from workers.dashboard.group_index import GroupFilter, GroupIndex
 from workers.dashboard.group_page import phases
 from workers.dashboard.groups_page import Bar, histogram, parse_filter
+from workers.dashboard.token_panel import TokenChoice
 from workers.dashboard.token_view import token_page
 
 HOSTILE = "<script>alert(1)</script>\u202eevil\x1b[31m"
@@ -195,32 +199,72 @@ def test_of_a_long_conversation_the_first_and_last_messages_are_shown_and_none_i
     assert len(first) + len(last) <= FIRST + LAST + 1
 
 
-class Letters:
-    """A tokenizer whose tokens are letters."""
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(chr(97 + each) for each in ids)
+def letters(token_ids: bytes, start: int, end: int) -> str:
+    return "abcdefgh"[start:end]
 
 
-def test_tokens_are_colored_by_what_is_recorded_of_them():
-    row = Row(
-        prompt_ids=b"",
-        token_ids=bytes(4 * 4),
-        sampled_ranges=[(0, 2), (3, 4)],
-        logprobs=sampled_row([1, 2, 3], [-0.01, -1.0, -5.0]).logprobs,
-        spans=[Span(7, 0, 2), Span(8, 3, 4)],
-    )
-    advantages = [1.0, -0.2, None, None]
+ANNOTATED = TrainedRow(
+    loss_mask=b"\1\1\0\0",
+    advantages=array("f", [1.0, -0.2, 0.0, 0.0]).tobytes(),
+    logprob_differences=array("f", [0.06, -1.5, 0.0, math.nan]).tobytes(),
+    rejected_by=b"\0\0\1\0",
+    rules=("token_k1",),
+)
+ROW = Row(
+    prompt_ids=b"",
+    token_ids=array("i", [5, 6, 7, 8, 9]).tobytes(),
+    sampled_ranges=[(0, 2), (3, 5)],
+    logprobs=array("f", [-0.01, -1.0, -5.0, -2.0]).tobytes(),
+    spans=[Span(7, 0, 2), Span(8, 3, 5)],
+)
 
-    def css(color):
-        return [token.css for token in token_page(row, Letters(), color, 0, advantages).tokens]
 
-    assert css("version") == ["token-version-1", "token-version-1", "token-context", "token-version-2"]
-    assert css("logprob") == ["token-logprob-0", "token-logprob-2", "token-context", "token-logprob-4"]
-    assert css("advantage") == ["token-good-3", "token-bad-1", "token-context", "token-no-loss"]
-    assert css("sampled") == ["token-sampled", "token-sampled", "token-context", "token-sampled"]
-    page = token_page(row, Letters(), "version", 3, advantages)
-    assert [token.title for token in page.tokens] == ["token 3, id 0, log-prob -5.000, version 8"]
+@pytest.mark.parametrize(
+    ("color", "css", "meanings"),
+    [
+        ("advantage", ["tint-3", "shade-1", "context", "no-loss", "no-loss"], "up to +1: becomes more likely"),
+        ("difference", ["tint-1", "shade-3", "context", "", "no-loss"], "trainer's log-prob higher by 1 nat or more"),
+        ("mask", ["tint-2", "tint-2", "context", "shade-2 rejected", "no-loss"], "rejected by token_k1"),
+        ("version", ["tint-1", "tint-1", "context", "shade-1", "shade-1"], "version 8"),
+        ("logprob", ["", "shade-1", "context", "shade-3", "shade-2"], "below \u22120.5"),
+    ],
+)
+def test_tokens_are_colored_by_what_is_recorded_of_them_and_a_legend_explains_it(color, css, meanings):
+    page = token_page(ROW, 0, TrainedCompletion("valid", 0.4, 2, (ANNOTATED,)), letters, color, 0)
+    assert [token.css for token in page.tokens] == css
+    assert meanings in [entry.text for entry in page.legend]
+    assert {entry.css for entry in page.legend} >= {"context"}
+    assert page.note == ""
+
+
+def test_a_tokens_tooltip_has_everything_that_is_recorded_of_it():
+    done = TrainedCompletion("valid", 0.4, 2, (ANNOTATED,))
+    titles = [token.title.split(" \u00b7 ") for token in token_page(ROW, 0, done, letters, "mask", 0).tokens]
+    assert titles[0] == [
+        *("'a'", "token 0, id 5", "engine's log-prob -0.010", "trainer's +0.060", "advantage +1", "version 7")
+    ]
+    assert titles[1][3:5] == ["trainer's -1.500", "advantage -0.2"]
+    assert titles[2] == ["'c'", "token 2, id 7", "not sampled"]
+    assert titles[3][3:] == ["trainer's +0.000", "no loss: rejected by token_k1", "version 8"]
+    assert titles[4][2:] == ["engine's log-prob -2.000", "no loss", "version 8"]
+
+
+def test_without_annotations_a_page_says_what_it_does_not_know():
+    done = TrainedCompletion("valid", 0.4, 2)
+    page = token_page(ROW, 0, done, letters, "advantage", 3)
+    assert [token.css for token in page.tokens] == ["tint-3", "tint-3"]
+    assert "the mean advantage of its completion" in page.note
+    assert (page.start, page.total, page.next_start) == (3, 5, None)
+    failed = token_page(ROW, 0, TrainedCompletion("reward:timeout", None, 0), letters, "mask", 0)
+    assert [entry.text for entry in failed.legend] == ["no loss: reward:timeout", "not sampled"]
+    assert token_page(ROW, 0, None, letters, "difference", 0).note == ""
+
+
+def test_the_choice_of_tokens_is_in_the_address():
+    choice = TokenChoice.from_query({"tokens": "3,0,x,", "color": "mask", "row": "1"})
+    assert (choice.color, choice.completions, choice.row) == ("mask", {0, 3}, 1)
+    assert choice.query == {"tokens": "0,3", "color": "mask", "row": 1}
+    assert TokenChoice.from_query({"color": "blue"}).query == {"tokens": "", "color": None, "row": None}
 
 
 def test_the_way_of_a_group_has_the_phases_whose_times_are_known():
@@ -252,6 +296,9 @@ async def test_pages_of_groups_keep_their_filters_and_show_hostile_text_as_text(
         assert r"\u202eevil\x1b[31m" in group
         assert "<script>alert" not in group
         assert "write a number or an interval" in await text_of(session, "/runs/run/groups?reward=high")
+        tokens = await text_of(session, "/runs/run/group?id=c&tokens=1&color=mask")
+        assert tokens.count("does not exist here") == 1
+        assert "/runs/run/group?id=c&amp;tokens=1%2C0&amp;color=mask#tokens-0" in tokens
         assert "does not exist here" in await text_of(session, "/runs/run/group/tokens?id=c&completion=0")
         assert "I say 0." in await text_of(session, "/runs/run/group/message?id=c&completion=0&message=1")
         await text_of(session, "/runs/run/group?id=none", 404)

@@ -17,6 +17,7 @@ from msgspec import Struct
 from stream.codec import decode
 from stream.errors import PenstockError, RecordError
 from stream.records import Failure, Group, Message, Span, TrainedCompletion
+from stream.trainer.annotations import read_annotations
 from stream.trainer.archive import ArchiveOffset, ArchiveScan
 from stream.trainer.ledger_records import LedgerRecord, LedgerTail
 from stream.trainer.outcomes import encode_outcome
@@ -143,6 +144,7 @@ class GroupIndex:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._archive = ArchiveScan(folder / "groups")
         self._ledger = LedgerTail(folder / "ledger.jsonl")
         self._lock = Lock()
@@ -283,7 +285,8 @@ class GroupIndex:
         """
         record = self._records[number]
         offset = self._locate(record)
-        return record, decode(offset.read_payload(), Group), offset.read_completions()
+        trained = read_annotations(self._folder, record) or offset.read_completions()
+        return record, decode(offset.read_payload(), Group), trained
 
     def _newest_first(self) -> Iterator[int]:
         return iter(range(len(self._summaries) - 1, -1, -1))

@@ -1,14 +1,11 @@
 """The page *Group*: the completions of one prompt side by side, and its way from the feeder to the gradient."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import anyio.to_thread
 from aiohttp import web
 from msgspec import Struct
 
-from stream.errors import PenstockError
 from stream.operator.unfinished_groups import find_unfinished_group
 from stream.records import Completion, Group, TrainedCompletion
 from stream.trainer.outcomes import encode_outcome
@@ -26,7 +23,8 @@ from workers.dashboard.conversation import (
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.rendering import render
 from workers.dashboard.run_source import NoServerError, RunSource
-from workers.dashboard.token_view import COLORS, TokenColor, load_tokenizer, token_page
+from workers.dashboard.token_panel import TokenChoice, TokenPanel
+from workers.dashboard.token_view import COLORS
 from workers.runtime.transcript import describe_end, describe_reward, describe_versions, invalid_reason
 
 COLUMNS: Final = 8
@@ -47,6 +45,11 @@ class FoundGroup(Struct, frozen=True, kw_only=True):
     trained: list[TrainedCompletion | None] = []
     """What the step did with each completion; None for a greedy one, or if it was not archived."""
 
+    def trained_of(self, completion: Completion) -> TrainedCompletion | None:
+        """Return what the step did with one of the completions."""
+        position = next(at for at, each in enumerate(self.group.completions) if each is completion)
+        return self.trained[position] if position < len(self.trained) else None
+
 
 class Column(Struct, frozen=True, kw_only=True):
     """One completion, as it is shown."""
@@ -64,6 +67,8 @@ class Column(Struct, frozen=True, kw_only=True):
     invalid: str
     versions: str
     tokens: int
+    panel: TokenPanel | None
+    """None: its tokens are not shown."""
 
 
 class Phase(Struct, frozen=True, kw_only=True):
@@ -84,7 +89,8 @@ async def show_group(dashboard: Dashboard, request: web.Request) -> web.StreamRe
     first = _number(request, "first")
     count = len(found.group.completions)
     first = min(first, max(0, count - 1)) // COLUMNS * COLUMNS
-    values = await anyio.to_thread.run_sync(_page_values, found, first)
+    choice = TokenChoice.from_query(request.query)
+    values = await anyio.to_thread.run_sync(_page_values, source, found, first, choice)
     return dashboard.page("group.html", source, values)
 
 
@@ -117,21 +123,14 @@ async def send_message(dashboard: Dashboard, request: web.Request) -> web.Stream
 
 
 async def send_tokens(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
-    """The tokens of one row of a completion, some at a time."""
+    """More tokens of one row of a completion."""
     source = await dashboard.source(request)
     found = await _find(dashboard, source, request)
-    completion = _completion(found, request)
-    wanted = request.query.get("color", "")
-    color: TokenColor = next((known for known in COLORS if known == wanted), COLORS[0])
-    number = _number(request, "row")
-    values: dict[str, Any] = {"source": source, "id": request.query["id"], "completion": completion, "color": color}
-    values |= {"colors": COLORS, "row": number, "rows": len(completion.rows), "problem": "", "page": None}
-    try:
-        values["page"] = await anyio.to_thread.run_sync(
-            _tokens, source, found, completion, color, number, _number(request, "from")
-        )
-    except PenstockError as error:
-        values["problem"] = str(error)
+    completion, choice = _completion(found, request), TokenChoice.from_query(request.query)
+    panel = await anyio.to_thread.run_sync(
+        choice.panel, source, completion, found.trained_of(completion), _number(request, "from")
+    )
+    values = {"source": source, "id": request.query["id"], "panel": panel, "colors": COLORS}
     return _fragment("parts/tokens.html", values)
 
 
@@ -166,24 +165,29 @@ def phases(group: Group, now: float | None = None) -> list[Phase]:
     ]
 
 
-def _page_values(found: FoundGroup, first: int) -> dict[str, Any]:
+def _page_values(source: RunSource, found: FoundGroup, first: int, choice: TokenChoice) -> dict[str, Any]:
     group = found.group
-    trained = [*found.trained, *[None] * len(group.completions)]
-    columns = [
-        _column(completion, trained[at])
-        for at, completion in enumerate(group.completions[first : first + COLUMNS], first)
-    ]
+    columns = []
+    for completion in group.completions[first : first + COLUMNS]:
+        trained = found.trained_of(completion)
+        is_shown = completion.index in choice.completions
+        panel = choice.panel(source, completion, trained) if is_shown else None
+        columns.append(_column(completion, trained, panel))
     rows = [
         {
             "completion": each,
-            "trained": trained[at],
+            "trained": found.trained_of(each),
             "reward": describe_reward(each.reward),
             "versions": describe_versions(each),
         }
-        for at, each in enumerate(group.completions)
+        for each in group.completions
     ]
     return {
         "found": found,
+        "query": {"id": group.prompt.id, "first": first or None, **choice.query},
+        "color": choice.color,
+        "colors": COLORS,
+        "shown_tokens": sorted(choice.completions),
         "group": group,
         "columns": columns,
         "rows": rows,
@@ -195,7 +199,7 @@ def _page_values(found: FoundGroup, first: int) -> dict[str, Any]:
     }
 
 
-def _column(completion: Completion, trained: TrainedCompletion | None) -> Column:
+def _column(completion: Completion, trained: TrainedCompletion | None, panel: TokenPanel | None) -> Column:
     first, omitted, last = visible_parts(conversation(completion))
     return Column(
         completion=completion,
@@ -209,6 +213,7 @@ def _column(completion: Completion, trained: TrainedCompletion | None) -> Column
         invalid=invalid_reason(completion),
         versions=describe_versions(completion),
         tokens=sum(row.sampled_count for row in completion.rows),
+        panel=panel,
     )
 
 
@@ -251,25 +256,6 @@ def _completion(found: FoundGroup, request: web.Request) -> Completion:
         if completion.index == index:
             return completion
     raise web.HTTPNotFound(text=f"The group has no completion {index}.")
-
-
-def _tokens(
-    source: RunSource, found: FoundGroup, completion: Completion, color: TokenColor, number: int, start: int
-) -> Any:
-    """Return some tokens of a row, colored. Blocks on files."""
-    settings = source.settings()
-    if settings is None or not completion.rows:
-        raise PenstockError("nothing was sampled" if settings else "the run's settings are not here")
-    row = completion.rows[min(number, len(completion.rows) - 1)]
-    named = Path(settings.model.path)  # a folder that was moved may have its model in it
-    tokenizer = load_tokenizer(named if named.is_dir() else source.file(named.name))
-    trained = found.trained[found.group.completions.index(completion)] if found.trained else None
-    return token_page(row, tokenizer, color, min(start, len(row.tokens)), _advantages(len(row.tokens), trained))
-
-
-def _advantages(count: int, trained: TrainedCompletion | None) -> Sequence[float | None]:
-    """Return the advantage of each token: the completion's mean, which the archive has."""
-    return [trained.advantage if trained is not None and trained.loss_tokens else None] * count
 
 
 def _number(request: web.Request, name: str) -> int:

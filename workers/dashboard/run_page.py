@@ -43,13 +43,13 @@ def queue_boxes(report: QueueReport) -> list[QueueBox]:
 
 
 async def render_state(source: RunSource, snapshot: Snapshot, _: RunConnection | None) -> str:
-    """Render the line that says how the run is doing."""
-    return render("parts/state.html", _values(source, snapshot))
+    """Render the line that says how the run is doing, or how it ended."""
+    return render("parts/state.html", await _values(source, snapshot))
 
 
 async def render_pipeline(source: RunSource, snapshot: Snapshot, _: RunConnection | None) -> str:
     """Render the pipeline."""
-    return render("parts/pipeline.html", _values(source, snapshot))
+    return render("parts/pipeline.html", await _values(source, snapshot))
 
 
 async def render_steps(source: RunSource, _: Snapshot, __: RunConnection | None) -> str:
@@ -57,10 +57,14 @@ async def render_steps(source: RunSource, _: Snapshot, __: RunConnection | None)
     return await anyio.to_thread.run_sync(file_state, source.file("metrics.jsonl"))
 
 
-def _values(source: RunSource, snapshot: Snapshot) -> dict[str, Any]:
+async def _values(source: RunSource, snapshot: Snapshot) -> dict[str, Any]:
     report = queue_report(source.key, snapshot.status) if snapshot.status else None
     boxes = queue_boxes(report) if report else []
-    return {"source": source, "snapshot": snapshot, "report": report, "boxes": boxes}
+    ended = None
+    if snapshot.is_offline:
+        overview = await anyio.to_thread.run_sync(read_overview, source)
+        ended = overview if overview.has_ended else None
+    return {"source": source, "snapshot": snapshot, "report": report, "boxes": boxes, "ended": ended}
 
 
 async def show_run(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:

@@ -92,6 +92,11 @@ class RunOverview(Struct, frozen=True, kw_only=True):
     """Last change of its metrics, as Unix time in seconds."""
     summary: RunSummary | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the folder says how the run ended."""
+        return self.state in ("finished", "stopped", "failed", "killed")
+
 
 class RunCatalog:
     """The runs of one dashboard: those named when it was started, or all below `runs/`.

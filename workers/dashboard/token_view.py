@@ -1,6 +1,9 @@
-"""The tokens of a row with what is recorded of each: policy version, log-prob, whether it was sampled, advantage."""
+"""The tokens of a row with what is recorded of each: by engine, trainer and mask, as colors and in words.
 
-from collections.abc import Sequence
+The text of a token is decoded from the recorded id; no chat template is rendered again.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -8,17 +11,30 @@ from typing import TYPE_CHECKING, Final, Literal
 from msgspec import Struct
 
 from stream.errors import PenstockError
-from stream.records import Row
+from stream.records import Row, TrainedCompletion
+from workers.dashboard.rendering import format_value
+from workers.runtime.token_columns import TokenColumns, annotated_row, token_columns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PAGE: Final = 2000
 """Tokens that are loaded at a time."""
-TokenColor = Literal["version", "logprob", "sampled", "advantage"]
-COLORS: Final[tuple[TokenColor, ...]] = ("advantage", "version", "logprob", "sampled")
-_LOGPROB_BOUNDS: Final = (-0.05, -0.5, -1.5, -3.0)
-"""Log-probs from which the next darker color begins."""
+TokenColor = Literal["advantage", "difference", "mask", "version", "logprob"]
+COLORS: Final[dict[TokenColor, str]] = {
+    "advantage": "advantage",
+    "difference": "log-prob difference",
+    "mask": "mask",
+    "version": "policy version",
+    "logprob": "engine's log-prob",
+}
+"""What the color of a token can show, with its name for people."""
+_DIFFERENCE_BOUNDS: Final = (0.05, 0.2, 1.0)
+"""Differences in nats from which the next darker color begins."""
+_LOGPROB_BOUNDS: Final = (-0.5, -1.5, -3.0)
+"""Log-probs below which the next darker color begins."""
+_VERSION_CSS: Final = ("tint-1", "shade-1", "tint-2", "shade-2", "tint-3", "shade-3")
+_RULE_CSS: Final = ("shade-2", "shade-1", "shade-3")
 
 
 class ShownToken(Struct, frozen=True):
@@ -31,49 +47,85 @@ class ShownToken(Struct, frozen=True):
     """What is known of it."""
 
 
+class LegendEntry(Struct, frozen=True):
+    """What a color means."""
+
+    css: str
+    text: str
+
+
 class TokenPage(Struct, frozen=True, kw_only=True):
     """Some tokens of a row."""
 
     tokens: list[ShownToken]
+    legend: list[LegendEntry]
+    note: str
+    """What is not recorded; empty: nothing."""
     start: int
     total: int
     next_start: int | None
     """None: this is the last page."""
 
 
+Decode = Callable[[bytes, int, int], Sequence[str]]
+"""Returns the texts of tokens, from an index to another one, of a row's `token_ids`."""
+
+
 def token_page(
-    row: Row, tokenizer: "Tokenizer", color: TokenColor, start: int, advantages: Sequence[float | None]
+    row: Row, number: int, trained: TrainedCompletion | None, decode: Decode, color: TokenColor, start: int
 ) -> TokenPage:
     """Return some tokens of a row, those after the prompt.
 
     Args:
         row: the row.
-        tokenizer: of the run's model.
+        number: its position in its completion.
+        trained: what the step did with the completion; None: no step had it, or it was not archived.
+        decode: returns the texts of some tokens of a row.
         color: what the color of a token shows.
         start: first token.
-        advantages: one for each token of the row; None where it bears no loss.
     """
-    tokens = row.tokens
-    end = min(len(tokens), start + PAGE)
-    logprobs = _by_token(row)
-    versions = {at: span.version for span in row.spans for at in range(max(span.start, start), min(span.end, end))}
-    largest = max((abs(value) for value in advantages if value is not None), default=0.0)
+    columns = token_columns(row, annotated_row(trained, number))
+    tokens = _Tokens(columns, trained)
+    coloring = _COLORINGS[color](tokens)
+    total = len(columns.token_ids)
+    end = min(total, start + PAGE)
     shown = []
-    for at in range(start, end):
-        advantage = advantages[at] if at < len(advantages) else None
-        known = _Known(logprobs.get(at), versions.get(at), advantage)
-        text = tokenizer.decode([tokens[at]], skip_special_tokens=False)
-        shown.append(ShownToken(text, _css(color, known, largest), _title(at, tokens[at], known)))
-    return TokenPage(tokens=shown, start=start, total=len(tokens), next_start=end if end < len(tokens) else None)
+    for at, text in zip(range(start, end), decode(row.token_ids, start, end), strict=True):
+        css = coloring.css(at) if columns.sampled_mask[at] else "context"
+        shown.append(ShownToken(_visible(text), css, _title(tokens, at, text)))
+    is_annotated = columns.loss_mask is not None or trained is None
+    return TokenPage(
+        tokens=shown,
+        legend=[*coloring.legend, LegendEntry("context", "not sampled")],
+        note="" if is_annotated else coloring.without_annotations,
+        start=start,
+        total=total,
+        next_start=end if end < total else None,
+    )
 
 
-@lru_cache(maxsize=8)
-def load_tokenizer(model: Path) -> "Tokenizer":
-    """Load the tokenizer of a model folder. Blocks on files.
+def decoder(model: Path) -> Decode:
+    """Return a function that decodes with the tokenizer of a model folder. Blocks on files.
 
     Raises:
         PenstockError: there is none, or the library is not installed.
     """
+    _load_tokenizer(model)
+    return lambda token_ids, start, end: _decode(model, token_ids, start, end)
+
+
+@lru_cache(maxsize=64)
+def _decode(model: Path, token_ids: bytes, start: int, end: int) -> tuple[str, ...]:
+    """Decode each token; one that ends in the middle of a character has no text, the last one of it has it whole."""
+    from tokenizers.decoders import DecodeStream
+
+    tokenizer, stream = _load_tokenizer(model), DecodeStream(skip_special_tokens=False)
+    ids = memoryview(token_ids).cast("i")[start:end]
+    return tuple(stream.step(tokenizer, token) or "" for token in ids)
+
+
+@lru_cache(maxsize=8)
+def _load_tokenizer(model: Path) -> "Tokenizer":
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
@@ -84,42 +136,145 @@ def load_tokenizer(model: Path) -> "Tokenizer":
     return Tokenizer.from_file(str(file))
 
 
-class _Known(Struct, frozen=True):
-    logprob: float | None
-    """None: not sampled."""
-    version: int | None
-    advantage: float | None
+class _Tokens:
+    """The columns of a row; without annotations every token has the completion's advantage."""
+
+    def __init__(self, columns: TokenColumns, trained: TrainedCompletion | None) -> None:
+        self.columns, self.trained = columns, trained
+        sampled = columns.sampled_mask
+        mean = trained.advantage if trained is not None and trained.loss_tokens else None
+        self.advantages = columns.advantages or [mean if each else None for each in sampled]
+        self.differences = columns.logprob_differences or [None] * len(sampled)
+        self.rejected_by = columns.rejected_by or [None] * len(sampled)
+        has_loss = int(trained is not None and trained.loss_tokens > 0)
+        self.loss_mask = columns.loss_mask or [each * has_loss for each in sampled]
+
+    @property
+    def why_no_loss(self) -> str:
+        """Why the completion bears no loss; empty if it does."""
+        if self.trained is None:
+            return "no step had the completion"
+        return "" if self.trained.loss_tokens else self.trained.state
 
 
-def _by_token(row: Row) -> dict[int, float]:
-    positions = (at for start, end in row.sampled_ranges for at in range(start, end))
-    return dict(zip(positions, row.sampled_logprobs, strict=False))
+class _Coloring(Struct, frozen=True):
+    """One choice of colors for a row."""
+
+    css: Callable[[int], str]
+    """Returns the class of a sampled token."""
+    legend: list[LegendEntry]
+    without_annotations: str = ""
+    """What to say of a step without annotations."""
 
 
-def _css(color: TokenColor, known: _Known, largest: float) -> str:
-    if known.logprob is None:
-        return "token-context"
-    match color:
-        case "sampled":
-            return "token-sampled"
-        case "version":
-            return "" if known.version is None else f"token-version-{known.version % 6}"
-        case "logprob":
-            return f"token-logprob-{sum(known.logprob < bound for bound in _LOGPROB_BOUNDS)}"
-        case "advantage":
-            if known.advantage is None or not largest:
-                return "token-no-loss"
-            level = min(3, max(1, round(3 * abs(known.advantage) / largest)))
-            return f"token-{'good' if known.advantage > 0 else 'bad'}-{level}"
+def _color_advantages(tokens: _Tokens) -> _Coloring:
+    largest = max((abs(value) for value in tokens.advantages if value is not None), default=0.0)
+
+    def css(at: int) -> str:
+        value = tokens.advantages[at]
+        if value is None:
+            return "no-loss"
+        return _tinted(value, max(1, round(3 * abs(value) / largest)) if value else 0)
+
+    legend = [LegendEntry("no-loss", f"no loss{_because(tokens.why_no_loss)}")]
+    if largest:
+        high = format_value(largest)
+        more = LegendEntry("tint-3", f"up to +{high}: becomes more likely")
+        legend = [more, LegendEntry("shade-3", f"down to \u2212{high}: becomes less likely"), *legend]
+    return _Coloring(css, legend, "This step has no annotations: each token has the mean advantage of its completion.")
 
 
-def _title(at: int, token: int, known: _Known) -> str:
-    parts = [f"token {at}, id {token}"]
-    if known.logprob is None:
-        return f"{parts[0]}, not sampled"
-    parts.append(f"log-prob {known.logprob:.3f}")
-    if known.version is not None:
-        parts.append(f"version {known.version}")
-    if known.advantage is not None:
-        parts.append(f"advantage {known.advantage:+.3g}")
-    return ", ".join(parts)
+def _color_differences(tokens: _Tokens) -> _Coloring:
+    def css(at: int) -> str:
+        value = tokens.differences[at]
+        return "no-loss" if value is None else _tinted(value, sum(abs(value) >= each for each in _DIFFERENCE_BOUNDS))
+
+    low, _, high = _DIFFERENCE_BOUNDS
+    legend = [
+        LegendEntry("tint-3", f"trainer's log-prob higher by {high:g} nat or more"),
+        LegendEntry("shade-3", f"lower by {high:g} nat or more"),
+        LegendEntry("", f"within {low:g} nat"),
+        LegendEntry("no-loss", "not computed"),
+    ]
+    return _Coloring(css, legend, "This step has no annotations, so the trainer's log-probs are not known.")
+
+
+def _color_masks(tokens: _Tokens) -> _Coloring:
+    rules = list(dict.fromkeys(rule for rule in tokens.rejected_by if rule is not None))
+    by_rule = {rule: f"{_RULE_CSS[at % len(_RULE_CSS)]} rejected" for at, rule in enumerate(rules)}
+
+    def css(at: int) -> str:
+        rule = tokens.rejected_by[at]
+        if rule is not None:
+            return by_rule[rule]
+        return "tint-2" if tokens.loss_mask[at] else "no-loss"
+
+    legend = [LegendEntry(css, f"rejected by {rule}") for rule, css in by_rule.items()]
+    if tokens.why_no_loss:
+        legend.append(LegendEntry("no-loss", f"no loss{_because(tokens.why_no_loss)}"))
+    else:
+        legend = [LegendEntry("tint-2", "bears loss"), *legend]
+    return _Coloring(css, legend, "This step has no annotations: tokens that a rule rejected singly are not marked.")
+
+
+def _color_versions(tokens: _Tokens) -> _Coloring:
+    found = sorted({version for version in tokens.columns.versions if version is not None})
+    by_version = {version: _VERSION_CSS[at % len(_VERSION_CSS)] for at, version in enumerate(found)}
+
+    def css(at: int) -> str:
+        version = tokens.columns.versions[at]
+        return "" if version is None else by_version[version]
+
+    return _Coloring(css, [LegendEntry(css, f"version {version}") for version, css in by_version.items()])
+
+
+def _color_logprobs(tokens: _Tokens) -> _Coloring:
+    def css(at: int) -> str:
+        level = sum((tokens.columns.logprobs[at] or 0.0) < bound for bound in _LOGPROB_BOUNDS)
+        return f"shade-{level}" if level else ""
+
+    bounds = enumerate(_LOGPROB_BOUNDS, start=1)
+    legend = [LegendEntry(f"shade-{level}", f"below {format_value(bound)}") for level, bound in bounds]
+    return _Coloring(css, [LegendEntry("", f"above {format_value(_LOGPROB_BOUNDS[0])}"), *legend])
+
+
+_COLORINGS: Final[dict[TokenColor, Callable[[_Tokens], _Coloring]]] = {
+    "advantage": _color_advantages,
+    "difference": _color_differences,
+    "mask": _color_masks,
+    "version": _color_versions,
+    "logprob": _color_logprobs,
+}
+
+
+def _tinted(value: float, level: int) -> str:
+    return f"{'tint' if value > 0 else 'shade'}-{level}" if level else ""
+
+
+def _because(why: str) -> str:
+    return f": {why}" if why else ""
+
+
+def _visible(text: str) -> str:
+    """Return the text of a token so that it can be seen: a line end has a sign, a part of a character another."""
+    return text.replace("\n", "\u21b5\n") if text else "\u00b7"
+
+
+def _title(tokens: _Tokens, at: int, text: str) -> str:
+    columns = tokens.columns
+    parts = [f"{text!r}" if text else "part of a character", f"token {at}, id {columns.token_ids[at]}"]
+    logprob = columns.logprobs[at]
+    if logprob is None:
+        return " \u00b7 ".join([*parts, "not sampled"])
+    parts.append(f"engine's log-prob {logprob:.3f}")
+    if (difference := tokens.differences[at]) is not None:
+        parts.append(f"trainer's {difference:+.3f}")
+    if (advantage := tokens.advantages[at]) is not None:
+        parts.append(f"advantage {advantage:+.3g}")
+    if (rule := tokens.rejected_by[at]) is not None:
+        parts.append(f"no loss: rejected by {rule}")
+    elif not tokens.loss_mask[at]:
+        parts.append(f"no loss{_because(tokens.why_no_loss)}")
+    if (version := columns.versions[at]) is not None:
+        parts.append(f"version {version}")
+    return " \u00b7 ".join(parts)

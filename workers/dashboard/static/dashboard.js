@@ -1,12 +1,37 @@
-// Draws the charts, and scrolls to the current page's link where the links do not fit. Everything else on the pages is HTML from the server, put in place by htmx.
+// Draws the charts, says what is recorded of the token that is chosen, and scrolls to the current page's link where the links do not fit. Everything else on the pages is HTML from the server, put in place by htmx.
 "use strict";
 (() => {
   document.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  readTokens();
   const charts = document.getElementById("charts");
   if (!charts) return;
   const plots = new Map();
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const short = (value) => (value == null ? "–" : Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en") : String(+value.toPrecision(4)));
+
+  // A token is chosen by a click, or with the arrow keys in the tokens.
+  function readTokens() {
+    const choose = (token) => {
+      const tokens = token.parentElement;
+      tokens.querySelector(".chosen")?.classList.remove("chosen");
+      token.classList.add("chosen");
+      token.scrollIntoView({ block: "nearest", inline: "nearest" });
+      document.getElementById(tokens.getAttribute("aria-describedby")).textContent = token.title;
+    };
+    const described = ".tokens[aria-describedby]";
+    document.addEventListener("click", (event) => {
+      const token = event.target.closest(`${described} > span`);
+      if (token) choose(token);
+    });
+    document.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+      if (!step || !event.target.matches(described)) return;
+      const chosen = event.target.querySelector(".chosen");
+      const next = chosen ? (step > 0 ? chosen.nextElementSibling : chosen.previousElementSibling) : event.target.firstElementChild;
+      if (next) choose(next);
+      event.preventDefault();
+    });
+  }
 
   function options(chart, width) {
     const axis = { stroke: () => color("--quiet"), grid: { stroke: () => color("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
