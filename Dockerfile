@@ -1,22 +1,50 @@
-# One image for every role: `docker run penstock penstock ROLE ...`.
+# Two images for the roles of a run:
+#
+#   docker build --target light -t penstock-light .    feed, rollout, score, dashboard, every command that reads a run; no torch
+#   docker build --target train -t penstock-train .    trainer, local engine, demo; with torch
+#
+# Both run as the user `penstock` (10001) and need to write only to /runs and /tmp. More extras of Penstock, for example
+# pyarrow for prompts as Parquet files: --build-arg EXTRAS=rollout,dashboard,data,math
 #
 # pip installs torch from its configured index. Without a GPU, use PyTorch's CPU index, which saves gigabytes:
 #   docker compose build --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's CPU index>
 # or put wheels into ./wheels, which pip searches first (for machines without that index).
-FROM python:3.11-slim-bookworm
+ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 
+# What both images run on. The virtual environments are built in stages of their own: no pip, no caches, no wheels stay.
+FROM ${PYTHON_IMAGE} AS base
+RUN groupadd --gid 10001 penstock \
+    && useradd --uid 10001 --gid penstock --home-dir /tmp --no-create-home --shell /usr/sbin/nologin penstock \
+    && install --directory --owner penstock --group penstock /runs
+ENV PATH=/opt/penstock/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
+LABEL org.opencontainers.image.title="Penstock" \
+      org.opencontainers.image.description="Asynchronous rollout pipeline for reinforcement learning on language models" \
+      org.opencontainers.image.licenses="Apache-2.0"
+WORKDIR /runs
+USER penstock
+CMD ["penstock", "--help"]
+
+FROM ${PYTHON_IMAGE} AS build-light
 ARG PIP_EXTRA_INDEX_URL=""
-ENV PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
-
+ARG EXTRAS="rollout,dashboard"
+ENV PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels PIP_PYTHON=/opt/penstock/bin/python
 WORKDIR /app
 COPY pyproject.toml README.md LICENSE wheel[s] /wheels/
-RUN pip install "torch==2.13.0"
-
 COPY pyproject.toml README.md LICENSE ./
+# Dependencies first: a changed source file does not install them again.
+RUN python -m venv --without-pip /opt/penstock && mkdir stream envs workers && pip install ".[${EXTRAS}]"
 COPY stream stream
 COPY envs envs
 COPY workers workers
-RUN pip install ".[rollout,train,dashboard]"
+RUN pip install --no-deps --force-reinstall .
 
-WORKDIR /work
-CMD ["penstock", "--help"]
+FROM base AS light
+COPY --from=build-light /opt/penstock /opt/penstock
+
+FROM build-light AS build-train
+ARG PIP_EXTRA_INDEX_URL=""
+ARG EXTRAS="rollout,dashboard"
+RUN pip install "torch==2.13.0" && pip install ".[${EXTRAS},train]"
+
+FROM base AS train
+COPY --from=build-train /opt/penstock /opt/penstock

@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --root-us
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-nightly test-gpu test-vllm clean
+.PHONY: help setup demo check test test-nightly test-gpu test-vllm test-compose clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -38,7 +38,7 @@ check: setup  ## Format, lint, types, import contracts, spelling, house rules
 	$(BIN)/pytest -q tests/unit/test_house_rules.py
 
 test: setup  ## Unit, property, integration and end-to-end tests
-	$(BIN)/pytest -m "not full and not gpu and not vllm" -n 4 --dist worksteal
+	$(BIN)/pytest -m "not full and not gpu and not vllm and not compose" -n 4 --dist worksteal
 
 test-nightly: setup  ## What is too long for `make test`, with random examples; takes hours
 	$(BIN)/python tests/nightly.py
@@ -49,6 +49,9 @@ test-gpu: setup  ## The trainer's step on a GPU; skipped without one
 test-vllm: setup  ## On the real vLLM, on the CPU; creates its virtual environment once
 	PYTHON=$(BIN)/python sh tests/vllm/setup.sh
 	$(BIN)/pytest -m vllm tests/vllm
+
+test-compose: setup  ## The images and compose.yaml on a Docker engine; skipped without one
+	$(BIN)/pytest -m compose -s tests/compose
 
 clean:  ## Remove everything that setup, tests and demos created
 	rm -rf $(VENV) runs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -20,13 +20,13 @@ MONITORING = {"prometheus", "grafana"}
 
 
 def commands():
-    """Return every `penstock ...` command line in the file."""
+    """Return every `penstock ...` command line in the file, with the defaults of variables."""
     for name, service in SERVICES.items():
         words = service.get("command") or [""]
         if isinstance(words, str):
             words = shlex.split(words)
         if words[0] == "penstock":
-            yield name, words
+            yield name, [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in words]
 
 
 def test_every_role_of_the_demo_is_a_service_and_each_kind_of_engine_has_a_profile():
@@ -37,7 +37,6 @@ def test_every_role_of_the_demo_is_a_service_and_each_kind_of_engine_has_a_profi
     assert {name: service["profiles"] for name, service in SERVICES.items() if "profiles" in service} == {
         "engine": ["cpu"],
         "vllm": ["gpu"],
-        "dashboard": ["dashboard"],
         **{name: ["monitoring"] for name in MONITORING},
     }
     assert "COMPOSE_PROFILES=cpu" in (ROOT / ".env").read_text().splitlines()
@@ -115,12 +114,37 @@ def test_redis_persists_and_does_not_evict():
     assert words[words.index("--maxmemory-policy") + 1] == "noeviction"
 
 
-def test_one_service_builds_the_image_of_all_roles():
+def test_two_images_serve_all_roles_and_two_services_build_them():
     built = [name for name, service in SERVICES.items() if "build" in service]
-    assert built == ["prepare", "vllm"]
-    assert {service["image"] for name, service in SERVICES.items() if name not in {"redis", "vllm", *MONITORING}} == {
-        "penstock"
-    }
+    assert built == ["prepare", "vllm", "feed"]
+    images = {name: service["image"] for name, service in SERVICES.items()}
+    light = {name for name, image in images.items() if image == "penstock-light"}
+    assert light == {"feed", "rollout", "score", "dashboard"}
+    assert {name for name, image in images.items() if image == "penstock-train"} == {"prepare", "engine", "train"}
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert {SERVICES["feed"]["build"]["target"], SERVICES["prepare"]["build"]["target"]} <= set(stages)
+
+
+def test_containers_are_limited():
+    for name, service in SERVICES.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service.get("read_only", False) == (name not in {"vllm", "grafana"}), name
+        assert "limits" in service["deploy"]["resources"] or name == "vllm", name
+    assert "USER penstock" in (ROOT / "Dockerfile").read_text()
+    assert "USER penstock" in (ROOT / "plugins" / "vllm" / "Dockerfile").read_text()
+
+
+def test_bases_are_pinned_and_the_same_in_the_tests_of_the_images():
+    text = (ROOT / "Dockerfile").read_text()
+    default = re.search(r"^ARG PYTHON_IMAGE=(\S+)$", text, re.MULTILINE)[1]
+    assert SERVICES["prepare"]["build"]["args"]["PYTHON_IMAGE"] == f"${{PENSTOCK_PYTHON_IMAGE:-{default}}}"
+    redis = SERVICES["redis"]["image"].removeprefix("${PENSTOCK_REDIS_IMAGE:-").removesuffix("}")
+    tests = (ROOT / "tests" / "compose" / "conftest.py").read_text()
+    assert f'PYTHON = "{default}"' in tests
+    assert f'REDIS = "{redis}"' in tests
+    for image in (default, redis, *(SERVICES[name]["image"] for name in MONITORING)):
+        assert re.search(r":v?\d+\.\d+\.\d+", image), f"{image} is not pinned to a release"
 
 
 def test_the_image_contains_every_package():

@@ -11,7 +11,10 @@ PATH: Final = click.Path(exists=True, path_type=Path)
 
 run = click.argument("target", metavar="[RUN]", required=False)
 redis = click.option(
-    "--redis", default="", metavar="URL", help="URL of the run's Redis server, if its folder does not name it."
+    "--redis",
+    default="",
+    metavar="URL",
+    help="URL of the run's Redis server, if its folder does not name it; default: $PENSTOCK_REDIS.",
 )
 overrides = click.option(
     "overrides", "--set", multiple=True, metavar="a.b=c", help="Override a setting; may be repeated."

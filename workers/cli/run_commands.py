@@ -1,6 +1,5 @@
 """Commands on an existing run: status, control, audit, replay, users, export."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Final, Literal
@@ -174,15 +173,17 @@ def dashboard(targets: tuple[str, ...], redis: str, host: str, port: int, allow_
     """Show runs in the browser. RUN is a folder, a settings file or a name; without one, all runs under runs/.
 
     Running, stopped, killed and finished runs are shown; nothing of them is changed. The environment variable
-    PENSTOCK_DASHBOARD_TOKEN sets a token that viewers need; a host that other machines can reach needs one.
+    PENSTOCK_DASHBOARD_TOKEN, or the file that PENSTOCK_DASHBOARD_TOKEN_FILE names, sets a token that viewers need.
+    A host that other machines can reach gets a random one otherwise, which is printed in the address.
     """
     from envs.extras import import_extra
 
     for module in ("aiohttp", "jinja2"):
         import_extra(module, "dashboard")
-    from workers.dashboard.access import TOKEN_VARIABLE, Access
+    from workers.dashboard.access import Access
     from workers.dashboard.run_dashboard import run_dashboard
+    from workers.runtime.secret import DASHBOARD_TOKEN, read_secret
 
     log_errors_only("dashboard")
-    access = Access(host=host, token=os.environ.get(TOKEN_VARIABLE, ""), allow_changes=allow_changes)
+    access = Access(host=host, token=read_secret(DASHBOARD_TOKEN), allow_changes=allow_changes)
     run_dashboard(targets, redis, access, port)

@@ -136,7 +136,9 @@ def serve(target: Path, host: str, port: int, runner: Any, dtype: str | None, ov
 def _role_command(role: str, text: str) -> click.Command:
     @click.command(role, help=text)
     @click.argument("file", type=options.FILE)
-    @click.option("--redis", default="", metavar="URL", help="URL of the run's Redis server; default: run.redis.")
+    @click.option(
+        "--redis", default="", metavar="URL", help="URL of the run's server; default: run.redis, $PENSTOCK_REDIS."
+    )
     @click.option(
         "engines",
         "--engine",

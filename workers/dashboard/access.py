@@ -12,10 +12,10 @@ from msgspec import Struct
 
 from stream.errors import SettingsError
 from workers.dashboard.rendering import render
+from workers.runtime.secret import DASHBOARD_TOKEN
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-TOKEN_VARIABLE: Final = "PENSTOCK_DASHBOARD_TOKEN"  # noqa: S105  (the name of a variable)
 _COOKIE: Final = "penstock-dashboard"
 _COOKIE_S: Final = 30 * 86400
 _LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -49,8 +49,8 @@ class Access(Struct, frozen=True, kw_only=True):
         """
         if not is_loopback(self.host) and not self.token:
             raise SettingsError(
-                f"--host {self.host} lets other machines in: set a token in the environment variable {TOKEN_VARIABLE}, "
-                "or keep the default host and forward the port (ssh -L)"
+                f"--host {self.host} lets other machines in: set a token in the environment variable "
+                f"{DASHBOARD_TOKEN}, or keep the default host and forward the port (ssh -L)"
             )
 
     def allows_host(self, host: str) -> bool:
@@ -115,7 +115,7 @@ def _refusal(access: Access, request: web.Request) -> web.StreamResponse | None:
 
 
 def _check_token(access: Access, request: web.Request) -> web.StreamResponse | None:
-    if request.path.startswith("/static/"):  # public files, which the page that asks for the token needs
+    if request.path.startswith("/static/") or request.path == "/health":  # the page that asks for the token needs files
         return None
     given = request.query.get("token")
     if given is not None and request.method == "GET" and access.allows_token(given):

@@ -1,12 +1,14 @@
 """`penstock dashboard`: serve the pages until the process is stopped."""
 
+import secrets
 import signal
 from collections.abc import Sequence
 
 import anyio
+import msgspec
 
 from workers.commands.output import print_line
-from workers.dashboard.access import Access
+from workers.dashboard.access import Access, is_loopback
 from workers.dashboard.run_source import RunCatalog
 from workers.dashboard.server import serve_dashboard
 
@@ -14,16 +16,21 @@ from workers.dashboard.server import serve_dashboard
 def run_dashboard(targets: Sequence[str], redis: str, access: Access, port: int) -> None:
     """Serve the pages of some runs, or of all below `runs/`, until SIGINT or SIGTERM.
 
+    An address that other machines reach needs a token: without one, a random one is made and printed in the address.
+
     Raises:
         PenstockError: a target is no run, or the address cannot be used.
     """
-    access.check()
+    shown = ""
+    if not access.token and not is_loopback(access.host):
+        access = msgspec.structs.replace(access, token=secrets.token_urlsafe(16))
+        shown = f"/?token={access.token}"
     catalog = RunCatalog(targets, redis)
 
     async def serve() -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async with serve_dashboard(catalog, access, port) as url:
-                print_line(f"listening on {url}")
+                print_line(f"listening on {url}{shown}")
                 async for _ in signals:
                     return
 

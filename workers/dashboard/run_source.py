@@ -13,6 +13,7 @@ from stream.errors import PenstockError
 from workers.run.run_folder import RUNS
 from workers.run.run_info import RunLocation, find_run, read_run_info
 from workers.run.summary import RunSummary, read_summary
+from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
@@ -37,7 +38,7 @@ class RunSource:
     def __init__(self, key: str, target: str, folder: Path | None, redis: str = "") -> None:
         self.key = key
         self.folder = folder
-        self.has_server_url = bool(redis)
+        self.has_server_url = bool(redis or read_secret(REDIS))
         """Whether its server was named when the dashboard was started: no supervisor on this machine says how it is."""
         self._target = target
         self._redis = redis

@@ -28,6 +28,7 @@ from workers.runtime.health import RoleHealth
 from workers.runtime.log_setup import configure_logging
 from workers.runtime.loop_watchdog import LoopWatchdog
 from workers.runtime.recycling import WorkerRecycler
+from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
@@ -130,9 +131,11 @@ def _load_for_role(role: str, file: Path, overrides: tuple[str, ...], redis: str
     settings = load_settings(file, overrides)
     if not settings.run.name:
         raise SettingsError(f"{file}: run.name is empty: the roles of a run find each other by its name; set it")
-    url = redis or settings.run.redis
+    url = redis or settings.run.redis or read_secret(REDIS)
     if not url:
-        raise SettingsError(f"{file}: run.redis is empty and no --redis was given: `penstock {role}` needs a server")
+        raise SettingsError(
+            f"{file}: run.redis is empty, and neither --redis nor {REDIS} was given: `penstock {role}` needs a server"
+        )
     return settings, url
 
 

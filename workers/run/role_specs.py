@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from workers.runtime.secret import without_secrets
 from workers.settings import Settings
 
 ENGINE = "engine"
@@ -100,7 +101,7 @@ def dashboard_spec(settings: Settings) -> RoleSpec:
     return RoleSpec(
         role=DASHBOARD,
         command=(*penstock_command(), DASHBOARD, str(settings.folder), "--port", str(port)),
-        environment={"PENSTOCK_DASHBOARD_TOKEN": ""},
+        environment=without_secrets(),
         modules=LIGHT_MODULES,
     )
 

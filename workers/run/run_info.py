@@ -18,6 +18,7 @@ from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
 from stream.server_process import private_server
 from workers.run.run_folder import RUNS, find_newest_run, lock_folder, write_atomically
+from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
 from workers.settings.pipeline import name_from
 from workers.settings.toml_file import load_settings
@@ -141,8 +142,9 @@ def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = Tru
     else:
         folder = settings.folder if target and Path(target).is_file() else file.parent
     live = read_run_info(folder)
-    url = redis or (live.redis if live else settings.run.redis)
-    if must_have_begun and not url and not (folder / "redis").is_dir():
+    has_private_server = (folder / "redis").is_dir()
+    url = redis or (live.redis if live else settings.run.redis) or ("" if has_private_server else read_secret(REDIS))
+    if must_have_begun and not url and not has_private_server:
         raise PenstockError(f"the run in {folder} has not begun: there is no server, and no server's data")
     return RunLocation(run=settings.run.name, url=url, folder=folder, fsync=settings.queue.fsync, settings=settings)
 
