@@ -27,7 +27,7 @@ from workers.cli import (
     start_commands,
     transcript_commands,
 )
-from workers.cli.command_group import CommandGroup
+from workers.cli.command_group import CommandGroup, exit_process
 from workers.cli.package_origin import check_package_origin, put_working_directory_last
 
 
@@ -84,6 +84,11 @@ penstock.add_section(
 
 
 def main() -> None:
-    """Run the command; the console script calls this."""
+    """Run the command and exit without tearing down the interpreter; the console script calls this."""
     put_working_directory_last()
-    penstock(prog_name="penstock")
+    try:
+        penstock(prog_name="penstock")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            exit_process(end.code or 0)
+        raise

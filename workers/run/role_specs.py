@@ -76,6 +76,12 @@ def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, .
     return specs
 
 
+def preloaded_modules(settings: Settings) -> list[tuple[str, ...]]:
+    """Return the modules of each fork server that a run uses, those that take longest first."""
+    specs = role_specs(settings, Path(), "", ())
+    return sorted({spec.modules for spec in specs}, key=_torch_modules().__eq__, reverse=True)
+
+
 def _metrics_address(settings: Settings, offset: int) -> str:
     """Return where a process serves metrics: the supervisor has the first port, the others follow; 0 stays 0."""
     if not settings.run.metrics_address:

@@ -18,7 +18,7 @@ from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight_process import print_report, run_preflight_process
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import choose_display, format_duration
-from workers.run.role_specs import MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
+from workers.run.role_specs import MakeEngineSpec, MakeRoleSpecs, engine_spec, preloaded_modules, role_specs
 from workers.run.run_folder import lock_folder, write_atomically, write_settings
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
 from workers.run.sampled_completion import newest_archived_group, sample_lines
@@ -75,6 +75,8 @@ def run(
             print(msgspec.json.encode(finished).decode(), flush=True)  # noqa: T201
         return ExitCode.UNTRAINED if finished.verdict else ExitCode.SUCCESS
     with ProcessLauncher() as launcher:
+        for modules in preloaded_modules(settings):
+            launcher.preload(modules)
         if check:
             report = anyio.run(run_preflight_process, launcher, start.file, start.overrides)
             if report.errors and as_json:

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import anyio
 import msgspec
-import psutil
 from msgspec import Struct
 
 from stream.connection.address import has_secret
@@ -78,6 +77,8 @@ def process_start(pid: int) -> str:
     except (FileNotFoundError, ProcessLookupError):
         if sys.platform == "linux":
             return ""
+    import psutil  # only here: Linux does without it
+
     try:
         return str(psutil.Process(pid).create_time())
     except psutil.NoSuchProcess:

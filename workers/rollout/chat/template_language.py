@@ -95,7 +95,7 @@ class _GenerationBlock(Extension):
 class _TemplateDict:
     """`dict` without the attributes of a class."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+    def __call__(self, *args: Any, **kwargs: object) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
@@ -105,7 +105,7 @@ class _TemplateDict:
 class _TemplateNamespace(Namespace):
     """`namespace` without attributes that begin with an underscore, which lead to Python's internals."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # as in Jinja, so that `namespace(self=...)` works
+    def __init__(*args: Any, **kwargs: object) -> None:  # as in Jinja, so that `namespace(self=...)` works
         self, *rest = args
         attributes = dict(*rest, **kwargs)
         for name in attributes:

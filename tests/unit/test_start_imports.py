@@ -1,0 +1,47 @@
+"""What a start imports: a command loads what it needs. Counted in modules, since seconds depend on the machine."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"aiohttp", "huggingface_hub", "jinja2", "numpy", "prometheus_client", "pydantic", "tokenizers", "torch"} | {
+    "transformers",
+    "uvloop",
+}
+STAGES = {
+    "help": "from click.testing import CliRunner; from workers.cli import penstock;"
+    " assert 'queues' in CliRunner().invoke(penstock, ['--help']).output",
+    "queues": "import workers.commands.queues",
+    "rollout": "import workers.run.role_process, workers.rollout.worker, tokenizers",
+}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """Return the top-level packages after each stage, and the number of modules."""
+    code = "import json, sys\ndef show(): print(json.dumps(sorted(sys.modules)))\n"
+    code += "\n".join(f"{statement}\nshow()" for statement in STAGES.values())
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
+    return {name: set(json.loads(line)) for name, line in zip(STAGES, out.splitlines(), strict=True)}
+
+
+def packages(modules):
+    return {name.partition(".")[0] for name in modules}
+
+
+def test_the_help_text_needs_only_the_parser(loaded):
+    absent = HEAVY | {"anyio", "asyncio", "msgspec", "psutil", "redis", "rich", "stream", "structlog"}
+    assert packages(loaded["help"]) & absent == set()
+    assert len(loaded["help"]) < 220
+
+
+def test_queues_needs_a_client_of_redis_and_a_table(loaded):
+    assert packages(loaded["queues"]) & (HEAVY | {"psutil"}) == set()
+    assert len(loaded["queues"]) < 560
+
+
+def test_a_rollout_worker_needs_no_model(loaded):
+    assert packages(loaded["rollout"]) & HEAVY == {"aiohttp", "jinja2", "prometheus_client", "tokenizers"}
+    assert len(loaded["rollout"]) < 900
