@@ -1,6 +1,6 @@
 """What a turn costs a rollout worker: turns per CPU-second of a real `penstock rollout`, of its floor, and of TRL.
 
-    python -m benchmarks.rollout [--url URL] [--concurrency 64] [--seconds 15] [--peer trl] [--json]
+    python -m benchmarks.rollout [--url URL] [--concurrency 64] [--seconds 15] [--peer trl] [--before CHECKOUT] [--json]
 
 A server answers every turn after exactly 50 ms, from prepared bytes. Groups of 8, prompts of about 490 tokens, 64
 tokens per turn, two turns with a tool call and one without; `--tool-turns 7 --gen-tokens 1024` is the long case. Each
@@ -9,6 +9,7 @@ contender is one process, and its CPU time is that of the process, threads inclu
     penstock  `penstock rollout` with a Redis server, prompts fed to it, groups completed into the stream
     floor     the same requests by bare aiohttp and msgspec on uvloop, answers decoded, nothing else
     trl       with --peer trl: TRL's AsyncRolloutWorker, in a virtual environment made at its first use
+    before    with --before: the worker of another checkout of Penstock
 
 They take turns: while one runs, the others are suspended, in `--rounds` rounds, so that a busy machine slows all alike.
 Figures are medians of the rounds; `spread` is the lowest and highest ratio of a round.
@@ -47,7 +48,6 @@ from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 ROOT = Path(__file__).parents[1]
 TRL = "trl==1.16.0"
 TRL_ENVIRONMENT = ROOT / ".cache" / "benchmarks" / "trl"
-RUN = "rollout-benchmark"
 CONVERSATIONS = 512
 SETTLE_S = 1.0
 """After a contender is resumed, until it is measured."""
@@ -158,7 +158,7 @@ def write_settings(case: Case, concurrency: int) -> Path:
     """Write the worker's settings."""
     tokens = sum(map(len, case.turns)) + 100 * len(case.turns)
     table: dict[str, Any] = {
-        "run": {"name": RUN, "folder": str(case.folder / "run"), "dashboard": "off"},
+        "run": {"name": "penstock", "folder": str(case.folder / "run"), "dashboard": "off"},
         "model": {"path": str(case.folder), "tool_format": "hermes"},
         "data": {"path": str(case.folder / "prompts.jsonl")},
         "environments": {"adder": "benchmarks.rollout_case:Adder"},
@@ -177,9 +177,9 @@ def write_settings(case: Case, concurrency: int) -> Path:
     return file
 
 
-async def feed(url: str, messages: Sequence[list[Message]]) -> None:
+async def feed(url: str, run: str, messages: Sequence[list[Message]]) -> None:
     """Keep a backlog of prompts, forever."""
-    async with connect(url, RUN) as connection:
+    async with connect(url, run) as connection:
         feeder, count = Feed(connection, BACKLOG), 0
         while True:
             batch = [
@@ -217,7 +217,8 @@ async def bench(arguments: argparse.Namespace) -> dict[str, Any]:
         url = arguments.url or await stack.enter_async_context(private_server(case.folder))
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
-        tasks.start_soon(feed, url, messages)
+        for run in ("penstock", *(["before"] if arguments.before else [])):
+            tasks.start_soon(feed, url, run, messages)
         contenders = await start_contenders(stack, arguments, file, engine, worker_command(case, arguments, url))
         seconds = arguments.seconds / arguments.rounds
         for _ in range(arguments.rounds):
@@ -229,7 +230,7 @@ async def bench(arguments: argparse.Namespace) -> dict[str, Any]:
 
 async def check_groups(url: str, turns: int) -> None:
     """Require that the worker completed groups whose episodes have all their turns and calls."""
-    async with connect(url, RUN) as connection:
+    async with connect(url, "penstock") as connection:
         entries = await connection.redis.xrevrange(connection.key("groups"), count=1)
     group = decode(entries[0][1][b"payload"], Group)
     seen = {(c.failure, c.truncated, c.turns, c.tool_calls, c.tool_errors) for c in group.completions}
@@ -250,13 +251,16 @@ async def start_contenders(
     load = ("--engine", engine, "--concurrency", str(arguments.concurrency))
     floor = (sys.executable, "-m", "benchmarks.rollout_floor", str(file), *load, "--api", arguments.api)
     commands = [("penstock", (*worker, "--engine", engine)), ("floor", floor)]
+    if arguments.before:
+        own = ("--set", "run.name=before", "--set", f"run.folder={file.parent / 'before'}")
+        commands.append(("before", (*worker, "--engine", engine, *own)))
     if "trl" in arguments.peer:
         python = await anyio.to_thread.run_sync(make_trl_environment)
         commands.append(("trl", (str(python), "benchmarks/rollout_trl.py", str(file), *load)))
     contenders = []
     for name, command in commands:
         before = await answered(engine)
-        started = await stack.enter_async_context(process(*command))
+        started = await stack.enter_async_context(process(*command, cwd=arguments.before if name == "before" else ROOT))
         pid = int(await first_line(started)) if name == "trl" else started.pid
         with anyio.fail_after(120):
             while await answered(engine) < before + 2 * arguments.concurrency:  # noqa: ASYNC110  (another process)
@@ -289,6 +293,7 @@ def main() -> None:
     parser.add_argument("--gen-tokens", type=int, default=64)
     parser.add_argument("--api", choices=("generate", "completions"), default="generate")
     parser.add_argument("--peer", action="append", choices=("trl",), default=[])
+    parser.add_argument("--before", type=Path, help="another checkout of Penstock")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))

@@ -22,7 +22,8 @@ from envs.call.outcomes import (
     replace_surrogates,
 )
 from envs.call.rate_limiter import RateLimiter
-from envs.call.runner import CallRunner, filter_kwargs, is_async
+from envs.call.runner import CallRunner, filter_kwargs
+from envs.call.signatures import call_signature, is_async
 from envs.call.threads import AbandonedThreads, abandoned_threads
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "TimedOut",
     "abandoned_threads",
     "call_inline",
+    "call_signature",
     "describe_error",
     "describe_failure",
     "error_cause",

@@ -1,19 +1,20 @@
 """Calls user code with a deadline."""
 
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from traceback import FrameSummary, extract_tb
 from typing import Any
 
 import anyio
-from anyio import CancelScope, CapacityLimiter, to_thread
+from anyio import CancelScope, CapacityLimiter, WouldBlock
 
 from envs.call.causes import stack_of_thread
 from envs.call.force_closable import ForceClosable
 from envs.call.outcomes import Failed, Ok, Outcome, TimedOut
+from envs.call.signatures import call_signature, is_async
 from envs.call.threads import ThreadCall
+from envs.call.worker_threads import WorkerThreads
 
 
 class CallRunner:
@@ -25,7 +26,6 @@ class CallRunner:
 
     def __init__(self, limiter: CapacityLimiter) -> None:
         self._limiter = limiter
-        self._unlimited = CapacityLimiter(math.inf)  # `_limiter` already counts each call
 
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Outcome:
         """Call a function, or await a coroutine function. Never raises what the function raises."""
@@ -34,8 +34,11 @@ class CallRunner:
                 timeout_s, lambda scope: _await_outcome(partial(function, **arguments), scope)
             )
         thread = ThreadCall(function, arguments)
-        async with self._limiter:
-            outcome = await self._with_deadline(timeout_s, lambda scope: self._in_thread(thread, scope))
+        await self._acquire(thread)
+        try:
+            outcome = await self._with_deadline(timeout_s, lambda scope: _in_thread(thread, scope))
+        finally:
+            self._limiter.release_on_behalf_of(thread)
         if isinstance(outcome, TimedOut) and thread.thread_id is not None:
             return TimedOut(timeout_s, stack=stack_of_thread(thread.thread_id))
         return outcome
@@ -52,32 +55,27 @@ class CallRunner:
                 return outcome
         return TimedOut(timeout_s, stack=stack)
 
-    async def _in_thread(self, thread: ThreadCall, scope: CancelScope) -> Outcome:
+    async def _acquire(self, borrower: object) -> None:
+        """Wait for a thread, unless one is free; `async with` would yield to the event loop each time."""
         try:
-            outcome = await to_thread.run_sync(thread.run, abandon_on_cancel=True, limiter=self._unlimited)
-        except anyio.get_cancelled_exc_class():
-            thread.abandon()
-            raise
-        if isinstance(outcome, Ok) and inspect.isawaitable(outcome.value):
-            return await _await_outcome(lambda: outcome.value, scope)
-        return outcome
+            self._limiter.acquire_on_behalf_of_nowait(borrower)
+        except WouldBlock:
+            await self._limiter.acquire_on_behalf_of(borrower)
 
 
-def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a call gives a coroutine: an `async def`, or an object whose `__call__` is one."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+async def _in_thread(thread: ThreadCall, scope: CancelScope) -> Outcome:
+    outcome = await WorkerThreads.current().run(thread)
+    if isinstance(outcome, Ok) and inspect.isawaitable(outcome.value):
+        return await _await_outcome(lambda: outcome.value, scope)
+    return outcome
 
 
 def filter_kwargs(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
     """Return the available keyword arguments that a function accepts: all if it has `**kwargs`, else those it names."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a C function without a signature
+    signature = call_signature(function)
+    if signature is None or signature.takes_any_keyword:
         return dict(available)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(available)
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return {name: value for name, value in available.items() if name in named}
+    return {name: value for name, value in available.items() if name in signature.keywords}
 
 
 async def _await_outcome(start: Callable[[], Awaitable[Any]], scope: CancelScope) -> Outcome:

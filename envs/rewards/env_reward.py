@@ -1,13 +1,12 @@
 """Rewards from an environment's own `get_reward`."""
 
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anyio import CapacityLimiter
 
-from envs.call import CallRunner, Ok
+from envs.call import CallRunner, Ok, call_signature
 from envs.rewards.call_results import failure_reward, is_per_turn, read_values, rewards_by_name, to_reward
 from stream.records import Message, RewardPart
 from stream.validity import RewardReason, Unmeasured
@@ -44,10 +43,8 @@ async def environment_reward(
 
 def accepts_messages(get_reward: Any) -> bool:
     """Return whether `get_reward` has a parameter `messages`; `**kwargs` does not count, it may be a wrapper's."""
-    try:
-        return "messages" in inspect.signature(get_reward).parameters
-    except (TypeError, ValueError):  # not a function, or a C function without a signature
-        return False
+    signature = call_signature(get_reward)
+    return signature is not None and "messages" in signature.names
 
 
 def _to_parts(value: Any, turns: int) -> list[RewardPart]:

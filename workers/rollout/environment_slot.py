@@ -6,7 +6,6 @@ the background, and the slot makes a new one at its next reset.
 """
 
 import copy
-import inspect
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ from envs.call import (
     Ok,
     Outcome,
     TimedOut,
+    call_signature,
     describe_error,
     describe_failure,
     is_async,
@@ -279,7 +279,8 @@ def _is_plain(value: object) -> bool:
 
 def _response_arguments(respond: Callable[..., Any], text: str, messages: Sequence[Message]) -> dict[str, Any]:
     """Return the arguments of `respond`: the turn's text for its first parameter, and `messages` if it names them."""
-    names = list(inspect.signature(respond).parameters)
+    signature = call_signature(respond)
+    names = signature.names if signature is not None else ()
     arguments: dict[str, Any] = {name: text for name in names[:1] if name != "messages"}
     if accepts_messages(respond):
         arguments["messages"] = copy.deepcopy(list(messages))

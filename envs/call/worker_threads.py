@@ -1,0 +1,188 @@
+"""Threads for synchronous user code that are woken once for many calls.
+
+Waking a thread costs more than most tools and resets do. Calls that are handed over at about the same time are
+therefore run by one thread, one after the other. A thread that is in one call for longer than `_PATIENCE_S` gets no
+further calls: the waiting ones go to other threads, each to its own. So a call that blocks delays others by
+milliseconds, and any number of calls may block at the same time.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, Final
+
+import anyio
+from anyio.lowlevel import RunVar, current_token
+
+from envs.call.outcomes import Outcome, TimedOut
+from envs.call.threads import ThreadCall
+
+try:
+    from sniffio import current_async_library_cvar as _async_library
+except ImportError:  # then anyio does not look at it either
+    _async_library = ContextVar("unused", default=None)
+
+_PATIENCE_S: Final = 0.002
+"""How long calls wait behind the one that a thread is in."""
+_IDLE_S: Final = 10.0
+"""After this time without a call a thread ends."""
+
+
+class _Job:
+    """A call that was handed over, and its outcome once it is there."""
+
+    __slots__ = ("call", "context", "finished", "outcome")
+
+    def __init__(self, call: ThreadCall) -> None:
+        self.call = call
+        self.context: Context = copy_context()
+        self.context.run(_async_library.set, None)  # user code may run an event loop of its own
+        self.finished = anyio.Event()
+        self.outcome: Outcome = TimedOut(0.0)
+
+
+class _Worker(threading.Thread):
+    """One thread. It never keeps the process from exiting."""
+
+    def __init__(self, threads: "WorkerThreads") -> None:
+        super().__init__(name="user code", daemon=True)
+        self._threads = threads
+        self.wake_up = threading.Lock()
+        """Locked while the thread is to sleep."""
+        self.wake_up.acquire()
+        self.busy_since = math.inf
+        """When its present call started; infinity between two calls, and while it wakes up."""
+        self.is_slow = False
+        """It was in one call for too long, and is not counted as available until it returns."""
+
+    def run(self) -> None:
+        """Run calls until there has been none for a while."""
+        while True:
+            job = self._threads.next_job(self)
+            if job is not None:
+                self.busy_since = time.monotonic()
+                job.outcome = job.context.run(job.call.run)
+                self.busy_since = math.inf
+                self._threads.finish(job)
+                del job  # an idle thread keeps nothing alive
+            elif not self.wake_up.acquire(timeout=_IDLE_S) and self._threads.retire(self):
+                return
+
+
+class WorkerThreads:
+    """The threads of one event loop; `current` returns them."""
+
+    def __init__(self) -> None:
+        self._loop: Any = current_token().native_token
+        self._lock = threading.Lock()
+        self._jobs: deque[_Job] = deque()
+        self._idle: list[_Worker] = []
+        self._busy: set[_Worker] = set()
+        self._available = 0
+        """Busy threads that are not slow: one of them takes the next job soon."""
+        self._check_scheduled = False
+        self._finished: deque[_Job] = deque()
+        self._delivery_scheduled = False
+
+    @classmethod
+    def current(cls) -> "WorkerThreads":
+        """Return the threads of the running event loop."""
+        try:
+            return _threads.get()
+        except LookupError:
+            _threads.set(threads := cls())
+            return threads
+
+    async def run(self, call: ThreadCall) -> Outcome:
+        """Run a call in a thread. If this is cancelled, the call is abandoned."""
+        job = _Job(call)
+        with self._lock:
+            self._jobs.append(job)
+            if not self._available:
+                self._wake_one()
+            elif not self._check_scheduled:
+                self._check_scheduled = True
+                self._loop.call_later(_PATIENCE_S, self._relieve)
+        try:
+            await job.finished.wait()
+        except BaseException:
+            call.abandon()
+            raise
+        return job.outcome
+
+    # In the threads
+
+    def next_job(self, worker: _Worker) -> _Job | None:
+        """Return the next call for a thread; None if it is to sleep until it is woken."""
+        with self._lock:
+            if worker.is_slow:
+                worker.is_slow = False
+                self._available += 1
+            if self._jobs:
+                return self._jobs.popleft()
+            self._busy.discard(worker)
+            self._available -= 1
+            self._idle.append(worker)
+            return None
+
+    def finish(self, job: _Job) -> None:
+        """Hand a finished call to the event loop, which is woken once for all that are finished by then."""
+        with self._lock:
+            self._finished.append(job)
+            if self._delivery_scheduled:
+                return
+            self._delivery_scheduled = True
+        with suppress(RuntimeError):  # the event loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def retire(self, worker: _Worker) -> bool:
+        """Whether a thread that has slept for long may end; false if it is being woken."""
+        with self._lock:
+            if worker in self._idle:
+                self._idle.remove(worker)
+                return True
+        worker.wake_up.acquire()
+        return False
+
+    # On the event loop
+
+    def _deliver(self) -> None:
+        with self._lock:
+            self._delivery_scheduled = False
+            finished, self._finished = self._finished, deque()
+        for job in finished:
+            job.finished.set()
+
+    def _relieve(self) -> None:
+        """Have every waiting call run by a thread of its own if the available threads are slow."""
+        with self._lock:
+            self._check_scheduled = False
+            if not self._jobs:
+                return
+            limit = time.monotonic() - _PATIENCE_S
+            for worker in self._busy:
+                if not worker.is_slow and worker.busy_since < limit:
+                    worker.is_slow = True
+                    self._available -= 1
+            if not self._available:
+                for _ in range(len(self._jobs)):
+                    self._wake_one()
+            self._check_scheduled = True
+            self._loop.call_later(_PATIENCE_S, self._relieve)
+
+    def _wake_one(self) -> None:
+        self._available += 1
+        if self._idle:
+            worker = self._idle.pop()
+            self._busy.add(worker)
+            worker.wake_up.release()
+        else:
+            worker = _Worker(self)
+            self._busy.add(worker)
+            worker.start()
+
+
+_threads: RunVar[WorkerThreads] = RunVar("user_code_threads")
