@@ -12,7 +12,7 @@ from tests.compose.conftest import LOCAL_IMAGES, PYTHON, REDIS
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
 
-LIGHT_MB = 320
+LIGHT_MB = 180
 """Most that the light image may add to its base."""
 LIGHT_ROLES = ("feed", "rollout", "score", "dashboard")
 

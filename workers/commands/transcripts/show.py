@@ -1,6 +1,8 @@
 """`penstock show`: print completions of a run as conversations."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -171,10 +173,10 @@ def _tokenizer(settings: Settings) -> DecodeRow:
 
     def decode(row: Row) -> tuple[str, str]:
         if not loaded:
-            from transformers import AutoTokenizer
+            from tokenizers import Tokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
-            loaded.append(tokenizer.decode)
+            tokenizer = Tokenizer.from_file(str(Path(settings.model.path) / "tokenizer.json"))
+            loaded.append(partial(tokenizer.decode, skip_special_tokens=False))
         return loaded[0](row.prompt.tolist()), loaded[0](row.tokens.tolist())
 
     return decode
