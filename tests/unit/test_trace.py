@@ -109,6 +109,41 @@ def test_slices_of_a_lane_never_overlap_and_children_lie_within_their_parents():
     assert kinds == ["s", "t", "t", "t", "t", "f"]
 
 
+EVENT_FIELDS = {
+    "X": {"name": str, "cat": str, "ts": int, "dur": int, "pid": int, "tid": int, "args": dict},
+    "s": {"name": str, "cat": str, "ts": int, "id": int, "bp": str, "pid": int, "tid": int},
+    "M": {"name": str, "pid": int, "args": dict},
+}
+"""Fields of Chrome's Trace Event Format by phase; `t` and `f` are like `s`, and a lane's name has a `tid`."""
+
+
+def test_every_event_is_strictly_of_the_trace_event_format():
+    groups = [group_span(make_group(f"p{i}", offset=i * 1.5), "trained", STEP) for i in range(6)]
+    trace = json.loads(json.dumps(perfetto_trace(groups, {3: STEP})))
+    assert set(trace) == {"displayTimeUnit", "traceEvents"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    named, used = set(), set()
+    for event in trace["traceEvents"]:
+        fields = dict(EVENT_FIELDS["s" if event["ph"] in "tf" else event["ph"]])
+        if event["name"] == "thread_name":
+            fields["tid"] = int
+        assert {key: type(value) for key, value in event.items() if key != "ph"} == fields, event
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            assert list(event["args"]) == ["name"]
+            named.add((event["pid"], event.get("tid")))
+        else:
+            used |= {(event["pid"], event["tid"]), (event["pid"], None)}
+        if event["ph"] in "stf":  # an arrow is bound to the slice that encloses it
+            assert any(
+                (each["pid"], each["tid"]) == (event["pid"], event["tid"])
+                and each["ts"] <= event["ts"] <= each["ts"] + each["dur"]
+                for each in trace["traceEvents"]
+                if each["ph"] == "X"
+            ), event
+    assert named == used
+
+
 def test_the_time_of_each_activity_is_recorded_and_their_number_is_bounded():
     completion = Completion(index=0, seconds={"engine": 0.0})
     for _ in range(1100):

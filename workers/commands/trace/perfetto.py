@@ -4,7 +4,6 @@ Each place is a process, and its threads are lanes: a span is in the first lane 
 connect the parts of one group.
 """
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -43,13 +42,14 @@ def perfetto_trace(groups: Iterable[Span], steps: Mapping[int, Step]) -> dict[st
     found = list(groups)
     events: list[dict[str, Any]] = []
     places: dict[str, Lanes] = {}
+    numbers: dict[str, int] = {}
     for span, arrows in sorted(_rows(found, steps), key=lambda row: row[0].began_at):
         lanes = places.setdefault(span.place, Lanes(span.place, len(places) + 1))
         where = {"pid": lanes.number, "tid": lanes.lane(span)}
         events += _slices(span, where)
         middle = _microseconds((span.began_at + span.ended_at) / 2)
         for arrow in arrows:
-            number = zlib.crc32(arrow.prompt.encode())
+            number = numbers.setdefault(arrow.prompt, len(numbers) + 1)
             events.append(
                 {"ph": arrow.kind, "id": number, "name": "group", "cat": "group", "ts": middle, "bp": "e", **where}
             )
