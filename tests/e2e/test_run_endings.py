@@ -332,3 +332,25 @@ def test_a_reward_that_raises_on_one_row_is_shown_at_the_end_of_a_run_that_goes_
     assert result.returncode == ExitCode.SUCCESS, result.stderr
     line = code.splitlines().index("        raise LookupError('row 30')") + 1
     assert f"reward:raised: reward function exact: LookupError: row 30 (rewards.py, line {line})" in result.stdout
+
+
+@pytest.mark.full
+@pytest.mark.timeout(180)
+def test_a_trainer_without_a_supervisor_names_the_error_that_keeps_groups_from_it(project, redis_url):
+    """Roles started one by one: nobody but the trainer notices that nothing arrives."""
+    nowhere = "http://127.0.0.1:9"  # the port of `discard`: nothing listens
+    project.table["run"]["redis"] = redis_url
+    project.table["abort"] = {"stall_timeout_s": 8.0}
+    project.table["engine"] |= {"urls": [nowhere]}
+    project.table["queue"] |= {"reconnect_timeout_s": 1.0}
+    file = str(project.write())
+    workers = [project.start(role, file) for role in ("feed", "rollout")]
+    try:
+        result = project.run("train", file)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+    assert result.returncode == ExitCode.FAILURE, result.stderr
+    for words in ("no scored group arrived within abort.stall_timeout_s = 8 s", "the last error in prompts", nowhere):
+        assert words in result.stderr, result.stderr
