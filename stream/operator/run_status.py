@@ -157,6 +157,18 @@ class RunStatus(Struct, kw_only=True):
         }
 
 
+def describe_stages(status: RunStatus) -> str:
+    """Describe in one line what waits in each stage, and how many entries each worker has claimed."""
+    parts = []
+    for name, stage in status.stages.items():
+        consumers = ", ".join(f"{consumer} {count}" for consumer, count in sorted(stage.consumers.items()) if count)
+        claimed = f"{stage.claimed} claimed by {consumers}" if consumers else f"{stage.claimed} claimed"
+        parts.append(f"{name} has {stage.lag} waiting, {claimed}, {stage.delayed} delayed")
+    if status.feed.get("done") != "1":
+        parts.append("feed has not finished")
+    return "; ".join(parts)
+
+
 async def read_status(connection: RunConnection, *, with_in_flight: bool = False) -> RunStatus:
     """Read the status of the run.
 

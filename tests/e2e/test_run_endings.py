@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.cases.ports import free_port
 from workers.base_models.shipped import write_base_model
 from workers.runtime.exit_codes import ExitCode
 
@@ -337,20 +338,32 @@ def test_a_reward_that_raises_on_one_row_is_shown_at_the_end_of_a_run_that_goes_
 @pytest.mark.full
 @pytest.mark.timeout(180)
 def test_a_trainer_without_a_supervisor_names_the_error_that_keeps_groups_from_it(project, redis_url):
-    """Roles started one by one: nobody but the trainer notices that nothing arrives."""
-    nowhere = "http://127.0.0.1:9"  # the port of `discard`: nothing listens
+    """Roles started one by one, the rollout worker with settings of yesterday: it does not know the environment."""
+    (project.folder / "world.py").write_text(MAZE)
+    project.table |= {"environments": {"old": f"{project.folder}/world.py:Maze"}, "rewards": []}
     project.table["run"]["redis"] = redis_url
-    project.table["abort"] = {"stall_timeout_s": 8.0}
-    project.table["engine"] |= {"urls": [nowhere]}
-    project.table["queue"] |= {"reconnect_timeout_s": 1.0}
-    file = str(project.write())
-    workers = [project.start(role, file) for role in ("feed", "rollout")]
+    project.table["abort"] = {"stall_timeout_s": 45.0}
+    old = project.write().rename(project.folder / "old.toml")
+    project.table["environments"] = {"maze": f"{project.folder}/world.py:Maze"}
+    project.table["queue"] |= {"max_attempts": 100}
+    port = free_port()
+    file, engine = str(project.write()), ("--engine", f"http://127.0.0.1:{port}")
+    others = [
+        project.start("serve", file, "--port", str(port)),
+        project.start("feed", file),
+        project.start("rollout", str(old), *engine),
+    ]
     try:
-        result = project.run("train", file)
+        result = project.run("train", file, *engine)
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-    assert result.returncode == ExitCode.FAILURE, result.stderr
-    for words in ("no scored group arrived within abort.stall_timeout_s = 8 s", "the last error in prompts", nowhere):
-        assert words in result.stderr, result.stderr
+        for each in others:
+            each.kill()
+            each.communicate()
+    assert result.returncode == ExitCode.PERMANENT, result.stderr
+    for words in (
+        "no scored group arrived within abort.stall_timeout_s = 45 s",
+        "groups has 0 waiting, 0 claimed",
+        "the last error in prompts was at",
+        "environment 'maze' is unknown",
+    ):
+        assert words in result.stderr.splitlines()[-1], result.stderr

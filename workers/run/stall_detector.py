@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from stream.operator.run_status import RunStatus
+from stream.operator.run_status import RunStatus, describe_stages
 from stream.queue.in_flight import GroupInFlight
 
 
@@ -42,7 +42,7 @@ class StallDetector:
             return ""
         return (
             f"nothing was trained or dropped for {self._timeout_s:g} s (abort.stall_timeout_s), while "
-            f"{status.unfinished} prompts are unfinished: {'; '.join(_describe_stages(status))}"
+            f"{status.unfinished} prompts are unfinished: {describe_stages(status)}"
         )
 
 
@@ -68,15 +68,3 @@ def _progress(status: RunStatus) -> tuple[int, ...]:
     balance, evaluation = status.balance, status.evaluation
     ended = balance["trained"] + balance["dropped"] + balance["dead"]
     return (ended, evaluation.version, evaluation.unfinished) if evaluation else (ended,)
-
-
-def _describe_stages(status: RunStatus) -> list[str]:
-    """Describe each stage: waiting entries, and how many each worker has claimed."""
-    parts = []
-    for name, stage in status.stages.items():
-        consumers = ", ".join(f"{consumer} {count}" for consumer, count in sorted(stage.consumers.items()) if count)
-        claimed = f"{stage.claimed} claimed by {consumers}" if consumers else f"{stage.claimed} claimed"
-        parts.append(f"{name} has {stage.lag} waiting, {claimed}, {stage.delayed} delayed")
-    if status.feed.get("done") != "1":
-        parts.append("feed has not finished")
-    return parts

@@ -9,6 +9,7 @@ from msgspec import Struct, field
 
 from stream.errors import RunFailedError
 from stream.operator.last_errors import read_last_error
+from stream.operator.run_status import describe_stages, read_status
 from stream.queue.stage import Claim
 from stream.queue.versions import inflight_versions
 from stream.trainer.consumer import Consumer
@@ -91,12 +92,12 @@ class Collector:
             await self._wait(claim)
 
     async def _stalled(self, claim: Claim) -> RunFailedError:
-        """Return the error of a run whose workers send nothing, with the last error that they reported."""
+        """Return the error of a run whose workers send nothing: where its work is, and their last error."""
         last = await read_last_error(self.consumer.connection)
-        why = f"; {last}" if last else ", the workers' logs why"
+        where = describe_stages(await read_status(self.consumer.connection))
         return RunFailedError(
             f"no scored group arrived within abort.stall_timeout_s = {self._settings.abort.stall_timeout_s:g} s, but "
-            f"{claim.unfinished_prompts} prompts are unfinished; `penstock queues` shows where they are{why}",
+            f"{claim.unfinished_prompts} prompts are unfinished: {where}; {last or 'the logs of the workers have more'}",
             last.cause if last else None,
         )
 
