@@ -2,8 +2,12 @@
 
 import json
 
+import anyio
 import pytest
 
+from stream.connection.run_connection import connect
+from stream.queue.feed import Feed
+from stream.records import Prompt
 from tests.cases.ports import free_port
 from workers.base_models.shipped import write_base_model
 from workers.runtime.exit_codes import ExitCode
@@ -336,23 +340,24 @@ def test_a_reward_that_raises_on_one_row_is_shown_at_the_end_of_a_run_that_goes_
 
 
 @pytest.mark.full
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_trainer_without_a_supervisor_names_the_error_that_keeps_groups_from_it(project, redis_url):
-    """Roles started one by one, the rollout worker with settings of yesterday: it does not know the environment."""
-    (project.folder / "world.py").write_text(MAZE)
-    project.table |= {"environments": {"old": f"{project.folder}/world.py:Maze"}, "rewards": []}
+    """Roles started one by one, with a feeder that is not ours: it names an environment that nobody has."""
     project.table["run"]["redis"] = redis_url
-    project.table["abort"] = {"stall_timeout_s": 45.0}
-    old = project.write().rename(project.folder / "old.toml")
-    project.table["environments"] = {"maze": f"{project.folder}/world.py:Maze"}
+    project.table["abort"] = {"stall_timeout_s": 20.0}
     project.table["queue"] |= {"max_attempts": 100}
+    (project.folder / "world.py").write_text(MAZE)
+    project.table |= {"environments": {"maze": f"{project.folder}/world.py:Maze"}, "rewards": []}
     port = free_port()
     file, engine = str(project.write()), ("--engine", f"http://127.0.0.1:{port}")
-    others = [
-        project.start("serve", file, "--port", str(port)),
-        project.start("feed", file),
-        project.start("rollout", str(old), *engine),
-    ]
+    prompt = Prompt(id="p", messages=[{"role": "user", "content": "Go."}], environment="nowhere")
+
+    async def feed() -> None:
+        async with connect(redis_url, "test", reconnect_s=5.0) as connection:
+            await Feed(connection, 1000).put([prompt], "", "1;")
+
+    anyio.run(feed)
+    others = [project.start("serve", file, "--port", str(port)), project.start("rollout", file, *engine)]
     try:
         result = project.run("train", file, *engine)
     finally:
@@ -361,9 +366,10 @@ def test_a_trainer_without_a_supervisor_names_the_error_that_keeps_groups_from_i
             each.communicate()
     assert result.returncode == ExitCode.PERMANENT, result.stderr
     for words in (
-        "no scored group arrived within abort.stall_timeout_s = 45 s",
+        "no scored group arrived within abort.stall_timeout_s = 20 s",
         "groups has 0 waiting, 0 claimed",
         "the last error in prompts was at",
-        "environment 'maze' is unknown",
+        "environment 'nowhere' is unknown",
     ):
-        assert words in result.stderr.splitlines()[-1], result.stderr
+        assert words in result.stderr, result.stderr
+    assert result.stderr.splitlines()[-1] == "caused by stage prompts: prompt p: environment 'nowhere' is unknown"

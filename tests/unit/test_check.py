@@ -335,6 +335,13 @@ def test_a_thread_that_hangs_does_not_keep_the_command_from_ending(environment):
     assert time.monotonic() - began < 30
 
 
+async def test_an_observation_is_said_to_follow_the_prompt(environment):
+    ref = environment("class Env:\n    def reset(self, **row):\n        return 'Tea, please.'\n")
+    assert "reset returned, which follows the prompt's last message without a blank" in shown(
+        await check_environment(ref, {"a": 1})
+    )
+
+
 SHEET = """
 class Env:
     def reset(self, size: int = 2, **row):

@@ -37,7 +37,10 @@ def _environment(report: EnvironmentReport) -> list[RenderableType]:
         found = f", an environment found as {report.reference_kind} {report.ref!r}"
         parts.append(Text.assemble((report.environment, "bold"), found))
     if report.observation is not None:
-        parts.append(Panel(Text(_short(report.observation)), title="reset returned", title_align="left"))
+        joined = (
+            ", which follows the prompt's last message without a blank" if isinstance(report.observation, str) else ""
+        )
+        parts.append(Panel(Text(_short(report.observation)), title=f"reset returned{joined}", title_align="left"))
     elif report.snapshot_bytes is not None:
         parts.append(Text("reset returned nothing: the prompt is the one in the data."))
     parts += [_tool(trial) for trial in report.tools]

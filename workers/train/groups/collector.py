@@ -97,7 +97,7 @@ class Collector:
         where = describe_stages(await read_status(self.consumer.connection))
         return RunFailedError(
             f"no scored group arrived within abort.stall_timeout_s = {self._settings.abort.stall_timeout_s:g} s, but "
-            f"{claim.unfinished_prompts} prompts are unfinished: {where}; {last or 'the logs of the workers have more'}",
+            f"{claim.unfinished_prompts} prompts are unfinished: {where}; {last or 'the logs of workers have more'}",
             last.cause if last else None,
         )
 
