@@ -13,6 +13,7 @@ every other public method  a tool: name, Google-style docstring and type hints b
 `get_reward()`             optional: a number, None for "unknown" (invalid, never 0), a mapping of named parts, or a
                            list with one number for each model turn; may take `messages`, the conversation
 `rows()`                   optional: the rows to train on, where no file has them; `split="eval"` for held-out ones
+`render(snapshot)`         optional: the final state as text for people; `snapshot` is the thawed environment
 `close()`                  optional: called before an instance is discarded
 `__copy__()`               optional: drop handles, keep data; the copy is frozen as the episode's snapshot
 =========================  ============================================================================================

@@ -21,11 +21,13 @@ __all__ = (
     "is_messages",
     "is_observation",
     "is_response",
+    "offers_render",
     "offers_rows",
 )
 
 RESERVED_METHODS = frozenset({"reset", "respond", "get_reward", "close"})
-"""Public methods that the pipeline calls itself. Every other public method is a tool, except `rows` (`offers_rows`)."""
+"""Public methods that the pipeline calls itself. Every other public method is a tool, except `rows` (`offers_rows`) and
+`render` (`offers_render`)."""
 
 Observation = str | list[dict[str, Any]] | None
 """What `reset` returns: text or content parts, appended to the last prompt message; messages with roles, which follow
@@ -94,15 +96,27 @@ def offers_rows(env: object) -> bool:
 
     One with another required parameter is a tool, for example `rows(sheet)` of a spreadsheet.
     """
-    method = getattr(env, "rows", None)
-    if not callable(method) or not callable(getattr(type(env), "rows", None)):
-        return False
+    return callable(getattr(type(env), "rows", None)) and _required(getattr(env, "rows", None)) in ([], ["split"])
+
+
+def offers_render(env: object) -> bool:
+    """Return whether an environment renders snapshots for people: a method `render` that needs `snapshot` alone.
+
+    It returns a string. `snapshot` is the thawed environment, and so is `self`; a static method will do. One without
+    that parameter is a tool.
+    """
+    return callable(getattr(type(env), "render", None)) and _required(getattr(env, "render", None)) == ["snapshot"]
+
+
+def _required(method: object) -> list[str] | None:
+    """Return the names of the parameters that a call must give; None if that is not known."""
+    if not callable(method):
+        return None
     try:
         parameters = inspect.signature(method).parameters.values()
     except (TypeError, ValueError):  # a C function without a signature
-        return False
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return set(required) <= {"split"}
+        return None
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _is_message(value: object) -> bool:

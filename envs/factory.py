@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from envs.call import describe_error, filter_kwargs
-from envs.contract import AgentEnvironment, declares_tools, offers_rows
+from envs.contract import AgentEnvironment, declares_tools, offers_render, offers_rows
 from envs.references import Reference, check_arguments, class_key, resolve
 from envs.tools import ToolSpec, declared_specs, tool_specs
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
@@ -56,6 +56,8 @@ class EnvironmentFactory:
         """It answers turns of the model without a tool call, in `respond`."""
         self.has_rows: bool = offers_rows(sample)
         """It brings its own rows, in `rows`."""
+        self.has_render: bool = offers_render(sample)
+        """It renders snapshots for people, in `render`."""
         self.known_classes: dict[str, type] = _known_classes(reference, type(sample))
         """Classes that snapshots may contain, by `module:qualname`: those defined in the environment's modules, and the
         enums, dataclasses and structs imported there."""

@@ -16,6 +16,7 @@ class name instead of the version; the name is only looked up among the environm
 ===================  ==================================================================
 `freezing.py`        environment -> bytes
 `thawing.py`         bytes -> environment
+`rendering.py`       bytes -> text for people, by the environment's own `render`, in a child process
 `object_state.py`    attributes, slots and contents of an object, and its encoded form
 `value_codec.py`     Python values <-> msgpack; add support for another type here
 ===================  ==================================================================

@@ -17,7 +17,7 @@ import msgspec
 from docstring_parser import Docstring
 from msgspec import Struct
 
-from envs.contract import RESERVED_METHODS, offers_rows
+from envs.contract import RESERVED_METHODS, offers_render, offers_rows
 from envs.tools.argument_types import ANY_TYPE, ArgumentValidationError, SchemaBuilder
 from envs.tools.container_types import Field
 from envs.tools.docstrings import annotated_description, join_lines, parse_google_docstring
@@ -144,7 +144,8 @@ def _methods(env: object) -> list[tuple[str, Callable[..., Any]]]:
     defined = [name for name in names if isinstance(inspect.getattr_static(cls, name), kinds)]
     bound = [name for name, value in getattr(env, "__dict__", {}).items() if isinstance(value, types.MethodType)]
     found = dict.fromkeys([*defined, *bound])
-    reserved = RESERVED_METHODS | ({"rows"} if offers_rows(env) else set())
+    optional = {"rows": offers_rows(env), "render": offers_render(env)}
+    reserved = RESERVED_METHODS | {name for name, is_offered in optional.items() if is_offered}
     return [(name, getattr(env, name)) for name in found if not name.startswith("_") and name not in reserved]
 
 

@@ -29,6 +29,7 @@ NAVIGATION: Final = (
 _READ_ALL_S: Final = 300.0
 """Deadline of reading all summaries of a run; the next page about groups goes on."""
 _READ_SLICE_S: Final = 0.2
+_MAX_RENDERS: Final = 2
 _PAUSE_S: Final = 0.2
 """Between two slices, so that pages and the run itself get their share of the machine."""
 
@@ -52,6 +53,8 @@ class Dashboard:
         self._metrics: dict[str, MetricsFile] = {}
         self._groups: dict[str, GroupIndex] = {}
         self.engines = EngineQueries()
+        self.renders = anyio.CapacityLimiter(_MAX_RENDERS)
+        """Processes with environments' code, which render snapshots."""
         self._reading: set[str] = set()
         """Runs whose summaries are being read in the background."""
 

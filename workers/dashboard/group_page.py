@@ -23,6 +23,7 @@ from workers.dashboard.conversation import (
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.rendering import render
 from workers.dashboard.run_source import NoServerError, RunSource
+from workers.dashboard.snapshot_panel import snapshot_panel
 from workers.dashboard.token_panel import TokenChoice, TokenPanel
 from workers.dashboard.token_view import COLORS
 from workers.runtime.transcript import describe_end, describe_reward, describe_versions, invalid_reason
@@ -132,6 +133,19 @@ async def send_tokens(dashboard: Dashboard, request: web.Request) -> web.StreamR
     )
     values = {"source": source, "id": request.query["id"], "panel": panel, "colors": COLORS}
     return _fragment("parts/tokens.html", values)
+
+
+async def send_snapshot(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The final state of one completion's environment."""
+    source = await dashboard.source(request)
+    found = await _find(dashboard, source, request)
+    completion = _completion(found, request)
+    if completion.snapshot is None:
+        raise web.HTTPNotFound(text=f"Completion {completion.index} has no snapshot.")
+    panel = await snapshot_panel(
+        source, found.group.prompt.environment, completion.index, completion.snapshot, dashboard.renders
+    )
+    return _fragment("parts/snapshot.html", {"panel": panel})
 
 
 def phases(group: Group, now: float | None = None) -> list[Phase]:

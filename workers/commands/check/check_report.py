@@ -94,6 +94,8 @@ class EnvironmentReport(CheckReport, kw_only=True):
     snapshot_bytes: int | None = None
     omitted: dict[str, str] = field(default_factory=dict)
     """Attributes that are missing from the snapshot, with the reason."""
+    rendered: str = ""
+    """What `render` returned for the snapshot; empty without such a method."""
 
 
 class RewardTrial(Struct, kw_only=True):

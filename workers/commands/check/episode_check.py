@@ -1,17 +1,19 @@
 """Play given turns, or sample calls, in an environment, and report what it answered, its reward and its snapshot."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import anyio
 import msgspec
 
-from envs.factory import EnvironmentFactory
+from envs.factory import EnvironmentFactory, run_in_thread
 from envs.messages import content_text
 from envs.rewards.merge import merge_parts
 from envs.snapshot import omitted_attributes, thaw
+from envs.snapshot.rendering import RENDER_TIMEOUT_S, RenderedSnapshot, render_snapshot
 from envs.tools import ToolSpec
 from envs.tools.examples import example_arguments
-from stream.errors import PenstockError
+from stream.errors import EnvironmentFailure, PenstockError
 from stream.records import Failure, Prompt
 from stream.validity import Measured
 from workers.commands.check.check_report import EnvironmentReport, ToolTrial, TurnTrial
@@ -218,8 +220,26 @@ async def inspect_snapshot(report: EnvironmentReport, factory: EnvironmentFactor
         report.omitted = dict(_all_omitted(await anyio.to_thread.run_sync(thaw, data, factory)))
     except PenstockError as error:
         report.errors.append(f"the snapshot cannot be read back: {error}")
+    if factory.has_render:
+        await _render(report, factory, data)
     for name, reason in report.omitted.items():
         report.warnings.append(f"attribute {name} is not in snapshots: {reason}; reward functions cannot read it")
+
+
+async def _render(report: EnvironmentReport, factory: EnvironmentFactory, data: bytes) -> None:
+    """Render the snapshot once, as `penstock show` and the dashboard do; a failure there costs no completion."""
+
+    def render() -> RenderedSnapshot:
+        found: RenderedSnapshot = run_in_thread(partial(render_snapshot, factory, data), RENDER_TIMEOUT_S, report.ref)
+        return found
+
+    try:
+        rendered = await anyio.to_thread.run_sync(render)
+    except (TimeoutError, EnvironmentFailure) as error:
+        rendered = RenderedSnapshot(error=f"render: {error}")
+    report.rendered = rendered.text
+    if rendered.error:
+        report.warnings.append(f"{rendered.error}; pages show this instead of the environment's final state")
 
 
 def _unknown(name: str) -> ToolSpec:

@@ -55,6 +55,8 @@ def _environment(report: EnvironmentReport) -> list[RenderableType]:
     if report.snapshot_bytes is not None:
         left = f", without {', '.join(report.omitted)}" if report.omitted else ""
         parts.append(Text(f"Its snapshot takes {report.snapshot_bytes:,} bytes{left}."))
+    if report.rendered:
+        parts.append(Panel(Text(_short(report.rendered)), title="render(snapshot)", title_align="left"))
     return parts
 
 

@@ -1,14 +1,16 @@
 """`penstock show`: print completions of a run as conversations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import anyio
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from envs.snapshot.rendering import RenderedSnapshot
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.operator.unfinished_groups import unfinished_groups
@@ -24,6 +26,7 @@ from workers.commands.transcripts.run_completions import (
 )
 from workers.commands.transcripts.selection import Chosen, Filter
 from workers.run.run_info import RunLocation, find_run, with_run
+from workers.runtime.rendered_snapshots import render_of_run
 from workers.runtime.token_columns import logprob_differences, rejected_tokens
 from workers.runtime.transcript import DecodeRow, TranscriptLine, completion_lines, escape_controls
 from workers.settings import Settings
@@ -56,11 +59,31 @@ def show_completions(
     found = [archived.annotate(each) for each in chosen.result()]
     if not found:
         raise PenstockError(_why_nothing(settings, archived, filter_))
+    rendered = _render_snapshots(settings, found)
     if as_json:
-        for each in found:
-            print_json(completion_as_json(each))
+        for each, state in zip(found, rendered, strict=True):
+            print_json(completion_as_json(each) | {"rendered": state.text or None, "render_error": state.error or None})
         return
-    _print(found, chosen, archived, settings, full=full)
+    _print(list(zip(found, rendered, strict=True)), chosen, archived, settings, full=full)
+
+
+def _render_snapshots(settings: Settings, found: Sequence[RunCompletion]) -> list[RenderedSnapshot]:
+    """Return what the environments' own `render` says of each completion's final state."""
+    by_environment: dict[str | None, list[tuple[int, bytes]]] = {}
+    for position, each in enumerate(found):
+        if each.completion.snapshot is not None:
+            of_environment = by_environment.setdefault(each.group.prompt.environment, [])
+            of_environment.append((position, each.completion.snapshot))
+    rendered = [RenderedSnapshot()] * len(found)
+
+    async def render() -> None:
+        for environment, snapshots in by_environment.items():
+            states = await render_of_run(settings, environment, [snapshot for _, snapshot in snapshots])
+            for (position, _), state in zip(snapshots, states, strict=True):
+                rendered[position] = state
+
+    anyio.run(render)
+    return rendered
 
 
 def _offer_unfinished(location: RunLocation, filter_: Filter, chosen: Chosen) -> list[str]:
@@ -114,18 +137,23 @@ def completion_as_json(found: RunCompletion) -> dict[str, Any]:
 
 
 def _print(
-    found: list[RunCompletion], chosen: Chosen, archived: ArchivedRunGroups, settings: Settings, *, full: bool
+    found: list[tuple[RunCompletion, RenderedSnapshot]],
+    chosen: Chosen,
+    archived: ArchivedRunGroups,
+    settings: Settings,
+    *,
+    full: bool,
 ) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     width = min(_MAX_WIDTH, max(_MIN_WIDTH, console.width))
     decode = _tokenizer(settings)
-    for each in found:
+    for each, state in found:
         console.print(heading(each, width))
         for line in completion_lines(
             each.completion, width=width, max_characters=0 if full else _MAX_MESSAGE_CHARACTERS, decode=decode
         ):
             console.print(line.rich_text())
-        for line in step_lines(each):
+        for line in (*state_lines(state), *step_lines(each)):
             console.print(line.rich_text())
         console.print()
     steps = archived.steps
@@ -151,6 +179,14 @@ def heading(found: RunCompletion, width: int) -> Text:
     ]
     head = Text(f"── {'  '.join(parts)} ", "bold")
     return head.append("─" * max(0, width - head.cell_len))
+
+
+def state_lines(state: RenderedSnapshot) -> list[TranscriptLine]:
+    """Return the rendered final state of the environment as it is laid out, escaped, or why it cannot be rendered."""
+    if state.error:
+        return [TranscriptLine("state", escape_controls(state.error).replace("\n", " "), "invalid")]
+    lines = escape_controls(state.text).rstrip("\n").split("\n") if state.text else []
+    return [TranscriptLine("" if number else "state", line, "tool") for number, line in enumerate(lines)]
 
 
 def step_lines(found: RunCompletion) -> list[TranscriptLine]:
