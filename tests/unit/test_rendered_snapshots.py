@@ -18,7 +18,8 @@ from stream.trainer.outcomes import Trained
 from stream.validity import Measured
 from tests.unit.test_dashboard import browser, text_of
 from workers.cli import penstock
-from workers.commands.transcripts.show import state_lines
+from workers.commands.transcripts.show import state_paragraphs
+from workers.runtime.transcript import wrapped_lines
 
 SOURCE = '''
 import time
@@ -140,14 +141,10 @@ def test_the_command_shows_the_final_state_or_why_it_cannot(folder):
 
 
 def test_a_final_state_is_escaped_for_a_terminal_and_keeps_its_lines():
-    assert [str(line) for line in state_lines(RenderedSnapshot("x o\n. \x1b[31m\n"))] == [
-        "state      x o",
-        "           . \\x1b[31m",
-    ]
-    assert [str(line) for line in state_lines(RenderedSnapshot(error="render raised X: \x1b"))] == [
-        "state      render raised X: \\x1b"
-    ]
-    assert state_lines(RenderedSnapshot()) == []
+    ((label, text),) = state_paragraphs(RenderedSnapshot("  x o\n. \x1b[31m\n"))
+    assert [str(line) for line in wrapped_lines(label, text, 60)] == ["state        x o", "           . \\x1b[31m"]
+    assert state_paragraphs(RenderedSnapshot(error="it raised")) == [("invalid", "it raised")]
+    assert state_paragraphs(RenderedSnapshot()) == []
 
 
 def test_check_calls_render_once_and_warns_if_it_raises(board):

@@ -41,6 +41,8 @@ _STYLES: Final = {
     "invalid": ("red", "red"),
     "reward": ("green", ""),
     "ended": ("bright_black", "bright_black"),
+    "state": ("magenta", ""),
+    "trainer": ("bright_black", "bright_black"),
 }
 """Styles of label and text, by label."""
 
@@ -88,8 +90,18 @@ def completion_lines(
     return [
         line
         for label, text in paragraphs
-        for line in _wrapped(label, shorten(text, max_characters) if max_characters else text, width)
+        for line in wrapped_lines(label, shorten(text, max_characters) if max_characters else text, width)
     ]
+
+
+def wrapped_lines(label: str, text: str, width: int) -> Iterator[TranscriptLine]:
+    """Yield the lines of a paragraph, escaped, each in the columns behind the label."""
+    columns = max(_MIN_TEXT_WIDTH, width - LABEL_WIDTH)
+    shown = label
+    for line in escape_controls(text).split("\n"):
+        for part in _wrap_line(line, columns):
+            yield TranscriptLine(shown, part, label)
+            shown = ""
 
 
 def compact_lines(completion: Completion, *, width: int = 100, max_lines: int = 16) -> list[TranscriptLine]:
@@ -265,16 +277,6 @@ def _part_text(part: RewardPart) -> str:
     turn = "" if part.turn is None else f" (turn {part.turn + 1})"
     detail = getattr(part.reward, "detail", "")
     return f"{part.name}{turn} {describe_reward(part.reward)}{weight}" + (f": {detail}" if detail else "")
-
-
-def _wrapped(label: str, text: str, width: int) -> Iterator[TranscriptLine]:
-    """Yield the lines of a paragraph, each in the columns behind the label."""
-    columns = max(_MIN_TEXT_WIDTH, width - LABEL_WIDTH)
-    shown = label
-    for line in escape_controls(text).split("\n"):
-        for part in _wrap_line(line, columns):
-            yield TranscriptLine(shown, part, label)
-            shown = ""
 
 
 def _wrap_line(line: str, columns: int) -> list[str]:

@@ -28,7 +28,7 @@ from workers.commands.transcripts.selection import Chosen, Filter
 from workers.run.run_info import RunLocation, find_run, with_run
 from workers.runtime.rendered_snapshots import render_of_run
 from workers.runtime.token_columns import logprob_differences, rejected_tokens
-from workers.runtime.transcript import DecodeRow, TranscriptLine, completion_lines, escape_controls
+from workers.runtime.transcript import DecodeRow, completion_lines, escape_controls, wrapped_lines
 from workers.settings import Settings
 
 _MAX_MESSAGE_CHARACTERS: Final = 3000
@@ -153,8 +153,9 @@ def _print(
             each.completion, width=width, max_characters=0 if full else _MAX_MESSAGE_CHARACTERS, decode=decode
         ):
             console.print(line.rich_text())
-        for line in (*state_lines(state), *step_lines(each)):
-            console.print(line.rich_text())
+        for label, text in (*state_paragraphs(state), *step_paragraphs(each)):
+            for line in wrapped_lines(label, text, width):
+                console.print(line.rich_text())
         console.print()
     steps = archived.steps
     of = f"steps {steps[0]} to {steps[1]}" if steps else "no step yet"
@@ -181,16 +182,15 @@ def heading(found: RunCompletion, width: int) -> Text:
     return head.append("─" * max(0, width - head.cell_len))
 
 
-def state_lines(state: RenderedSnapshot) -> list[TranscriptLine]:
-    """Return the rendered final state of the environment as it is laid out, escaped, or why it cannot be rendered."""
+def state_paragraphs(state: RenderedSnapshot) -> list[tuple[str, str]]:
+    """Return label and text of the rendered final state of the environment, or why it cannot be rendered."""
     if state.error:
-        return [TranscriptLine("state", escape_controls(state.error).replace("\n", " "), "invalid")]
-    lines = escape_controls(state.text).rstrip("\n").split("\n") if state.text else []
-    return [TranscriptLine("" if number else "state", line, "tool") for number, line in enumerate(lines)]
+        return [("invalid", state.error)]
+    return [("state", state.text.rstrip("\n"))] if state.text else []
 
 
-def step_lines(found: RunCompletion) -> list[TranscriptLine]:
-    """Return what the step did with the completion's tokens, in a line; none if that is not recorded."""
+def step_paragraphs(found: RunCompletion) -> list[tuple[str, str]]:
+    """Return label and text of what the step did with the completion's tokens; none if that is not recorded."""
     trained = found.trained
     if trained is None or not trained.rows:
         return []
@@ -200,7 +200,7 @@ def step_lines(found: RunCompletion) -> list[TranscriptLine]:
     if differences := logprob_differences(trained):
         mean, largest = sum(differences) / len(differences), max(differences, key=abs)
         parts.append(f"log-prob against the engine's {mean:+.2g} on average, {largest:+.2g} at most")
-    return [TranscriptLine("trainer", "; ".join(parts), "ended")]
+    return [("trainer", "; ".join(parts))]
 
 
 def _tokenizer(settings: Settings) -> DecodeRow:
