@@ -13,7 +13,7 @@ from envs.factory import EnvironmentFactory
 from envs.processes.jobs import ProcessPoolError
 from envs.processes.pool import ProcessPool
 from envs.snapshot.thawing import thaw
-from stream.errors import RecordError
+from stream.errors import RecordError, ReferenceNotFoundError
 
 MAX_CHARACTERS: Final = 20_000
 """Of a rendered text; the rest is cut off."""
@@ -77,18 +77,21 @@ async def render_snapshots(
         timeout_s: for each of them.
 
     Returns:
-        One result for each snapshot; an environment that cannot be loaded here is an error in all of them.
+        One result for each snapshot.
+
+    Raises:
+        ReferenceNotFoundError: the environment cannot be loaded here.
     """
     handler = f"{SnapshotRenderer.__module__}:{SnapshotRenderer.__qualname__}"
     try:
         with anyio.fail_after(LOAD_TIMEOUT_S + timeout_s * len(snapshots)):
             async with ProcessPool.open(handler, {"ref": ref, "args": dict(args)}, 1) as pool:
                 outcomes = await pool.map(snapshots, timeout_s)
-    except TimeoutError:
-        return [RenderedSnapshot(error=f"the environment did not load within {LOAD_TIMEOUT_S:g} s")] * len(snapshots)
+    except TimeoutError as error:
+        raise ReferenceNotFoundError(f"the environment {ref!r} did not load within {LOAD_TIMEOUT_S:g} s") from error
     except ProcessPoolError as error:
         why = str(error).strip().splitlines()[-1]
-        return [RenderedSnapshot(error=f"the environment cannot be loaded here: {why}")] * len(snapshots)
+        raise ReferenceNotFoundError(f"the environment {ref!r} cannot be loaded here: {why}") from error
     return [
         msgspec.msgpack.decode(outcome.value, type=RenderedSnapshot)
         if isinstance(outcome, Ok)

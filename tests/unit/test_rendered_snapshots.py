@@ -134,16 +134,17 @@ async def test_the_page_shows_the_final_state_as_text(folder):
 
 
 def test_the_command_shows_the_final_state_or_why_it_cannot(folder):
-    lines = CliRunner().invoke(penstock, ["show", str(folder), "--json"]).stdout.splitlines()
-    gone, board = map(json.loads, lines)
+    result = CliRunner().invoke(penstock, ["show", str(folder), "--json"])
+    gone, board = map(json.loads, result.stdout.splitlines())
     assert (board["rendered"], board["render_error"]) == ("x o\n. <b>\x1b[31m", None)
-    assert (gone["rendered"], "cannot be loaded here" in gone["render_error"]) == (None, True)
+    assert (gone["rendered"], gone["render_error"]) == (None, None)
+    assert "final states are not rendered: the environment 'gone.py:Gone' cannot be loaded here" in result.stderr
 
 
 def test_a_final_state_is_escaped_for_a_terminal_and_keeps_its_lines():
     ((label, text),) = state_paragraphs(RenderedSnapshot("  x o\n. \x1b[31m\n"))
     assert [str(line) for line in wrapped_lines(label, text, 60)] == ["state        x o", "           . \\x1b[31m"]
-    assert state_paragraphs(RenderedSnapshot(error="it raised")) == [("invalid", "it raised")]
+    assert state_paragraphs(RenderedSnapshot(error="it raised")) == [("state", "it raised")]
     assert state_paragraphs(RenderedSnapshot()) == []
 
 

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from envs.snapshot import omitted_attributes, thaw
 from envs.snapshot.rendering import RenderedSnapshot
-from stream.errors import RecordError
+from stream.errors import RecordError, ReferenceNotFoundError
 from workers.dashboard.run_source import RunSource
 from workers.runtime.rendered_snapshots import render_of_run
 
@@ -44,8 +44,11 @@ async def snapshot_panel(
     settings = await anyio.to_thread.run_sync(source.settings)
     rendered = RenderedSnapshot(error="the run's settings are not here, so its environment is not known")
     if settings is not None:
-        async with limit:
-            (rendered,) = await render_of_run(settings, environment, [snapshot])
+        try:
+            async with limit:
+                (rendered,) = await render_of_run(settings, environment, [snapshot])
+        except ReferenceNotFoundError as error:
+            rendered = RenderedSnapshot(error=str(error))
     try:
         attributes = await anyio.to_thread.run_sync(_attributes, snapshot)
     except RecordError as error:

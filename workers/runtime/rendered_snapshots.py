@@ -15,6 +15,9 @@ async def render_of_run(
         settings: of the run.
         environment: its name in `[environments]`, as the prompt has it.
         snapshots: frozen environments.
+
+    Raises:
+        ReferenceNotFoundError: the environment cannot be loaded here.
     """
     named = settings.environments.get(environment or "")
     if named is None or not snapshots:

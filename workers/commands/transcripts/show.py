@@ -12,7 +12,7 @@ from rich.text import Text
 
 from envs.snapshot.rendering import RenderedSnapshot
 from stream.connection.run_connection import RunConnection
-from stream.errors import PenstockError
+from stream.errors import PenstockError, ReferenceNotFoundError
 from stream.operator.unfinished_groups import unfinished_groups
 from stream.records import Row
 from workers.commands.output import print_json, print_note
@@ -78,7 +78,11 @@ def _render_snapshots(settings: Settings, found: Sequence[RunCompletion]) -> lis
 
     async def render() -> None:
         for environment, snapshots in by_environment.items():
-            states = await render_of_run(settings, environment, [snapshot for _, snapshot in snapshots])
+            try:
+                states = await render_of_run(settings, environment, [snapshot for _, snapshot in snapshots])
+            except ReferenceNotFoundError as error:
+                print_note(f"final states are not rendered: {error}")
+                continue
             for (position, _), state in zip(snapshots, states, strict=True):
                 rendered[position] = state
 
@@ -184,9 +188,8 @@ def heading(found: RunCompletion, width: int) -> Text:
 
 def state_paragraphs(state: RenderedSnapshot) -> list[tuple[str, str]]:
     """Return label and text of the rendered final state of the environment, or why it cannot be rendered."""
-    if state.error:
-        return [("invalid", state.error)]
-    return [("state", state.text.rstrip("\n"))] if state.text else []
+    text = state.error or state.text.rstrip("\n")
+    return [("state", text)] if text else []
 
 
 def step_paragraphs(found: RunCompletion) -> list[tuple[str, str]]:
