@@ -23,7 +23,7 @@ from envs.call.outcomes import (
 )
 from envs.call.rate_limiter import RateLimiter
 from envs.call.runner import CallRunner, filter_kwargs
-from envs.call.signatures import call_signature, is_async
+from envs.call.signatures import call_signature, is_async, is_awaitable
 from envs.call.threads import AbandonedThreads, abandoned_threads
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "error_cause",
     "filter_kwargs",
     "is_async",
+    "is_awaitable",
     "outcome_cause",
     "replace_surrogates",
 ]

@@ -1,6 +1,6 @@
 """Calls user code with a deadline."""
 
-import inspect
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from traceback import FrameSummary, extract_tb
@@ -12,7 +12,7 @@ from anyio import CancelScope, CapacityLimiter, WouldBlock
 from envs.call.causes import stack_of_thread
 from envs.call.force_closable import ForceClosable
 from envs.call.outcomes import Failed, Ok, Outcome, TimedOut
-from envs.call.signatures import call_signature, is_async
+from envs.call.signatures import call_signature, is_async, is_awaitable
 from envs.call.threads import ThreadCall
 from envs.call.worker_threads import WorkerThreads
 
@@ -36,16 +36,29 @@ class CallRunner:
         thread = ThreadCall(function, arguments)
         await self._acquire(thread)
         try:
-            outcome = await self._with_deadline(timeout_s, lambda scope: _in_thread(thread, scope))
+            outcome = await self._in_thread(thread, timeout_s)
         finally:
             self._limiter.release_on_behalf_of(thread)
         if isinstance(outcome, TimedOut) and thread.thread_id is not None:
             return TimedOut(timeout_s, stack=stack_of_thread(thread.thread_id))
         return outcome
 
-    async def _with_deadline(self, timeout_s: float, start: Callable[[CancelScope], Awaitable[Outcome]]) -> Outcome:
+    async def _in_thread(self, thread: ThreadCall, timeout_s: float) -> Outcome:
+        started = time.monotonic()
+        outcome = await WorkerThreads.current().run(thread, timeout_s)
+        if isinstance(outcome, Ok) and is_awaitable(outcome.value):
+            return await self._with_deadline(
+                timeout_s,
+                lambda scope: _await_outcome(lambda: outcome.value, scope),
+                spent_s=time.monotonic() - started,
+            )
+        return outcome
+
+    async def _with_deadline(
+        self, timeout_s: float, start: Callable[[CancelScope], Awaitable[Outcome]], *, spent_s: float = 0.0
+    ) -> Outcome:
         stack: tuple[FrameSummary, ...] = ()
-        with anyio.move_on_after(timeout_s) as scope:
+        with anyio.move_on_after(timeout_s - spent_s) as scope:
             try:
                 outcome = await start(scope)
             except anyio.get_cancelled_exc_class() as error:
@@ -61,13 +74,6 @@ class CallRunner:
             self._limiter.acquire_on_behalf_of_nowait(borrower)
         except WouldBlock:
             await self._limiter.acquire_on_behalf_of(borrower)
-
-
-async def _in_thread(thread: ThreadCall, scope: CancelScope) -> Outcome:
-    outcome = await WorkerThreads.current().run(thread)
-    if isinstance(outcome, Ok) and inspect.isawaitable(outcome.value):
-        return await _await_outcome(lambda: outcome.value, scope)
-    return outcome
 
 
 def filter_kwargs(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,8 @@ except ImportError:  # then anyio does not look at it either
 
 _PATIENCE_S: Final = 0.002
 """How long calls wait behind the one that a thread is in."""
+_FOREVER_S: Final = 1e8
+"""The longest timer."""
 _IDLE_S: Final = 10.0
 """After this time without a call a thread ends."""
 
@@ -34,14 +36,20 @@ _IDLE_S: Final = 10.0
 class _Job:
     """A call that was handed over, and its outcome once it is there."""
 
-    __slots__ = ("call", "context", "finished", "outcome")
+    __slots__ = ("call", "context", "finished", "is_late", "outcome")
 
     def __init__(self, call: ThreadCall) -> None:
         self.call = call
         self.context: Context = copy_context()
         self.context.run(_async_library.set, None)  # user code may run an event loop of its own
         self.finished = anyio.Event()
-        self.outcome: Outcome = TimedOut(0.0)
+        self.outcome: Outcome | None = None
+        self.is_late = False
+
+    def expire(self) -> None:
+        """End the wait: the deadline has passed."""
+        self.is_late = True
+        self.finished.set()
 
 
 class _Worker(threading.Thread):
@@ -96,8 +104,11 @@ class WorkerThreads:
             _threads.set(threads := cls())
             return threads
 
-    async def run(self, call: ThreadCall) -> Outcome:
-        """Run a call in a thread. If this is cancelled, the call is abandoned."""
+    async def run(self, call: ThreadCall, timeout_s: float) -> Outcome:
+        """Run a call in a thread. Past its deadline, or if this is cancelled, the call is abandoned.
+
+        The deadline is a timer, not a cancel scope, which would cost more than a quick call.
+        """
         job = _Job(call)
         with self._lock:
             self._jobs.append(job)
@@ -106,11 +117,17 @@ class WorkerThreads:
             elif not self._check_scheduled:
                 self._check_scheduled = True
                 self._loop.call_later(_PATIENCE_S, self._relieve)
+        deadline = self._loop.call_later(min(timeout_s, _FOREVER_S), job.expire)
         try:
             await job.finished.wait()
         except BaseException:
             call.abandon()
             raise
+        finally:
+            deadline.cancel()
+        if job.is_late or job.outcome is None:
+            call.abandon()
+            return TimedOut(timeout_s)
         return job.outcome
 
     # In the threads

@@ -9,7 +9,6 @@ import copy
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import anyio
@@ -133,7 +132,7 @@ class EnvironmentSlot:
             seconds = time.perf_counter() - started
         match outcome:
             case Ok(ToolResult() as result):
-                return replace(result, seconds=seconds)
+                return result.with_seconds(seconds)
             case Ok():
                 raise AssertionError("returning_tool_result converts every result")
             case Failed(error) if _is_environment_failure(error):

@@ -12,7 +12,6 @@ An episode ends with a value: None (the model or the environment was done), a `T
 what concerns all completions of the group is raised: no engine answers, or the chat template refuses the prompt.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import anyio
@@ -35,7 +34,7 @@ from workers.rollout.messages import (
     tool_call_entry,
 )
 from workers.rollout.row_builder import MultiRowBuilder
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
 from workers.rollout.tool_formats.reasoning import reasoning_end
 
 _LONG_TURN_CHARACTERS = 20_000
@@ -103,7 +102,7 @@ class ConversationEpisode(BaseEpisode):
             replies = await self._replies.after(parsed, _text_after_reasoning(turn))
             if replies is None or isinstance(replies, Failure):
                 return replies
-            self._turns.append(replace(turn, replies=replies))
+            self._turns.append(AssistantTurn(turn.token_ids, text, replies, open_reasoning))
             end = self._replies.limit_reached() or await self._extend_context()
             if end is not None:
                 return end
@@ -132,7 +131,8 @@ class ConversationEpisode(BaseEpisode):
         parse = partial(self._tool_format.parse, turn.text, starts_in_reasoning=bool(turn.open_reasoning))
         parsed = parse() if len(turn.text) < _LONG_TURN_CHARACTERS else await anyio.to_thread.run_sync(parse)
         new_id = self._replies.new_call_id
-        return replace(parsed, calls=[call if call.id else replace(call, id=new_id()) for call in parsed.calls])
+        calls = [call if call.id else ToolCall(call.name, call.arguments, call.raw, new_id()) for call in parsed.calls]
+        return ParsedTurn(parsed.content, calls, parsed.errors)
 
     async def _extend_context(self) -> TruncationReason | None:
         """Append the last turn's replies to the context, if a token is left for the model's next turn."""

@@ -3,8 +3,6 @@
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,17 +158,22 @@ class BaseEpisode(ABC):
             completion.snapshot = snapshot
 
 
-@contextmanager
-def timed(completion: Completion, activity: str) -> Iterator[None]:
+class timed:  # noqa: N801  (used like a function)
     """Add the time spent in the body to `completion.seconds[activity]`, and note when it was."""
-    began_at, started = time.time(), time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds = time.perf_counter() - started
-        completion.seconds[activity] += seconds
-        if len(completion.intervals) < MAX_INTERVALS:
-            completion.intervals.append(Interval(activity, began_at, seconds))
+
+    __slots__ = ("_activity", "_began_at", "_completion", "_started")
+
+    def __init__(self, completion: Completion, activity: str) -> None:
+        self._completion, self._activity = completion, activity
+
+    def __enter__(self) -> None:
+        self._began_at, self._started = time.time(), time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._started
+        self._completion.seconds[self._activity] += seconds
+        if len(self._completion.intervals) < MAX_INTERVALS:
+            self._completion.intervals.append(Interval(self._activity, self._began_at, seconds))
 
 
 def _reset_fields(prompt: Prompt) -> dict[str, Any]:

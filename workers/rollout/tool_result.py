@@ -1,6 +1,5 @@
 """Convert what a tool returned to what the model reads."""
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from envs.call import is_async, replace_surrogates
+from envs.call import is_async, is_awaitable, replace_surrogates
 from envs.contract import is_content_parts
 from stream.causes import ErrorCause
 from stream.errors import EnvironmentFailure
@@ -31,6 +30,10 @@ class ToolResult:
     """Wall time of the call; 0 if it could not be made."""
     cause: ErrorCause | None = field(default=None, compare=False)
     """Where the tool raised or hung; the model does not read it."""
+
+    def with_seconds(self, seconds: float) -> "ToolResult":
+        """Return a copy that says how long the call took."""
+        return ToolResult(self.text, self.is_error, self.parts, self.object_type, seconds, self.cause)
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
@@ -86,7 +89,7 @@ def returning_tool_result(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def synchronous(**arguments: Any) -> Any:
         value = method(**arguments)
-        return convert_awaited(value) if inspect.isawaitable(value) else to_tool_result(value)
+        return convert_awaited(value) if is_awaitable(value) else to_tool_result(value)
 
     return asynchronous if is_async(method) else synchronous
 

@@ -112,6 +112,8 @@ class ChatTokenizer:
         """
         check = check_history(self.renderer, with_tools=with_tools, with_user_replies=with_user_replies)
         self.rewrites_history = check.rewrites_history
+        if not check.rewrites_history:
+            self.renderer.learn_frames(["tool"] * with_tools + ["user"] * with_user_replies)
         return check
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:

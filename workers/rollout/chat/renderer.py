@@ -12,6 +12,7 @@ from envs.messages import content_text
 from stream.errors import DataError, PenstockError
 from stream.records import Message
 from workers.rollout.chat.content_parts import ContentAdapter
+from workers.rollout.chat.continuation_frames import ContinuationFrames
 from workers.rollout.chat.template import ChatTemplate, text_after_common_prefix
 from workers.rollout.tool_formats.reasoning import reasoning_end
 
@@ -58,6 +59,9 @@ class ConversationRenderer:
         )
         self._before_call = self._find_before_call() if self.needs_tool_calls else ""
         self._continuation_tools: list[dict[str, Any]] | None = None
+        self._frames = ContinuationFrames(
+            lambda messages: self._after_dummy(messages, self._continuation_tools), template.source
+        )
 
     def after_answer(self) -> str:
         """Return what follows an assistant's text at the end of a conversation; empty if no assistant may speak."""
@@ -88,7 +92,12 @@ class ConversationRenderer:
             DataError: as for `render_prompt`.
             PenstockError: the template cannot continue after an assistant's turn.
         """
-        return self._after_dummy(new_messages, self._continuation_tools)
+        text = self._frames.text(new_messages)
+        return self._after_dummy(new_messages, self._continuation_tools) if text is None else text
+
+    def learn_frames(self, roles: Sequence[str]) -> None:
+        """Find out what the template writes around messages of these roles, so that they need not be rendered."""
+        self._frames.learn(roles)
 
     def render_whole(self, messages: Sequence[Message], turns: Sequence[AssistantTurn]) -> str:
         """Render the whole conversation as the template writes it now, and the start of the next turn."""

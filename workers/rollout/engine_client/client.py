@@ -12,6 +12,7 @@ What may go wrong with a request, and what follows::
 """
 
 import math
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self
@@ -155,7 +156,7 @@ class EngineClient:
         self, prompt_ids: Sequence[int], options: SamplingOptions, *, min_policy_version: int = 0
     ) -> SampledTurn:
         """Sample one turn. Cancelling the caller aborts the request at the engine. See `Sampler.sample`."""
-        started, attempts = anyio.current_time(), 0
+        started, attempts = time.monotonic(), 0
         stale_since = math.inf
         failed: EngineState | None = None
         while True:
@@ -168,8 +169,8 @@ class EngineClient:
             except EngineRefusedError:
                 raise
             except StaleWeightsError as error:
-                stale_since = min(stale_since, anyio.current_time())
-                waited_s = anyio.current_time() - stale_since
+                stale_since = min(stale_since, time.monotonic())
+                waited_s = time.monotonic() - stale_since
                 has_alternative = self._router.has_alternative(engine, min_policy_version)
                 if waited_s > self._unavailable_timeout_s and not has_alternative:
                     raise EngineUnavailableError(f"{error}, for {waited_s:.3g} s; is the trainer running?") from error

@@ -1,6 +1,7 @@
 """What this client knows about one engine: health, load, policy version, and the requests in flight."""
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -152,14 +153,14 @@ class EngineState:
     def record_success(self) -> None:
         """Record a valid sample."""
         self.failures = self.ejections = 0
-        self._succeeded_at = anyio.current_time()
+        self._succeeded_at = time.monotonic()
 
     def record_failure(self) -> None:
         """Record a failed request."""
         self.failures += 1
 
     def succeeded_since(self, time: float) -> bool:
-        """Whether the engine gave a valid sample after this moment, in `anyio.current_time()` seconds."""
+        """Whether the engine gave a valid sample after this moment, in `time.monotonic()` seconds."""
         return self._succeeded_at > time
 
     def start_check(self) -> bool:
@@ -190,13 +191,13 @@ class EngineState:
     def record_version(self, version: int) -> None:
         """Record a reported version; an engine that lost its version has restarted, perhaps as another server."""
         before = self.version
-        self.version, self._version_seen_at = version, anyio.current_time()
+        self.version, self._version_seen_at = version, time.monotonic()
         if version == UNVERSIONED < before:
             self.eject(EngineError(f"{self.url} has no policy version after {before}, so it has restarted"))
 
     def forget_version(self) -> None:
         """Record that the engine unloaded the version that it last reported, without a restart."""
-        self.version, self._version_seen_at = UNVERSIONED, anyio.current_time()
+        self.version, self._version_seen_at = UNVERSIONED, time.monotonic()
 
     def start_waiting_for_weights(self, error: EngineError) -> bool:
         """Stop requests for newer versions; false if they are stopped already."""
@@ -210,7 +211,7 @@ class EngineState:
 
     def has_version(self, version: int) -> bool:
         """Whether the engine recently reported this version or a newer one."""
-        is_fresh = anyio.current_time() - self._version_seen_at < _VERSION_FRESH_S
+        is_fresh = time.monotonic() - self._version_seen_at < _VERSION_FRESH_S
         return (self.version if is_fresh else UNVERSIONED) >= version
 
     def can_serve(self, min_policy_version: int) -> bool:

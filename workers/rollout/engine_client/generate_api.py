@@ -3,16 +3,43 @@
 from typing import ClassVar
 
 import msgspec
+from msgspec import Struct
 
 from stream.errors import EngineError
 from stream.records import Span
 from workers.engine_api.connection import decode_response
-from workers.engine_api.wire import NO_TOKEN_ID, GenerateRequest, GenerateResponse
+from workers.engine_api.wire import NO_TOKEN_ID, FinishReason, GenerateRequest, GenerateResponse, VersionSpan
 from workers.rollout.engine_client.sampled_turn import SampledTurn, single_choice, validate_sample, version_from_name
-from workers.rollout.engine_client.sampling_api import SamplingRequest
+from workers.rollout.engine_client.sampling_api import SamplingRequest, as_list
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(GenerateResponse)
+
+
+class _Entry(Struct, gc=False):
+    """A sampled token's log-prob without what only the probe reads; the garbage collector need not visit it."""
+
+    logprob: float
+    token_id: int = NO_TOKEN_ID
+
+
+class _Logprobs(Struct, gc=False):
+    content: list[_Entry]
+
+
+class _Choice(Struct):
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: _Logprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class _Answer(Struct):
+    request_id: str
+    choices: list[_Choice]
+
+
+_answer_decoder = msgspec.json.Decoder(_Answer)
 
 
 class GenerateApi:
@@ -25,7 +52,7 @@ class GenerateApi:
         return _encoder.encode(
             GenerateRequest(
                 model=request.model,
-                token_ids=list(request.prompt_ids),
+                token_ids=as_list(request.prompt_ids),
                 sampling_params=request.options.to_wire(request.top_logprobs),
                 request_id=request.request_id,
                 cache_salt=request.cache_salt,
@@ -34,14 +61,15 @@ class GenerateApi:
 
     def decode(self, status: int, payload: bytes, url: str, *, version: int) -> SampledTurn:
         """See `SamplingApi`."""
-        choice = single_choice(decode_response(status, payload, url, _decoder).choices, url)
+        choice = single_choice(decode_response(status, payload, url, _answer_decoder).choices, url)
         if choice.weight_versions is None:  # older vLLM releases do not report them
             spans = [Span(version, 0, len(choice.token_ids))]
         else:
             spans = [Span(version_from_name(span.version), span.start, span.end) for span in choice.weight_versions]
         entries = choice.logprobs.content if choice.logprobs else []
-        if any(
-            entry.token_id not in (token, NO_TOKEN_ID) for entry, token in zip(entries, choice.token_ids, strict=False)
+        reported = [entry.token_id for entry in entries]
+        if reported != choice.token_ids and any(
+            other not in (token, NO_TOKEN_ID) for other, token in zip(reported, choice.token_ids, strict=False)
         ):
             raise EngineError(f"{url} answers log-probs of other tokens than those that it sampled")
         logprobs = [entry.logprob for entry in entries]

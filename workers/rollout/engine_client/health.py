@@ -11,6 +11,7 @@ answer at its address now. It returns after a new probe.
 
 import itertools
 import random
+import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Final
@@ -167,7 +168,7 @@ class HealthMonitor:
         while True:
             await engine.busy.wait()
             await anyio.sleep(random.uniform(*_POLL_INTERVAL_S))
-            asked_at = anyio.current_time()
+            asked_at = time.monotonic()
             try:
                 status, payload = await self._connections.request("GET", engine.url + path, QUERY_TIMEOUT_S)
             except UnreachableError as error:

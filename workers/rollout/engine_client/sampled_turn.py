@@ -84,7 +84,7 @@ def validate_sample(
         raise EngineError(f"{url} aborted the request after {len(token_ids)} tokens")
     if not token_ids:
         raise EngineError(f"{url}: 0 tokens with {len(logprobs)} log-probs")
-    known = [-math.inf if logprob is None or logprob <= UNKNOWN_LOGPROB else logprob for logprob in logprobs]
+    known = _known_logprobs(logprobs)
     highest = max(known, default=0.0)
     if highest > _LOGPROB_TOLERANCE:
         raise IncompatibleEngineError(
@@ -95,6 +95,13 @@ def validate_sample(
         return SampledTurn(token_ids, known, finish_reason, spans)
     except EngineError as error:
         raise EngineError(f"{url}: {error}") from error
+
+
+def _known_logprobs(logprobs: Sequence[float | None]) -> list[float]:
+    """Return the log-probs, with minus infinity for unknown ones; mostly all are known, and the list is returned."""
+    if isinstance(logprobs, list) and None not in logprobs and min(logprobs, default=0.0) > UNKNOWN_LOGPROB:
+        return logprobs
+    return [-math.inf if logprob is None or logprob <= UNKNOWN_LOGPROB else logprob for logprob in logprobs]
 
 
 def version_from_name(name: str | None) -> int:

@@ -26,6 +26,11 @@ class SamplingRequest:
     """Only requests with the same salt share cached prefixes."""
 
 
+def as_list(ids: Sequence[int]) -> list[int]:
+    """Return token ids as a list, without copying one: a context may have 128,000."""
+    return ids if isinstance(ids, list) else list(ids)
+
+
 class SamplingApi(Protocol):
     """One HTTP route of an engine: token ids in, token ids with log-probs out."""
 
