@@ -40,6 +40,7 @@ from benchmarks.rollout_case import GROUP, Case, conversations, make_case
 from envs.factory import EnvironmentFactory
 from stream.codec import decode
 from stream.connection.run_connection import connect
+from stream.queue.entry_scan import read_payload
 from stream.queue.feed import Feed
 from stream.records import Group, Message, Prompt
 from stream.server_process import private_server
@@ -232,7 +233,8 @@ async def check_groups(url: str, turns: int) -> None:
     """Require that the worker completed groups whose episodes have all their turns and calls."""
     async with connect(url, "penstock") as connection:
         entries = await connection.redis.xrevrange(connection.key("groups"), count=1)
-    group = decode(entries[0][1][b"payload"], Group)
+        payload = await read_payload(connection, "groups", entries[0][0].decode())
+    group = decode(payload or b"", Group)
     seen = {(c.failure, c.truncated, c.turns, c.tool_calls, c.tool_errors) for c in group.completions}
     if seen != {(None, None, turns, turns - 1, 0)}:
         raise SystemExit(f"the worker's episodes are not those of the case: {seen}")

@@ -16,6 +16,9 @@ EvaluationStage = Literal["eval:prompts", "eval:groups"]
 EVALUATION_STAGES: tuple[EvaluationStage, ...] = get_args(EvaluationStage)
 """The stages of an evaluation. Their entries are never trained on and do not count in the run's numbers."""
 
+PROMPT_STAGES: tuple[StageName | EvaluationStage, ...] = ("prompts", "eval:prompts")
+"""The stages whose entries have their records in their fields; records of groups are keys of their own."""
+
 
 def key_prefix(run: str) -> str:
     """Return the beginning of every key of a run. The braces keep the keys in one slot of a cluster."""

@@ -16,7 +16,7 @@ import anyio
 import structlog
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
-from redis.exceptions import MovedError, ResponseError
+from redis.exceptions import MovedError, NoScriptError, ResponseError
 
 from stream.backoff import Backoff
 from stream.connection.address import RedisAddress
@@ -73,10 +73,45 @@ class RunConnection:
 
     async def run_script(self, name: str, *args: str | bytes | float) -> Any:
         """Run `stream/lua/NAME.lua` on the run's keys, as one atomic step, and return its answer."""
+        script = self._script(name)
+        return await self.with_retry(lambda: script(keys=[key_prefix(self.run)], args=args, client=self.redis))
+
+    async def store_and_run_script(self, stored_at: str, value: bytes, expire_s: float, name: str, *args: str) -> Any:
+        """Store a value, and run a script after it, in one round trip; return the script's answer.
+
+        Args:
+            stored_at: name of the key.
+            value: what to store there.
+            expire_s: when the key expires, unless the script keeps it.
+            name: of the script.
+            args: its arguments.
+        """
+        script = self._script(name)
+
+        async def call() -> Any:
+            pipeline = self.redis.pipeline(transaction=False)
+            pipeline.set(self.key(stored_at), value, px=int(1000 * expire_s))
+            pipeline.evalsha(script.sha, 1, key_prefix(self.run), *args)
+            answers = await pipeline.execute(raise_on_error=False)  # raised, an error would lose its first words
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+            return answers[1]
+
+        async def load_and_call() -> Any:
+            try:
+                return await call()
+            except NoScriptError:
+                script.sha = await self.redis.script_load(script.script)
+                return await call()
+
+        return await self.with_retry(load_and_call)
+
+    def _script(self, name: str) -> AsyncScript:
         script = self._scripts.get(name)
         if script is None:
             script = self._scripts[name] = self.redis.register_script(_load_scripts()[name])
-        return await self.with_retry(lambda: script(keys=[key_prefix(self.run)], args=args, client=self.redis))
+        return script
 
     async def ignore_earlier_stops(self) -> None:
         """Ignore stop requests made until now: the run was started again since, and this process is part of it."""

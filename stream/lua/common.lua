@@ -1,12 +1,16 @@
 -- Prepended to every script, after its first line. One script is one atomic step.
 --
 -- The first line of a script says what happens when the server is out of memory. A script that adds payloads (feed,
--- complete) is refused before it starts, and its caller waits. A script that renews, marks or removes runs (allow-oom),
--- because otherwise memory would never be freed.
+-- save_partial) is refused before it starts, and its caller waits. A script that renews, marks or removes runs
+-- (allow-oom), because otherwise memory would never be freed.
 --
 -- KEYS[1] is the run's prefix, `{NAME}`. The braces keep all keys of a run in one slot of a cluster, so a script may build
 -- the other key names itself. For each stage S of prompts, groups, scored:
---   {NAME}:S            stream with consumer group `penstock`; an entry has `prompt` (id) and `payload` (record)
+--   {NAME}:S            stream with consumer group `penstock`; an entry has `prompt` (id); in prompts also `payload` (record)
+--   {NAME}:S:payload:ID string, record of an entry of groups or scored. A group has hundreds of kilobytes or more, which cost
+--                       a script a microsecond for each kilobyte that it touches; so no script reads or writes them
+--   {NAME}:S:incoming:TOKEN string, such a record that was sent together with the script that adds its entry. The script
+--                       renames it; without the script it expires
 --   {NAME}:S:leases     zset, entry id -> ms at which the lease of its owner expires
 --   {NAME}:S:retries    zset, entry id -> ms before which no worker may claim it again (owned by consumer `released`)
 --   {NAME}:S:attempts   hash, `ID:infra` and `ID:data` -> failures so far; `ID:expired` -> how many of the first are leases
@@ -29,6 +33,7 @@
 --                       counted in the step that removes its prompt from `unfinished`, so at every moment
 --                       fed = trained + dropped + dead + unfinished, by distinct prompts, also if the server lost writes
 --   {NAME}:dead         stream of dead letters
+--   {NAME}:dead:payload:ID string, record of a dead letter whose entry had one
 --   {NAME}:last_errors  hash, stage -> ms and text of the last error by which a worker gave an entry back; `exit:HOST-PID` ->
 --                       how that worker's process ended, if it was a failure
 --   {NAME}:dead_prompts hash, prompt id -> id of the dead letter that ends it
@@ -118,6 +123,16 @@ end
 -- Format an integer. Lua's own conversion writes round numbers as 1e+15, which Redis does not accept as an integer.
 local function integer(number) return string.format('%.0f', number) end
 
+-- The key of an entry's record, if the entry itself does not have it.
+local function payload_key(stream, id) return key(stream .. ':payload:' .. id) end
+
+-- Let a record belong to another entry; returns whether there is one.
+local function move_payload(from, to)
+  if redis.call('EXISTS', from) == 0 then return false end
+  redis.call('RENAME', from, to)
+  return true
+end
+
 -- Delete the saved completions of an entry, so that the next attempt starts from nothing.
 local function delete_partials(stage, id) redis.call('UNLINK', key(stage .. ':partials:' .. id)) end
 
@@ -128,7 +143,18 @@ local function delete_entry(stage, id)
   redis.call('ZREM', key(stage .. ':leases'), id)
   redis.call('ZREM', key(stage .. ':retries'), id)
   redis.call('HDEL', key(stage .. ':attempts'), id .. ':infra', id .. ':data', id .. ':expired', id .. ':stale')
+  redis.call('UNLINK', payload_key(stage, id))
   delete_partials(stage, id)
+end
+
+-- Delete all entries of a stage.
+local function delete_entries(stage)
+  for _, entry in ipairs(redis.call('XRANGE', key(stage), '-', '+')) do
+    redis.call('UNLINK', payload_key(stage, entry[1]))
+    delete_partials(stage, entry[1])
+  end
+  for _, part in ipairs({'', ':leases', ':retries', ':attempts'}) do redis.call('UNLINK', key(stage .. part)) end
+  redis.call('XGROUP', 'CREATE', key(stage), GROUP, '0', 'MKSTREAM')
 end
 
 -- The policy version that a prompt claimed now starts with; 0 before the first publication, since nothing is sampled
@@ -219,7 +245,8 @@ local function revoke_letter(prompt)
     for i = 1, #flat, 2 do
       if flat[i] == 'ends_prompt' then flat[i + 1] = '0' end
     end
-    redis.call('XADD', key('dead'), '*', unpack(flat))
+    local again = redis.call('XADD', key('dead'), '*', unpack(flat))
+    move_payload(payload_key('dead', id), payload_key('dead', again))
     redis.call('XDEL', key('dead'), id)
     redis.call('HINCRBY', key('counts'), 'junk', 1)
   end
@@ -260,6 +287,7 @@ local function dead_letter(stage, id, reason, message)
       letter[#letter + 1] = flat[i + 1]
     end
     local written = redis.call('XADD', key('dead'), '*', unpack(letter))
+    move_payload(payload_key(stage, id), payload_key('dead', written))
     redis.call('HINCRBY', key('counts'), 'dead_letters:' .. reason, 1)
     if ends_prompt == 1 and not is_evaluation(stage) then
       redis.call('HSET', key('dead_prompts'), prompt, written)
@@ -278,10 +306,8 @@ end
 
 -- Delete the current evaluation; workers with an entry of it lose their lease.
 local function delete_evaluation()
-  for _, stage in ipairs({'eval:prompts', 'eval:groups'}) do
-    for _, part in ipairs({'', ':leases', ':retries', ':attempts'}) do redis.call('UNLINK', key(stage .. part)) end
-    redis.call('XGROUP', 'CREATE', key(stage), GROUP, '0', 'MKSTREAM')
-  end
+  delete_entries('eval:prompts')
+  delete_entries('eval:groups')
   redis.call('UNLINK', key('eval:unfinished'))
   redis.call('UNLINK', key('eval:results'))
 end

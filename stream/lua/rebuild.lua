@@ -6,11 +6,7 @@
 -- The feeder waits until `recover` has set the ledger's length again.
 -- Returns 1, or 0 if another trainer has taken over.
 if not is_trainer(ARGV[1]) then return 0 end
-for _, stage in ipairs({'prompts', 'groups', 'scored'}) do
-  for _, entry in ipairs(redis.call('XRANGE', key(stage), '-', '+')) do delete_partials(stage, entry[1]) end
-  for _, part in ipairs({'', ':leases', ':retries', ':attempts'}) do redis.call('UNLINK', key(stage .. part)) end
-  redis.call('XGROUP', 'CREATE', key(stage), GROUP, '0', 'MKSTREAM')
-end
+for _, stage in ipairs({'prompts', 'groups', 'scored'}) do delete_entries(stage) end
 for _, name in ipairs({'scored:marked', 'scored:counted', 'inflight_versions', 'unpublished', 'unfinished'}) do
   redis.call('UNLINK', key(name))
 end

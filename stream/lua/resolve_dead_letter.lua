@@ -19,6 +19,7 @@ if ARGV[2] == 'retry' then
   end
   if not stage or #entry == 0 then return {-1} end
   local id = redis.call('XADD', key(stage), '*', unpack(entry))
+  move_payload(payload_key('dead', ARGV[1]), payload_key(stage, id))
   if ends_prompt then
     set_current(prompt, stage, id)
     note_end(prompt, 'retried')
@@ -30,5 +31,6 @@ end
 if ends_prompt and not from_evaluation then redis.call('HDEL', key('dead_prompts'), prompt) end
 if not from_evaluation then redis.call('HINCRBY', key('counts'), ends_prompt and 'dead' or 'junk', -1) end
 redis.call('XDEL', key('dead'), ARGV[1])
+redis.call('UNLINK', payload_key('dead', ARGV[1]))
 wake()
 return {1}

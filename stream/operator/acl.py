@@ -28,7 +28,8 @@ class AclRule(Struct, frozen=True):
 
 
 _READ_COMMANDS = (
-    *("get", "hget", "hgetall", "hexists", "hkeys", "hlen", "hmget", "exists", "hscan", "scard", "sismember", "sscan"),
+    *("get", "mget", "exists", "scard", "sismember", "sscan"),
+    *("hget", "hgetall", "hexists", "hkeys", "hlen", "hmget", "hscan"),
     *("xlen", "xpending", "xrange", "xread", "xrevrange", "zcard", "zrange", "zrangebyscore"),
 )
 _SERVER_COMMANDS = ("info", "time", "evalsha", "script|load", "cluster|slots", "select")
@@ -60,7 +61,8 @@ def _worker_rules(stage: StageName | EvaluationStage) -> tuple[AclRule, ...]:
         AclRule(("zadd", "zrem"), _subkeys(stage, "leases", "retries")),
         AclRule(("hincrby", "hdel"), _subkeys(stage, "attempts")),
         AclRule(("hset",), _subkeys(stage, "rate")),
-        AclRule(("unlink",), _subkeys(stage, "partials:*")),
+        AclRule(("unlink",), _subkeys(stage, "partials:*", "payload:*")),
+        AclRule(("rename",), (*_subkeys(stage, "payload:*"), "dead:payload:*")),
         AclRule(("hset", "hdel"), ("unfinished" if of_training else "eval:unfinished",)),
         *(
             (AclRule(("zadd", "zrem"), ("inflight_versions",)), AclRule(("hincrby",), ("counts",)))
@@ -71,6 +73,15 @@ def _worker_rules(stage: StageName | EvaluationStage) -> tuple[AclRule, ...]:
         AclRule(("hset",), ("last_errors",)),
         *((AclRule(("hset",), ("dead_prompts",)), AclRule(("xadd",), ("unrecorded",))) if of_training else ()),
         *_SERVER_RESTARTED,
+    )
+
+
+def _output_rules(stage: StageName | EvaluationStage) -> tuple[AclRule, ...]:
+    """Return the rules for adding a group to a stage."""
+    return (
+        AclRule(("xadd",), (stage,)),
+        AclRule(("set", "persist", "unlink"), _subkeys(stage, "incoming:*")),
+        AclRule(("rename",), _subkeys(stage, "incoming:*", "payload:*")),
     )
 
 
@@ -88,15 +99,15 @@ _FEED = (
 )
 _ROLLOUT = (
     *_worker_rules("prompts"),
-    AclRule(("xadd",), ("groups",)),
+    *_output_rules("groups"),
     AclRule(("hset",), _subkeys("prompts", "attempts", "partials:*")),
     *_worker_rules("eval:prompts"),
-    AclRule(("xadd",), ("eval:groups",)),
+    *_output_rules("eval:groups"),
     AclRule(("set",), ("in_flight:prompts:*", "in_flight:eval:prompts:*")),
 )
 _SCORE = (
     *_worker_rules("groups"),
-    AclRule(("xadd",), ("scored",)),
+    *_output_rules("scored"),
     *_worker_rules("eval:groups"),
     AclRule(("hset",), ("eval:results",)),
     AclRule(("set",), ("in_flight:groups:*", "in_flight:eval:groups:*")),
@@ -104,6 +115,7 @@ _SCORE = (
 _EVALUATE = (
     AclRule(("xadd", "unlink"), EVALUATION_STAGES),
     AclRule(("unlink",), tuple(name for stage in EVALUATION_STAGES for name in _subkeys(stage, *_SUBKEYS[:3]))),
+    AclRule(("unlink",), tuple(n for stage in EVALUATION_STAGES for n in _subkeys(stage, "partials:*", "payload:*"))),
     AclRule(("hset", "unlink"), ("eval:unfinished",)),
     AclRule(("unlink",), ("eval:results",)),
     AclRule(("hset", "hdel"), ("eval",)),
@@ -121,12 +133,15 @@ _TRAIN = (
     AclRule(("hset",), ("unfinished",)),
     AclRule(("xadd", "xdel"), ("dead",)),
     AclRule(("xadd",), ("published",)),
+    AclRule(("unlink",), tuple(name for stage in STAGES for name in _subkeys(stage, "partials:*", "payload:*"))),
     *_EVALUATE,
 )
 _OPERATOR = (
     AclRule(("hset", "hdel"), ("meta",)),
     AclRule(("xadd",), (*STAGES, "engines")),
     AclRule(("xdel",), ("dead",)),
+    AclRule(("unlink",), ("dead:payload:*",)),
+    AclRule(("rename",), ("dead:payload:*", *(f"{stage}:payload:*" for stage in STAGES))),
     AclRule(("sadd",), ("dropped_dead",)),
     AclRule(("hdel",), ("dead_prompts",)),
     AclRule(("xadd",), ("unrecorded",)),
@@ -189,12 +204,19 @@ def _escape(name: str) -> str:
 
 
 def _merge(grants: Iterable[AclRule]) -> list[AclRule]:
-    """Merge rules so that keys with the same commands share one; the server checks selectors one by one."""
+    """Merge rules so that keys with the same commands share one; the server checks selectors one by one.
+
+    One selector must allow all keys of a command, so rules for RENAME, which has two, stay as they are.
+    """
+    of_one_key: list[AclRule] = []
+    renames: list[AclRule] = []
+    for grant in dict.fromkeys(grants):
+        (renames if grant.commands == ("rename",) else of_one_key).append(grant)
     commands: dict[str, set[str]] = {}
-    for grant in grants:
+    for grant in of_one_key:
         for name in grant.keys:
             commands.setdefault(name, set()).update(grant.commands)
     keys: dict[tuple[str, ...], list[str]] = {}
     for name, found in commands.items():
         keys.setdefault(tuple(sorted(found)), []).append(name)
-    return [AclRule(found, tuple(sorted(names))) for found, names in keys.items()]
+    return [*(AclRule(found, tuple(sorted(names))) for found, names in keys.items()), *renames]

@@ -9,6 +9,7 @@ from msgspec import Struct
 from stream.causes import ErrorCause, parse_cause
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
+from stream.queue.entry_scan import read_payload
 
 
 class DeadLetter(Struct, kw_only=True):
@@ -39,7 +40,11 @@ async def list_dead_letters(
     """Return the dead letters, oldest first; with `letter_id` only that one."""
     low, high = (_check_id(connection, letter_id), letter_id) if letter_id else ("-", "+")
     found: Any = await connection.with_retry(lambda: connection.redis.xrange(connection.key("dead"), low, high, count))
-    return [_parse_letter(entry_id.decode(), fields) for entry_id, fields in found]
+    letters = [_parse_letter(entry_id.decode(), fields) for entry_id, fields in found]
+    for letter in letters:
+        if not letter.payload:
+            letter.payload = await read_payload(connection, "dead", letter.id) or b""
+    return letters
 
 
 async def dead_letter_causes(connection: RunConnection) -> dict[str, ErrorCause]:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from stream.codec import decode
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError, RecordError
-from stream.queue.entry_scan import scan_stage
+from stream.queue.entry_scan import read_payload, scan_stage
 from stream.records import Group
 
 UnfinishedStage = Literal["scored", "groups"]
@@ -26,7 +26,7 @@ async def unfinished_groups(connection: RunConnection) -> AsyncIterator[tuple[Un
     for stage in stages:
         ids = [entry.id async for entry in scan_stage(connection, stage) if not entry.marked]
         for entry_id in reversed(ids):
-            group = await _read_group(connection, stage, entry_id)
+            group = await _find_group(connection, stage, entry_id)
             if group is not None:
                 yield stage, group
 
@@ -67,7 +67,7 @@ async def read_newest_unfinished(
             lambda entry=before: connection.redis.hexists(connection.key("scored:marked"), entry)  # type: ignore[misc]
         ):
             continue
-        group = await anyio.to_thread.run_sync(_decode_group, found)
+        group = await _read_group(connection, stage, found)
         if group is not None:
             groups.append(group)
     return UnfinishedPage(groups, before)
@@ -80,7 +80,7 @@ async def find_unfinished_group(connection: RunConnection, prompt: str) -> tuple
     stages: tuple[UnfinishedStage, ...] = ("scored", "groups")
     for known in stages:
         if stage == known:
-            group = await _read_group(connection, known, entry_id)
+            group = await _find_group(connection, known, entry_id)
             return None if group is None else (known, group)
     return None
 
@@ -90,18 +90,27 @@ async def newest_scored_group(connection: RunConnection) -> Group | None:
     found: Any = await connection.with_retry(
         lambda: connection.redis.xrevrange(connection.key("scored"), "+", "-", count=1)
     )
-    return await anyio.to_thread.run_sync(_decode_group, found)
+    return await _read_group(connection, "scored", found)
 
 
-async def _read_group(connection: RunConnection, stage: UnfinishedStage, entry_id: str) -> Group | None:
+async def _find_group(connection: RunConnection, stage: UnfinishedStage, entry_id: str) -> Group | None:
     found: Any = await connection.with_retry(
         lambda: connection.redis.xrange(connection.key(stage), entry_id, entry_id, count=1)
     )
-    return await anyio.to_thread.run_sync(_decode_group, found)
+    return await _read_group(connection, stage, found)
 
 
-def _decode_group(found: Any) -> Group | None:
+async def _read_group(connection: RunConnection, stage: UnfinishedStage, found: Any) -> Group | None:
+    """Return the group of the first entry that was found; None if there is none, or it cannot be read."""
+    if not found:
+        return None
+    entry_id, fields = found[0]
+    payload = fields.get(b"payload") or await read_payload(connection, stage, entry_id.decode())
+    return await anyio.to_thread.run_sync(_decode_group, payload or b"")
+
+
+def _decode_group(payload: bytes) -> Group | None:
     try:
-        return decode(found[0][1][b"payload"], Group) if found else None
-    except (RecordError, KeyError):
+        return decode(payload, Group)
+    except RecordError:
         return None

@@ -1,15 +1,15 @@
 """Entries of streams without their payloads, read in small batches. Changes nothing."""
 
-from collections.abc import AsyncIterator
-from typing import Literal
+from collections.abc import AsyncIterator, Awaitable
+from typing import Literal, cast
 
 from msgspec import Struct
 
 from stream.connection.keys import EVALUATION_STAGES
 from stream.connection.run_connection import RunConnection
 
-_ENTRIES_PER_SCRIPT = 64
-"""The server reads the payloads to get at the ids, and each may be megabytes."""
+_ENTRIES_PER_SCRIPT = 500
+"""The server reads the whole entries to get at the ids; those of prompts have their records."""
 
 
 class StreamEntry(Struct, frozen=True):
@@ -54,7 +54,7 @@ async def scan_dead_entries(connection: RunConnection) -> list[DeadEntry]:
 
 
 async def scan_dead_page(connection: RunConnection, after: str = "-") -> list[DeadEntry]:
-    """Return the oldest dead letters after one, without their payloads; at most 64. `-`: from the first one on."""
+    """Return the oldest dead letters after one, without their payloads; at most 500. `-`: from the first one on."""
     fields = ("stage", "prompt", "reason", "error", "ends_prompt")
     found = await connection.run_script("scan_entries", "dead", after, _ENTRIES_PER_SCRIPT, *fields)
     return [
@@ -71,3 +71,9 @@ async def _scan(connection: RunConnection, stream: str, *fields: str) -> AsyncIt
         for entry_id, marked, *values in batch:
             after = entry_id.decode()
             yield after, bool(marked), [value.decode(errors="replace") for value in values]
+
+
+async def read_payload(connection: RunConnection, stream: str, entry_id: str) -> bytes | None:
+    """Return the record of an entry of `groups`, `scored` or `dead`; None: it has none, or has ended."""
+    key = connection.key(f"{stream}:payload:{entry_id}")
+    return await connection.with_retry(lambda: cast("Awaitable[bytes | None]", connection.redis.get(key)))

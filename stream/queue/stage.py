@@ -6,6 +6,7 @@ episode is long.
 """
 
 import time
+import uuid
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
@@ -17,9 +18,9 @@ from msgspec import Struct
 
 from stream.backoff import Backoff
 from stream.codec import decode, encode
-from stream.connection.keys import RESERVED_CONSUMERS, EvaluationStage, StageName
+from stream.connection.keys import PROMPT_STAGES, RESERVED_CONSUMERS, EvaluationStage, StageName
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
-from stream.errors import LeaseLostError, PenstockError, RecordError
+from stream.errors import LeaseLostError, PenstockError, RecordError, ServerError
 from stream.queue.in_flight import GroupInFlight
 from stream.queue.lease import Lease
 from stream.records import Completion, Group
@@ -33,6 +34,10 @@ ReleaseReason = Literal["infra", "data", "none", "stale"]
 
 
 _DEATHS_OF_SUSPECTS = 2
+_INCOMING_S = 60.0
+"""When a record expires whose entry is not added: the script that adds it arrives together with it."""
+_RECORD_ABSENT = -1
+_COMPLETE_ATTEMPTS = 3
 
 
 class RetryPolicy(Struct, frozen=True, kw_only=True):
@@ -118,12 +123,14 @@ class Stage:
         wake_id, due_ms, finish_reason, unfinished, done, version, entries, stop, paused = answer
         self.connection.observe_stop(stop)
         leases = []
+        # Before the leases are held: should reading fail, nobody renews them, and the entries are delivered again.
+        payloads = await self._read_payloads([entry_id.decode() for entry_id, *_ in entries])
         for entry_id, infra, data, expired, stale, flat in entries:
             fields = dict(zip(flat[::2], flat[1::2], strict=True))
             lease = Lease(
                 id=entry_id.decode(),
                 prompt_id=fields.get(b"prompt", b"").decode(errors="replace"),
-                payload=fields.get(b"payload", b""),
+                payload=fields.get(b"payload") or payloads.get(entry_id.decode()) or b"",
                 infra_failures=infra,
                 data_failures=data,
                 expired_leases=expired,
@@ -189,7 +196,16 @@ class Stage:
             LeaseLostError: it is not; the output is discarded.
         """
         payload = await anyio.to_thread.run_sync(encode, group) if len(group.completions) > 64 else encode(group)
-        await self._end_lease(lease, "complete", next_stage, lease.prompt_id, payload)
+        token = uuid.uuid4().hex
+        arguments = ("complete", self.name, self.consumer, lease.id, next_stage, lease.prompt_id, token)
+        for _ in range(_COMPLETE_ATTEMPTS):
+            with self.ending([lease]):
+                answer = await self.connection.store_and_run_script(
+                    f"{next_stage}:incoming:{token}", payload, _INCOMING_S, *arguments
+                )
+            if answer != _RECORD_ABSENT:
+                return self._check_held(lease, answer)
+        raise ServerError(f"the group of {lease.prompt_id} expired {_COMPLETE_ATTEMPTS} times before it could be added")
 
     async def record_evaluation(self, lease: Lease, result: bytes) -> None:
         """End a scored group of an evaluation: store its result (JSON) and delete the group.
@@ -275,13 +291,24 @@ class Stage:
         del self.leases[entry_id]
         lease.mark_lost()
 
+    async def _read_payloads(self, entry_ids: Sequence[str]) -> dict[str, bytes | None]:
+        """Return the records of entries that do not have them in their fields; None: the entry has ended meanwhile."""
+        if not entry_ids or self.name in PROMPT_STAGES:
+            return {}
+        keys = [self.connection.key(f"{self.name}:payload:{entry_id}") for entry_id in entry_ids]
+        found: Any = await self.connection.with_retry(lambda: self.connection.redis.mget(keys))
+        return dict(zip(entry_ids, found, strict=True))
+
     async def _end_lease(self, lease: Lease, script: str, *args: str | bytes | int) -> int:
         with self.ending([lease]):
             answer: int = await self.connection.run_script(script, self.name, self.consumer, lease.id, *args)
+        self._check_held(lease, answer)
+        return answer
+
+    def _check_held(self, lease: Lease, answer: int) -> None:
         if answer == 0:
             lease.lost = True
             raise LeaseLostError(f"the lease on {lease.prompt_id or lease.id} in {self.name} expired")
-        return answer
 
 
 def _parse_version(value: bytes | None) -> int | None:

@@ -13,6 +13,7 @@ from anyio.abc import Process
 from stream.codec import decode
 from stream.connection.keys import StageName
 from stream.connection.run_connection import RunConnection
+from stream.queue.entry_scan import read_payload
 from stream.queue.feed import Feed
 from stream.records import Group, Prompt
 from tests.e2e.harness import environment
@@ -129,7 +130,7 @@ async def until(connection: RunConnection, condition: Callable[[], Awaitable[boo
 async def groups_in(connection: RunConnection, stage: StageName) -> list[Group]:
     """Return the groups in a stage's stream, oldest first."""
     entries = await connection.redis.xrange(connection.key(stage))
-    return [decode(fields[b"payload"], Group) for _, fields in entries]
+    return [decode(await read_payload(connection, stage, entry_id.decode()) or b"", Group) for entry_id, _ in entries]
 
 
 async def waiting(connection: RunConnection) -> int:

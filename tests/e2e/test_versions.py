@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from stream.codec import decode
 from stream.connection.run_connection import RunConnection, connect
 from stream.operator.run_status import read_status
+from stream.queue.entry_scan import read_payload
 from stream.queue.feed import Feed
 from stream.records import Group, Row
 from tests.e2e.by_hand import Cast, Role, cast, feed, until
@@ -179,9 +180,9 @@ async def _read_scored(connection: RunConnection, story: Story) -> None:
     last = "0"
     while True:
         result = await connection.redis.xread({connection.key("scored"): last}, block=1000)
-        for entry, fields in result[0][1] if result else ():
+        for entry, _ in result[0][1] if result else ():
             last = entry
-            group = decode(fields[b"payload"], Group)
+            group = decode(await read_payload(connection, "scored", entry.decode()), Group)
             story.groups[group.prompt.id] = group
             story.scored[group.prompt.id] += 1
 

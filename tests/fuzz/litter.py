@@ -12,6 +12,7 @@ from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError, RecordError
 from stream.operator.run_control import pause, resume
 from stream.operator.run_status import read_status
+from stream.queue.entry_scan import read_payload
 from stream.queue.lease import Lease
 from tests.fuzz.junk import BYTES, HEADER, TREES, seal, spoil_tree
 from workers.run.run_info import RunInfo, read_run_info
@@ -76,7 +77,9 @@ class Litterer:
         for name, where in self._chance.sample(carried, min(_AT_ONCE, len(carried))):
             stage, entry_id = where.split(":")
             for _, entry in await connection.redis.xrange(connection.key(stage), entry_id, entry_id):
-                self._good[name] = entry[b"payload"]
+                payload = entry.get(b"payload") or await read_payload(connection, stage, entry_id)
+                if payload:  # else its entry has ended meanwhile
+                    self._good[name] = payload
         for old in list(self._good)[: -2 * _AT_ONCE]:
             del self._good[old]
 

@@ -22,6 +22,7 @@ from stream.queue.evaluation import (
 )
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Prompt
+from tests.cases.records import assert_records_are_owned
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.work_loop import work_loop
 from workers.settings.toml_file import parse_settings
@@ -117,7 +118,9 @@ async def test_the_next_evaluation_discards_the_last_and_its_leases(connection, 
     scorer = worker(connection, "eval:groups")
     (unscored, *_) = (await scorer.claim(3)).leases
     await score(worker(connection, "eval:groups", "another"), 1)
+    assert await assert_records_are_owned(connection) == 3
     await trainer_lease.begin_evaluation(1, 1, OF)
+    assert await assert_records_are_owned(connection) == 0
     with pytest.raises(LeaseLostError):
         await late.complete(leases[0], "eval:groups", pipe.group(leases[0].prompt_id))
     with pytest.raises(LeaseLostError):

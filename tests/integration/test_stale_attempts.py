@@ -12,6 +12,7 @@ from stream.codec import decode
 from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
 from stream.operator.in_flight import groups_in_flight
 from stream.operator.run_status import read_status
+from stream.queue.entry_scan import read_payload
 from stream.queue.feed import Feed
 from stream.queue.versions import inflight_versions, watch_versions
 from stream.records import Group, Prompt
@@ -202,8 +203,8 @@ async def the_group(connection):
     with anyio.fail_after(20):
         while not (result := await connection.redis.xrange(connection.key("groups"))):
             await anyio.sleep(0.005)
-    ((_, fields),) = result
-    return decode(fields[b"payload"], Group)
+    ((entry_id, _),) = result
+    return decode(await read_payload(connection, "groups", entry_id.decode()), Group)
 
 
 async def test_a_stale_attempt_is_aborted_at_the_engine_twice_and_then_finished(connection, trainer_lease, tmp_path):

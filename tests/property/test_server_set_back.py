@@ -27,6 +27,7 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import read_contents
 from stream.trainer.outcomes import Dropped
 from stream.trainer.resume_point import ResumePoint
+from tests.cases.records import assert_records_are_owned
 
 PROMPTS = 30
 MEMORY = 8
@@ -214,6 +215,7 @@ class Run:
                 dead.discard(line["prompt"])
         assert set(ended.values()) <= {1}, (ended, self.log)
         assert ended.keys() | dead == set(map(str, range(PROMPTS))), (ended, dead, self.log)
+        await assert_records_are_owned(self.connection)
         balance = (await read_status(self.connection)).balance
         assert balance["fed"] == PROMPTS
         assert (balance["trained"] + balance["dropped"], balance["dead"]) == (len(ended), len(dead)), self.log

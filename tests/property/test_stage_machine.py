@@ -28,6 +28,7 @@ from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import AlreadyEnded, Dropped, Trained
+from tests.cases.records import assert_records_are_owned
 
 CAPACITY = 4
 WORKERS = ("w0", "w1", "w2")
@@ -209,6 +210,10 @@ class Run(RuleBasedStateMachine):
             there = {entry for entry, _ in self.call(self.connection.redis.xrange, self.connection.key(stage))}
             names = self.call(self.connection.redis.keys, self.connection.key(f"{stage}:partials:*"))
             assert {name.rpartition(b":")[2] for name in names} <= there
+
+    @invariant()
+    def every_group_has_its_record_and_every_record_an_owner(self) -> None:
+        self.call(assert_records_are_owned, self.connection)
 
     @invariant()
     def every_unfinished_prompt_is_in_one_place(self) -> None:
