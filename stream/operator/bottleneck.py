@@ -167,7 +167,7 @@ def _find_rollout_bottleneck(load: _Load, groups: Sequence[GroupInFlight], figur
     counts += group_counts
     total = counts.total()
     if not total:
-        return Bottleneck(limit="rollout workers", why=f"{held}; they report no activity", figures=figures)
+        return Bottleneck(limit="rollout workers", why=f"{held}; their activity is not reported yet", figures=figures)
     figures = figures | {f"in_flight/{name}": count for name, count in sorted(counts.items())}
     activities = ", ".join(f"{count:,} {ACTIVITY_TEXTS.get(name, name)}" for name, count in counts.most_common(4))
     why = f"{held}; of {_count(total, 'completion')}: {activities}"

@@ -12,7 +12,7 @@ from workers.run import plot
 from workers.run.pinned import differences, free_changes, pinned_settings
 from workers.run.plot import draw_progress, read_metrics, smooth
 from workers.run.summary import RunSummary, latest_progress, summarize
-from workers.run.verdict import describe_rewards
+from workers.run.verdict import describe_early_end, describe_rewards
 from workers.settings.toml_file import parse_settings
 from workers.train.progress import Progress
 
@@ -202,3 +202,14 @@ def test_without_two_measured_steps_nothing_is_compared(steps):
 def test_a_single_part_is_not_named_again():
     steps = [{"reward/mean": value, "reward/part/env/mean": value} for value in (0.0, 1.0, 1.0)]
     assert describe_rewards(steps) == "reward of the first step 0, of the last step 1"
+
+
+def test_data_that_end_before_the_last_step_are_named():
+    table = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
+    wanted = parse_settings(table | {"train": {"max_steps": 30}})
+    assert describe_early_end(15, 362, wanted) == (
+        "the data were used up after 15 of train.max_steps = 30 steps, and 362 groups were dropped: more rows, or more "
+        "than data.epochs = 1, give more steps"
+    )
+    assert describe_early_end(30, 362, wanted) == ""
+    assert describe_early_end(15, 0, parse_settings(table)) == ""

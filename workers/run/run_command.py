@@ -24,7 +24,7 @@ from workers.run.run_start import finished_summary, finished_text, prepare_start
 from workers.run.sampled_completion import newest_archived_group, sample_lines
 from workers.run.summary import RunSummary, latest_progress, summarize
 from workers.run.supervisor import RunOutcome, Supervisor
-from workers.run.verdict import describe_rewards, describe_totals, nothing_learned
+from workers.run.verdict import describe_early_end, describe_rewards, describe_totals, nothing_learned
 from workers.runtime import log_setup as logs
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
@@ -194,7 +194,12 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
         lines.append(
             f"{summary.rejected_rows} rows of the data are no prompts; {settings.folder}/logs/feed-0.log has why"
         )
-    texts = (describe_totals(summary.totals), describe_rewards(read_metrics(settings.folder / "metrics.jsonl")))
+    dropped = sum(summary.groups_dropped.values())
+    texts = (
+        describe_totals(summary.totals),
+        describe_rewards(read_metrics(settings.folder / "metrics.jsonl")),
+        describe_early_end(summary.steps, dropped, settings) if summary.finished else "",
+    )
     lines += filter(None, texts)
     lines += [f"{state}: {cause.short_headline}" for state, cause in sorted(summary.causes.items())]
     if summary.dead:

@@ -39,6 +39,24 @@ def nothing_learned(totals: GroupTotals, trained: int, settings: Settings) -> st
     return ""
 
 
+def describe_early_end(steps: int, dropped: int, settings: Settings) -> str:
+    """Return that a finished run had too little data for `train.max_steps`; empty if it had enough, or names no number.
+
+    Args:
+        steps: optimizer steps of the run.
+        dropped: groups that bore no step.
+        settings: of the run.
+    """
+    wanted = settings.train.max_steps
+    if steps >= wanted:
+        return ""
+    why = f", and {dropped} groups were dropped" if dropped else ""
+    return (
+        f"the data were used up after {steps} of train.max_steps = {wanted} steps{why}: more rows, or more "
+        f"than data.epochs = {settings.data.epochs}, give more steps"
+    )
+
+
 def describe_totals(totals: GroupTotals) -> str:
     """Return mean reward, and shares of tied groups, tool errors and truncations, in one line."""
     if not totals.completions:
