@@ -3,7 +3,7 @@
 import json
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Barrier, Thread
 
 import pytest
 from click.testing import CliRunner
@@ -96,6 +96,22 @@ def test_a_server_without_a_tool_parser_shows_the_tools_and_its_text_is_parsed(c
         assert play_and_print(options) == 0
     assert "reward: mean 1.000" in capsys.readouterr().out
     assert [request["tool_choice"] for _, _, request in requests] == ["auto", "none", "none"]
+
+
+def test_episodes_that_began_before_the_refusal_are_repeated_without_a_tool_parser(capsys):
+    """All episodes begin at the same time, so all their first requests are refused."""
+    all_asked = Barrier(3)
+
+    def reply(request, _):
+        if request.get("tool_choice") == "auto":
+            all_asked.wait(timeout=10)
+            return 400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+        return "3"
+
+    with served(reply) as (url, _):
+        options = PlayOptions(ref=TILL, endpoint=url, model="m", fields={"answer": 3, "prompt": "1 + 2?"}, count=3)
+        assert play_and_print(options) == 0
+    assert "3 episodes: 3 finished" in capsys.readouterr().out
 
 
 def test_turns_are_answered_and_calls_that_are_not_json_are_read_by_the_model(capsys):

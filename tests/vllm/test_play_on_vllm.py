@@ -11,7 +11,7 @@ from urllib.error import URLError
 
 import pytest
 
-from tests.vllm.server import free_port, vllm_server
+from tests.vllm.server import free_port, vllm_python, vllm_server
 from workers.base_models.shipped import write_base_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -56,6 +56,47 @@ def test_real_vllm_is_played_by_messages_and_by_tokens(model, tmp_path):
         by_tokens = play(model, "--endpoint", url, "--policy", str(model), "--set", "engine.max_model_len=512")
     assert all(completion["sampled_tokens"] == 0 for completion in by_messages["completions"])
     assert all(completion["sampled_tokens"] > 0 for completion in by_tokens["completions"])
+
+
+def test_the_tool_caller_is_served_by_vllm_and_played_by_messages_and_by_tokens(tmp_path):
+    """As on the page: `penstock base-model`, `penstock serve`, `penstock play`."""
+    folder = tmp_path / "base"
+    write_base_model("tool-caller", folder)
+    with served_by_vllm(folder) as url:
+        reports = [
+            play_guess("--endpoint", url, "--model", str(folder)),
+            play_guess("--endpoint", url, "--policy", str(folder), "--set", "engine.max_model_len=512"),
+        ]
+    for report in reports:
+        assert (report["episodes"], report["valid"]) == (6, 6)
+        assert report["tool_calls"] > report["tool_errors"], report
+    by_messages, by_tokens = ({each["sampled_tokens"] > 0 for each in report["completions"]} for report in reports)
+    assert (by_messages, by_tokens) == ({False}, {True})
+
+
+def play_guess(*options):
+    command = [sys.executable, "-m", "workers", "play", "guess", "--field", "secret=3", "--prompt", "Guess.", "-n", "6"]
+    command += ["--json", "--set", "rollout.max_tokens_per_turn=48", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+@contextmanager
+def served_by_vllm(model):
+    """Serve a model with `penstock serve` on vLLM; yields the URL that it prints."""
+    command = [sys.executable, "-m", "workers", "serve", str(model), "--port", "0", "--set", "engine.server=vllm"]
+    command += ["--set", f"engine.python={vllm_python()}", "--set", "engine.max_model_len=512"]
+    with (model.parent / "vllm.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()  # once vLLM is healthy
+        assert line.startswith("listening on "), (model.parent / "vllm.log").read_text()
+        yield line.split()[-1]
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
 
 
 def test_the_server_of_transformers_is_played(model, tmp_path):

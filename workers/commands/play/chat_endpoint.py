@@ -74,9 +74,9 @@ class ChatEndpoint:
         try:
             answer = await self._post(request)
         except EngineRefusedError as error:
-            if self._tool_choice == "none" or not any(phrase in str(error) for phrase in _NO_TOOL_PARSER):
+            if request.get("tool_choice") != "auto" or not any(phrase in str(error) for phrase in _NO_TOOL_PARSER):
                 raise
-            self._tool_choice = "none"  # the model still sees the tools
+            self._tool_choice = "none"  # the model still sees the tools; concurrent requests were sent with "auto", too
             answer = await self._post(request | {"tool_choice": "none"})
         try:
             return self._parse(answer["choices"][0])
