@@ -64,6 +64,11 @@ def docker(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["docker", *words], capture_output=True, text=True, check=False)
 
 
+def has_image(image: str) -> bool:
+    """Return whether an image is on this machine, or can be pulled."""
+    return not docker("image", "inspect", image).returncode or not docker("pull", "-q", image).returncode
+
+
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory) -> Iterator[Stack]:
     if shutil.which("docker") is None or docker("info").returncode:
@@ -75,15 +80,15 @@ def stack(tmp_path_factory) -> Iterator[Stack]:
     if wheels := os.environ.get("PENSTOCK_WHEELS"):  # torch for the CPU, where pip's index has another one
         shutil.copytree(wheels, stack.folder / "wheels")
     for image, (variable, instead) in LOCAL_IMAGES.items():
-        if docker("image", "inspect", image).returncode and docker("pull", "-q", image).returncode:
+        if not has_image(image):
             if docker("image", "inspect", instead).returncode:
                 pytest.skip(f"{image} cannot be pulled, and {instead} is not on this machine either")
             print(f"{image} cannot be pulled; {instead} of this machine serves instead")
             stack.environment[variable] = instead
-    stack.compose("down", "--volumes", "--remove-orphans")
+    stack.compose("--profile", "*", "down", "--volumes", "--remove-orphans")
     try:
         stack.compose("build", timeout_s=1800)
         yield stack
     finally:
         print(stack.compose("logs", "--tail=20", check=False)[-5000:])
-        stack.compose("down", "--volumes", "--remove-orphans", check=False)
+        stack.compose("--profile", "*", "down", "--volumes", "--remove-orphans", check=False)

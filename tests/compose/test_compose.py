@@ -8,12 +8,13 @@ import urllib.request
 
 import pytest
 
-from tests.compose.conftest import LOCAL_IMAGES, PYTHON, REDIS
+from tests.compose.conftest import LOCAL_IMAGES, PYTHON, REDIS, has_image
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
 
 LIGHT_MB = 180
 """Most that the light image may add to its base."""
+PROMETHEUS, GRAFANA = "prom/prometheus:v3.5.0", "grafana/grafana:12.0.0"
 LIGHT_ROLES = ("feed", "rollout", "score", "dashboard")
 
 
@@ -23,6 +24,13 @@ def size_mb(stack, image):
 
 def image_of(stack, name):
     return stack.environment.get(LOCAL_IMAGES[name][0], name)
+
+
+def answers(url):
+    try:
+        return bool(fetch(url))
+    except (OSError, ValueError):
+        return False
 
 
 def dashboard_page(stack, path):
@@ -84,6 +92,39 @@ def test_rollout_workers_are_added_and_removed_while_the_run_goes_on(stack):
             lambda count=count: sum(c["State"]["Running"] for c in stack.containers("rollout")) == count, f"{count}"
         )
         time.sleep(5)
+
+
+def fetch(url, **query):
+    with urllib.request.urlopen(f"{url}?{urllib.parse.urlencode(query)}", timeout=10) as answer:
+        return json.load(answer)
+
+
+def test_prometheus_scrapes_every_role_and_every_panel_of_grafana_has_data(stack):
+    missing = [image for image in (PROMETHEUS, GRAFANA) if not has_image(image)]
+    if PROMETHEUS in missing:
+        pytest.skip(f"{PROMETHEUS} cannot be pulled")
+    services = ["prometheus", *([] if GRAFANA in missing else ["grafana"])]
+    stack.compose("--profile", "cpu", "--profile", "monitoring", "up", "-d", "--no-deps", *services)
+    targets = "http://127.0.0.1:9090/api/v1/targets"
+    up = lambda: {t["labels"]["job"] for t in fetch(targets)["data"]["activeTargets"] if t["health"] == "up"}  # noqa: E731
+    stack.wait_until(lambda: answers(targets) and up() == {"feed", "rollout", "score", "train", "engine"}, "targets")
+    panels = json.loads((stack.folder / "deploy/monitoring/grafana/dashboards/penstock.json").read_text())["panels"]
+    left = {panel["title"]: panel["targets"] for panel in panels if panel["type"] != "row"}
+
+    def all_have_data():
+        for title, queries in list(left.items()):
+            for query in queries:
+                expression = query["expr"].replace("$run", "demo")
+                if fetch("http://127.0.0.1:9090/api/v1/query", query=expression)["data"]["result"]:
+                    left.pop(title, None)
+        return not left
+
+    stack.wait_until(all_have_data, f"no data for panels: {left}")
+    if GRAFANA in missing:
+        print(f"{GRAFANA} cannot be pulled: the queries were asked of Prometheus itself")
+        return
+    stack.wait_until(lambda: answers("http://127.0.0.1:3000/api/health"), "Grafana does not answer")
+    assert [found["uid"] for found in fetch("http://127.0.0.1:3000/api/search", type="dash-db")] == ["penstock"]
 
 
 @pytest.mark.parametrize("service", ["rollout", "train"])
