@@ -13,12 +13,14 @@ ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 
 # What both images run on. The virtual environments are built in stages of their own: no pip, no caches, no wheels stay.
 FROM ${PYTHON_IMAGE} AS base
+ARG VERSION=0.1.0
 RUN groupadd --gid 10001 penstock \
     && useradd --uid 10001 --gid penstock --home-dir /tmp --no-create-home --shell /usr/sbin/nologin penstock \
     && install --directory --owner penstock --group penstock /runs
 ENV PATH=/opt/penstock/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
 LABEL org.opencontainers.image.title="Penstock" \
       org.opencontainers.image.description="Asynchronous rollout pipeline for reinforcement learning on language models" \
+      org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 WORKDIR /runs
 USER penstock

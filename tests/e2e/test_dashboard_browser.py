@@ -203,7 +203,9 @@ def test_a_run_is_seen_and_repaired_in_the_browser(project, browser, axe, run, p
     pages(browser, page, axe)
     process.terminate()
     process.wait(60)
-    assert "private server does not run" in browser.open(page)
+    text = browser.open(page)
+    assert "stopped" in text
+    assert "Everything here comes from the run's folder" in text
     assert "Side by side" in browser.open(f"{page}/group?id=prompts:0:0")
     severe = [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"]
     assert [message for message in severe if "favicon" not in message] == []
@@ -281,7 +283,7 @@ def pages(browser: Browser, page: str, axe: str) -> None:
     """Check every page in both colors and widths: nothing is cut off, and axe-core finds no violation."""
     paths = {"run": "", "in-flight": "/in-flight", "groups": "/groups", "group": "/group?id=prompts:0:0"}
     paths["tokens"] = "/group?id=prompts:0:0&tokens=0,1,2,3&color=mask"
-    paths |= {"timeline": "/timeline", "workers": "/workers", "dead": "/dead"}
+    paths |= {"timeline": "/timeline", "workers": "/workers", "dead": "/dead", "runs": "/../../?all"}
     for name, path in paths.items():
         for width in (1440, 390):
             for theme in ("light", "dark"):

@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -145,6 +146,11 @@ def test_bases_are_pinned_and_the_same_in_the_tests_of_the_images():
     assert f'REDIS = "{redis}"' in tests
     for image in (default, redis, *(SERVICES[name]["image"] for name in MONITORING)):
         assert re.search(r":v?\d+\.\d+\.\d+", image), f"{image} is not pinned to a release"
+
+
+def test_the_images_have_the_projects_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"ARG VERSION={version}\n" in (ROOT / "Dockerfile").read_text()
 
 
 def test_the_image_contains_every_package():

@@ -13,7 +13,7 @@ from stream.errors import PenstockError, SettingsError
 from workers.dashboard.access import Access, is_same_origin
 from workers.dashboard.metrics_series import MAX_POINTS, make_charts
 from workers.dashboard.rendering import render, with_query
-from workers.dashboard.run_source import RunCatalog
+from workers.dashboard.run_source import RunCatalog, read_overview
 from workers.dashboard.server import serve_dashboard
 
 TOKEN = "a token, 7 words long"
@@ -189,3 +189,13 @@ def test_runs_of_one_name_have_addresses_of_their_own(folder, tmp_path):
     assert catalog.find("a run~2").folder == other
     with pytest.raises(PenstockError, match="is neither a run's folder"):
         RunCatalog(["no-such-run"])
+
+
+def test_the_list_of_runs_shows_the_last_whole_step_of_a_killed_run(folder):
+    (source,) = RunCatalog([str(folder)]).sources()
+    assert (read_overview(source).step, read_overview(source).reward) == (3, 0.3)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"text": "{"x" * 70_000}"}}\n' + '{"step": 4, "reward/mean": 0.4}\n{"step": 5, "rew')
+    assert (read_overview(source).step, read_overview(source).reward) == (4, 0.4)
+    (folder / "metrics.jsonl").unlink()
+    assert (read_overview(source).step, read_overview(source).reward) == (0, None)

@@ -3,9 +3,10 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import anyio.to_thread
+import msgspec
 from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection, connect
@@ -17,6 +18,7 @@ from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
+_TAIL_BYTES: Final = 65536
 _CONNECT_S: Final = 2.0
 """Seconds to try to reach a run's server; the page then says that it does not answer."""
 
@@ -91,6 +93,10 @@ class RunOverview(Struct, frozen=True, kw_only=True):
     started_at: float | None = None
     changed_at: float | None = None
     """Last change of its metrics, as Unix time in seconds."""
+    step: int = 0
+    """Its last step; 0 before the first."""
+    reward: float | None = None
+    """Mean reward of that step."""
     summary: RunSummary | None = None
 
     @property
@@ -164,15 +170,36 @@ def read_overview(source: RunSource) -> RunOverview:
         state, detail = "failed", failure.message
     else:
         state, detail = ("finished", summary.verdict) if summary.finished else ("stopped", "")
+    step, reward = _last_step(folder / "metrics.jsonl")
     return RunOverview(
         key=source.key,
         folder=str(folder),
         state=state,
+        step=step,
+        reward=reward,
         detail=detail,
         started_at=_changed_at(folder / "identity.json"),
         changed_at=_changed_at(folder / "metrics.jsonl"),
         summary=summary,
     )
+
+
+def _last_step(path: Path) -> tuple[int, float | None]:
+    """Return number and mean reward of the last step in a run's metrics; 0 and None if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0, None
+    for line in reversed(lines):
+        try:
+            metrics = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.MsgspecError:  # the first line is a part of one, and a crash may have cut the last
+            continue
+        if "reward/mean" in metrics:
+            return int(metrics["step"]), metrics["reward/mean"]
+    return 0, None
 
 
 def _changed_at(path: Path) -> float | None:
