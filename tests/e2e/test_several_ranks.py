@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from stream.trainer.annotations import read_annotations
+from stream.trainer.ledger_records import LedgerRecord, read_ledger
 from tests.e2e.harness import assert_all_trained_once, balanced, children, finish, running, wait_for_trained
 from tests.ranks_on_a_ledger import Job, work
 from workers.runtime.exit_codes import ExitCode
@@ -59,6 +61,20 @@ def assert_whole(project, summary: dict, prompts: int, trainers: int) -> None:
     assert begun[1]["step"] > 0
     audit = project.run("audit", str(project.run_folder), "--json")
     assert audit.returncode == 0, audit.stdout
+    trained = [line.record for line in read_ledger(project.run_folder / "ledger.jsonl")[0]]
+    assert [each.prompt for each in trained if not is_annotated(project, each)] == []
+
+
+def is_annotated(project, record: LedgerRecord) -> bool:
+    """Whether what the step did with each token is there, each completion once."""
+    completions = read_annotations(project.run_folder, record) or []
+    masks = [sum(sum(row.loss_mask) if row.loss_mask else 0 for row in each.rows) for each in completions]
+    whole = all(
+        not each.loss_tokens or mask in (0, each.loss_tokens) for each, mask in zip(completions, masks, strict=True)
+    )
+    return (
+        whole and len(completions) == project.table["rollout"]["group_size"] and all(each.rows for each in completions)
+    )
 
 
 @pytest.mark.full
