@@ -267,6 +267,9 @@ def look(project: Path, browser: Browser, page: str) -> None:
         browser.pictures(f"group-tokens-{color}")
     browser.find("[aria-describedby] > span").click()
     assert "token 0, id" in browser.find(".token-facts").text
+    browser.find("[id^=snapshot] button").click()
+    browser.wait(lambda: browser.find("dl.attributes"))  # the calculator has no render: its attributes are open
+    browser.pictures("group-snapshot")
 
     # a dead letter is retried and then trained
     prompt = anyio.run(let_one_die, project)

@@ -20,8 +20,8 @@ def _filters(command: Any) -> Any:
                 "--end",
                 multiple=True,
                 metavar="WORD",
-                help="How the episode ended (finished, truncated, max_turns, failed, ..) or the group (trained, "
-                "dropped, dropped:REASON, unfinished); may be repeated.",
+                help="How the episode ended (finished, truncated, max_turns, failed, valid, invalid, ..) or the group "
+                "(trained, dropped, dropped:REASON, unfinished); may be repeated.",
             ),
             click.option("--prompt", default="", metavar="ID|TEXT", help="Of this prompt, or with this text in it."),
             click.option("--invalid", is_flag=True, help="Only completions that failed or have no measured reward."),

@@ -22,7 +22,8 @@ from stream.trainer.archive import ArchiveOffset, ArchiveScan
 from stream.trainer.ledger_records import LedgerRecord, LedgerTail
 from stream.trainer.outcomes import encode_outcome
 from stream.validity import Measured, Reward, TruncationReason
-from workers.commands.transcripts.selection import Interval
+from workers.commands.transcripts.run_completions import episode_end, invalid_code
+from workers.commands.transcripts.selection import Interval, end_names
 from workers.runtime.transcript import content_text
 
 _TEXT_CHARACTERS: Final = 500
@@ -113,17 +114,7 @@ class GroupFilter(Struct, frozen=True, kw_only=True):
         ]
 
     def _has_end(self, group: GroupSummary, end: str, reason: str) -> bool:
-        match self.end:
-            case "valid":
-                return not reason
-            case "invalid":
-                return bool(reason)
-            case "truncated":
-                return end not in ("finished", "failed")
-            case "dropped":
-                return group.outcome.startswith("dropped:")
-            case wanted:
-                return wanted in (end, reason, group.outcome)
+        return self.end in end_names(end, reason, group.outcome)
 
 
 class SearchResult(Struct, frozen=True, kw_only=True):
@@ -356,8 +347,8 @@ def _summarize_fields(number: int, outcome: str, step: int, group: "_Group | Gro
         outcome=sys.intern(outcome),
         step=step,
         rewards=tuple(each.reward.value if isinstance(each.reward, Measured) else None for each in completions),
-        ends=tuple(sys.intern(_end(each.failure, each.truncated)) for each in completions),
-        reasons=tuple(sys.intern(_reason(each.failure, each.reward)) for each in completions),
+        ends=tuple(sys.intern(episode_end(each.failure, each.truncated)) for each in completions),
+        reasons=tuple(sys.intern(invalid_code(each.failure, each.reward)) for each in completions),
         versions=(min(versions, default=-1), max(versions, default=-1)),
         sampled_tokens=sum(end - start for start, end in ranges),
         turns=max((each.turns for each in completions), default=0),
@@ -365,16 +356,6 @@ def _summarize_fields(number: int, outcome: str, step: int, group: "_Group | Gro
         text=text[:_TEXT_CHARACTERS],
         is_whole=len(text) <= _TEXT_CHARACTERS,
     )
-
-
-def _end(failure: Failure | None, truncated: TruncationReason | None) -> str:
-    return "failed" if failure is not None else str(truncated or "finished")
-
-
-def _reason(failure: Failure | None, reward: Reward | None) -> str:
-    if failure is not None:
-        return f"failed:{failure.reason}"
-    return "" if reward is None or isinstance(reward, Measured) else f"reward:{reward.reason}"
 
 
 def _prompt_text(group: "_Group | Group") -> str:

@@ -11,12 +11,12 @@ from msgspec import Struct, structs
 
 from stream.codec import decode
 from stream.errors import PenstockError, RecordError
-from stream.records import Completion, Group, TrainedCompletion
+from stream.records import Completion, Failure, Group, TrainedCompletion
 from stream.trainer.annotations import read_annotations
 from stream.trainer.archive import ArchiveOffset, scan_archive
 from stream.trainer.ledger_records import LedgerRecord, read_ledger
 from stream.trainer.outcomes import encode_outcome
-from stream.validity import Measured
+from stream.validity import Measured, Reward, TruncationReason
 from workers.runtime.transcript import invalid_reason
 
 UNFINISHED = "unfinished"
@@ -50,9 +50,12 @@ class RunCompletion(Struct, frozen=True, kw_only=True):
     @property
     def end(self) -> str:
         """How the episode ended: `finished`, why it was truncated, or `failed`."""
-        if self.completion.failure is not None:
-            return "failed"
-        return str(self.completion.truncated or "finished")
+        return episode_end(self.completion.failure, self.completion.truncated)
+
+    @property
+    def reason(self) -> str:
+        """Why the completion is invalid: `failed:REASON` or `reward:REASON`; empty if it is valid."""
+        return invalid_code(self.completion.failure, self.completion.reward)
 
     @property
     def why_invalid(self) -> str:
@@ -127,6 +130,18 @@ class ArchivedRunGroups:
                 trained=None if completion.greedy else next(trained, None),
                 record=record,
             )
+
+
+def episode_end(failure: Failure | None, truncated: TruncationReason | None) -> str:
+    """Return how an episode ended: `finished`, why it was truncated, or `failed`."""
+    return "failed" if failure is not None else str(truncated or "finished")
+
+
+def invalid_code(failure: Failure | None, reward: Reward | None) -> str:
+    """Return why a completion is invalid: `failed:REASON` or `reward:REASON`; empty if it is valid."""
+    if failure is not None:
+        return f"failed:{failure.reason}"
+    return "" if reward is None or isinstance(reward, Measured) else f"reward:{reward.reason}"
 
 
 def unfinished_completions(group: Group) -> Iterator[RunCompletion]:

@@ -14,7 +14,7 @@ from workers.commands.transcripts.run_completions import UNFINISHED, RunCompleti
 from workers.runtime.transcript import content_text
 
 Order = Literal["newest", "best", "worst", "random"]
-_ENDS: Final = ("finished", "failed", "truncated", *TruncationReason)
+_ENDS: Final = ("finished", "failed", "truncated", *TruncationReason, "valid", "invalid")
 _OUTCOMES: Final = ("trained", "dropped", UNFINISHED)
 
 
@@ -78,7 +78,7 @@ class Filter(Struct, frozen=True, kw_only=True):
             (self.steps is None or found.step in self.steps)
             and (self.versions is None or any(version in self.versions for version in found.versions))
             and (self.rewards is None or found.reward in self.rewards)
-            and (not self.ends or any(_has_end(found, end) for end in self.ends))
+            and (not self.ends or not _names(found).isdisjoint(self.ends))
             and (not self.prompt or _is_of_prompt(found, self.prompt))
             and (not self.invalid or bool(found.why_invalid))
         )
@@ -155,17 +155,26 @@ class Chosen:
         return ranks[self._order]()
 
 
-def _has_end(found: RunCompletion, end: str) -> bool:
-    completion = found.completion
-    if end == "truncated":
-        return completion.truncated is not None
-    if end == "dropped":
-        return found.outcome.startswith("dropped:")
-    if end.startswith("failed:"):
-        return completion.failure is not None and end == f"failed:{completion.failure.reason}"
-    if end.startswith("reward:"):
-        return end == f"reward:{getattr(completion.reward, 'reason', None)}"
-    return end in (found.end, found.outcome)
+def end_names(end: str, reason: str, outcome: str) -> set[str]:
+    """Return the names by which `--end`, and the dashboard's filter, find a completion.
+
+    Args:
+        end: how the episode ended: `finished`, why it was truncated, or `failed`.
+        reason: why the completion is invalid: `failed:REASON` or `reward:REASON`; empty if it is valid.
+        outcome: of the group: `trained`, `dropped:REASON` or `unfinished`.
+    """
+    names = {end, outcome, *((reason, "invalid") if reason else ("valid",))}
+    if end not in ("finished", "failed"):
+        names.add("truncated")
+    if outcome.startswith("dropped:"):
+        names.add("dropped")
+    return names
+
+
+def _names(found: RunCompletion) -> set[str]:
+    names = end_names(found.end, found.reason, found.outcome)
+    reason = getattr(found.completion.reward, "reason", None)  # an answer that could not be judged is measured
+    return names if reason is None else names | {f"reward:{reason}"}
 
 
 def _is_of_prompt(found: RunCompletion, text: str) -> bool:
