@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -97,7 +98,8 @@ class Newcomer:
 
 @pytest.mark.full
 @pytest.mark.timeout(2 * SET_UP_S + 3 * COMMANDS_S)
-def test_from_a_clone_to_a_wrong_reward_found_and_mended(tmp_path):
+def test_from_a_clone_to_a_wrong_reward_found_and_mended(tmp_path, request):
+    request.addfinalizer(lambda: shutil.rmtree(tmp_path / "penstock", ignore_errors=True))  # gigabytes of packages
     user = Newcomer(tmp_path)
     (first, *_) = [each.text for each in blocks_of(ROOT / "README.md") if each.language == "sh"]
     user.type(first.replace("<this repository>", f"--quiet {ROOT}"), SET_UP_S)
