@@ -27,7 +27,7 @@ import venv
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import aiohttp
 import anyio
@@ -110,11 +110,11 @@ async def answered(engine: str) -> int:
 
 
 @asynccontextmanager
-async def process(*command: str, cwd: Path = ROOT) -> AsyncIterator[anyio.abc.Process]:
-    """Run a command of this project; it is killed at the end."""
+async def process(*command: str, cwd: Path = ROOT, log: TextIO | None = None) -> AsyncIterator[anyio.abc.Process]:
+    """Run a command of this project, with its log in a file if there is one; it is killed at the end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    started = await anyio.open_process(list(command), cwd=cwd, env=environment, stderr=None)
+    started = await anyio.open_process(list(command), cwd=cwd, env=environment, stderr=log)
     try:
         yield started
     finally:

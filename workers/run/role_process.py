@@ -180,6 +180,7 @@ async def _serve_metrics(role: str, context: WorkerContext) -> AsyncIterator[Non
     from workers.runtime.metrics_server import Snapshot, open_portal, serve_metrics
     from workers.runtime.run_metrics import RunMetrics
 
+    ours = await anyio.to_thread.run_sync(version, "penstock")  # reads files
     async with open_portal() as portal:
         answers = Snapshot(portal, connection.ping)
         collectors: list[Collector] = list(REGISTRIES[role])
@@ -189,7 +190,7 @@ async def _serve_metrics(role: str, context: WorkerContext) -> AsyncIterator[Non
             settings.run.metrics_address,
             collectors,
             context.health,
-            {"role": role, "run": settings.run.name, "version": version("penstock")},
+            {"role": role, "run": settings.run.name, "version": ours},
             find_server_problem=lambda: "" if answers.get() else "the Redis server does not answer",
         ):
             yield

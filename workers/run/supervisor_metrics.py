@@ -6,6 +6,8 @@ from functools import partial
 from importlib.metadata import version
 from urllib.parse import urlsplit
 
+import anyio.to_thread
+
 from workers.run.child_processes import ChildProcesses
 from workers.run.role_specs import ENGINE
 from workers.runtime import metrics
@@ -44,7 +46,8 @@ async def serve_supervisor_metrics(
 
     for role in ("feed", "rollout", "score", "train", ENGINE):
         metrics.processes.labels(role).set_function(partial(children.count_running, role))
-    info = {"role": "supervisor", "run": settings.run.name, "version": version("penstock")}
+    ours = await anyio.to_thread.run_sync(version, "penstock")  # reads files
+    info = {"role": "supervisor", "run": settings.run.name, "version": ours}
     registries = metrics.REGISTRIES["supervisor"]
     async with serve_metrics(address, registries, health, info, list_targets=list_targets):
         yield
