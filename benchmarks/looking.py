@@ -4,15 +4,15 @@
 
 One run, in alternating windows. A viewer has a page of the dashboard open. In a window with looking its figures are
 renewed every second, and workers report their leases; in one without, the dashboard is suspended and nothing is
-reported. The run is real: a Redis server, feed, `penstock rollout` and `penstock score`, a consumer as trainer that claims, commits
-and checkpoints without training. The engine answers every turn after 50 ms with prepared tokens, so every group is
-the same work: 8 completions of 3 turns and two tool calls.
+reported. The run is real: a Redis server, feed, `penstock rollout` and `penstock score`, and a consumer as trainer that
+claims, commits and checkpoints without training. The engine answers every turn after 50 ms with prepared tokens, so
+every group is the same work: 8 completions of 3 turns and two tool calls.
 
 `increase` is the change of CPU per group, by the paired windows: the mean, and its interval at 95 %. `pipeline` counts
-feed, rollout, score, trainer and Redis; `with_dashboard` counts the dashboard's process, too. Neighbours in a pair
-swap places from pair to pair, so that a drift of the machine cancels out, and windows are short, because on a machine
-with other work the CPU that a group costs itself changes by tens of per cent within a minute. `--check` exits with 1 if the increase of
-`pipeline` is above 2 %, its interval included.
+feed, rollout, score, trainer and Redis; `with_dashboard` counts the dashboard's process, too. Neighbours in a pair swap
+places from pair to pair, so that a drift of the machine cancels out. Windows are short because on a machine with other
+work the CPU that a group takes changes by tens of per cent within a minute. `--check` exits with 1 if the increase of
+`pipeline` may be above 2 %, by its interval.
 """
 
 import argparse

@@ -185,3 +185,19 @@ def test_two_running_runs_need_a_name(tmp_path, monkeypatch):
         write_run_info(make_folder(Path("runs") / name, name), RunInfo(run=name, redis="unix://x", pid=1))
     with pytest.raises(PenstockError, match="2 runs go on: runs/one, runs/two"):
         find_run(None)
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_ctrl_c_ends_a_watch_without_an_error(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def interrupt(*_args):
+        raise KeyboardInterrupt
+
+    if runs:
+        monkeypatch.setattr("workers.commands.queues._wait_for_run", lambda *_args: None)
+        monkeypatch.setattr("workers.commands.queues.with_run", interrupt)
+    else:
+        monkeypatch.setattr("workers.commands.queues.time.sleep", interrupt)
+    show_queues("soon", "", watch=True)
+    assert capsys.readouterr().err.count("\n") == (0 if runs else 1), "at most what it waits for"

@@ -31,17 +31,22 @@ def packages(modules):
     return {name.partition(".")[0] for name in modules}
 
 
+def foreign(modules):
+    """Return the modules that are not Penstock's own, which are small and grow in number."""
+    return {name for name in modules if name.partition(".")[0] not in {"stream", "envs", "workers"}}
+
+
 def test_the_help_text_needs_only_the_parser(loaded):
     absent = HEAVY | {"anyio", "asyncio", "msgspec", "psutil", "redis", "rich", "stream", "structlog"}
     assert packages(loaded["help"]) & absent == set()
-    assert len(loaded["help"]) < 220
+    assert len(foreign(loaded["help"])) < 170
 
 
 def test_queues_needs_a_client_of_redis_and_a_table(loaded):
     assert packages(loaded["queues"]) & (HEAVY | {"psutil"}) == set()
-    assert len(loaded["queues"]) < 560
+    assert len(foreign(loaded["queues"])) < 510
 
 
 def test_a_rollout_worker_needs_no_model(loaded):
     assert packages(loaded["rollout"]) & HEAVY == {"aiohttp", "jinja2", "prometheus_client", "tokenizers"}
-    assert len(loaded["rollout"]) < 900
+    assert len(foreign(loaded["rollout"])) < 720

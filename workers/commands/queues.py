@@ -106,12 +106,11 @@ class QueueReport(Struct, kw_only=True):
 
 
 def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch: bool = False) -> None:
-    """Print the number of prompts in each stage of a run, once, or every second from when it runs.
+    """Print the number of prompts in each stage of a run, once, or every second from when it runs until Ctrl-C.
 
     Raises:
         PenstockError: there is no such run.
     """
-    location = _wait_for_run(target, redis) if watch else find_run(target, redis)
 
     async def show(connection: RunConnection) -> None:
         if watch:
@@ -122,8 +121,8 @@ def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch:
             make_console().print(render_queues(connection.run, await read_status(connection, with_in_flight=True)))
 
     try:
-        with_run(location, show)
-    except KeyboardInterrupt:
+        with_run(_wait_for_run(target, redis) if watch else find_run(target, redis), show)
+    except KeyboardInterrupt:  # how a watch ends, while it waits for the run, too
         if not watch:
             raise
 
