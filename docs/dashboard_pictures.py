@@ -180,7 +180,8 @@ def take_all(folder: Path, out: Path) -> None:
     run = folder / "runs" / "demo"
     wait_for(lambda: steps(run) >= STEPS)
     older = folder / "runs" / "demo-killed"
-    shutil.copytree(run, older, ignore=shutil.ignore_patterns("live.json", "redis", "*.sock", "*.lock", "summary.json"))
+    changing = ("weights", "checkpoints", "redis", "live.json", "summary.json", "*.sock", "*.lock")
+    shutil.copytree(run, older, ignore=shutil.ignore_patterns(*changing))
     (older / "run.toml").write_text((run / "run.toml").read_text().replace(str(run), str(older)))
     anyio.run(let_some_die, run)
     with started(folder, "dashboard", "--allow-changes", "--port", "0") as process:
@@ -191,11 +192,11 @@ def take_all(folder: Path, out: Path) -> None:
         try:
             pages = {
                 "run": page,
-                "in-flight": f"{page}/in-flight",
                 "groups": f"{page}/groups?end=trained",
                 "group": group,
                 "group-tokens": f"{group}&tokens=0,1&color=advantage",
-                "timeline": f"{page}/timeline",
+                "timeline": f"{page}/timeline?step=4..6",
+                "in-flight": f"{page}/in-flight",
                 "workers": f"{page}/workers",
                 "dead": f"{page}/dead",
                 "runs": root,
