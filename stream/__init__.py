@@ -15,24 +15,28 @@ To feed prompts: `Feed`. To work on a stage: `Stage`. To train: `consume`; it is
 `Archive`. To inspect a run: `read_status`, `list_dead_letters`, `ArchivedGroups`.
 """
 
-from stream.codec import decode, encode
-from stream.connection.run_connection import RunConnection, connect
-from stream.errors import PenstockError
-from stream.operator.dead_letters import DeadLetter, list_dead_letters
-from stream.operator.run_status import RunStatus, read_status
-from stream.queue.feed import Feed
-from stream.queue.lease import Lease
-from stream.queue.stage import RetryPolicy, Stage
-from stream.records import Completion, Group, Prompt, Row, Span
-from stream.server_process import private_server
-from stream.trainer.archive import Archive, ArchivedGroups
-from stream.trainer.consume import consume, open_consumer, open_trainer_lease
-from stream.trainer.consumer import Consumer, LeasedGroup
-from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.ledger import Ledger
-from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, Trained
-from stream.trainer.resume_point import ResumePoint
-from stream.validity import Measured, Unmeasured, measure
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stream.codec import decode, encode
+    from stream.connection.run_connection import RunConnection, connect
+    from stream.errors import PenstockError
+    from stream.operator.dead_letters import DeadLetter, list_dead_letters
+    from stream.operator.run_status import RunStatus, read_status
+    from stream.queue.feed import Feed
+    from stream.queue.lease import Lease
+    from stream.queue.stage import RetryPolicy, Stage
+    from stream.records import Completion, Group, Prompt, Row, Span
+    from stream.server_process import private_server
+    from stream.trainer.archive import Archive, ArchivedGroups
+    from stream.trainer.consume import consume, open_consumer, open_trainer_lease
+    from stream.trainer.consumer import Consumer, LeasedGroup
+    from stream.trainer.lease import EndedGroup, TrainerLease
+    from stream.trainer.ledger import Ledger
+    from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, Trained
+    from stream.trainer.resume_point import ResumePoint
+    from stream.validity import Measured, Unmeasured, measure
 
 __all__ = [
     "AlreadyEnded",
@@ -73,3 +77,33 @@ __all__ = [
     "private_server",
     "read_status",
 ]
+
+_NAMES = {
+    "stream.codec": ("decode", "encode"),
+    "stream.connection.run_connection": ("RunConnection", "connect"),
+    "stream.errors": ("PenstockError",),
+    "stream.operator.dead_letters": ("DeadLetter", "list_dead_letters"),
+    "stream.operator.run_status": ("RunStatus", "read_status"),
+    "stream.queue.feed": ("Feed",),
+    "stream.queue.lease": ("Lease",),
+    "stream.queue.stage": ("RetryPolicy", "Stage"),
+    "stream.records": ("Completion", "Group", "Prompt", "Row", "Span"),
+    "stream.server_process": ("private_server",),
+    "stream.trainer.archive": ("Archive", "ArchivedGroups"),
+    "stream.trainer.consume": ("consume", "open_consumer", "open_trainer_lease"),
+    "stream.trainer.consumer": ("Consumer", "LeasedGroup"),
+    "stream.trainer.lease": ("EndedGroup", "TrainerLease"),
+    "stream.trainer.ledger": ("Ledger",),
+    "stream.trainer.outcomes": ("AlreadyEnded", "Dropped", "Duplicate", "Trained"),
+    "stream.trainer.resume_point": ("ResumePoint",),
+    "stream.validity": ("Measured", "Unmeasured", "measure"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use: a command that needs only the errors does not load a Redis client."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return found

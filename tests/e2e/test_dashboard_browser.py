@@ -43,6 +43,8 @@ class Slow(Calculator):
             a: The first number.
             b: The number to add to it.
         """
+        if HANG.exists() and not HANG.read_text():
+            HANG.write_text(str(time.time()))
         while HANG.exists():
             time.sleep(0.05)
         return super().add(a, b)
@@ -240,10 +242,12 @@ def look(project: Path, browser: Browser, page: str) -> None:
     browser.wait(same_snapshot)
     penstock_control(project, "resume")
 
-    # a completion whose tool hangs appears with the tool's name
+    # a completion whose tool hangs appears within 3 s, with the tool's name
     browser.open(f"{page}/in-flight")
     (project / "hang").touch()
+    hangs_since = float(browser.wait((project / "hang").read_text))
     browser.wait(lambda: "tool add" in browser.text)
+    assert time.time() - hangs_since < 3
     browser.pictures("in-flight-hanging")
     (project / "hang").unlink()
 
