@@ -215,6 +215,17 @@ async def test_an_update_during_a_completions_request_leaves_the_older_version()
         assert (await client.sample([5], PLAIN, min_policy_version=4)).spans == [Span(5, 0, 3)]
 
 
+async def test_completions_requests_of_one_moment_share_the_queries_of_the_version():
+    async with ScriptedEngine(reply, version="4") as engine, client_of(engine.url) as client:
+        engine.missing_routes = {GenerateApi.path}
+        await client.wait_until_ready()
+        before = engine.query_counts["/weight_info"]
+        async with anyio.create_task_group() as tasks:
+            for _ in range(50):
+                tasks.start_soon(client.sample, [5], PLAIN)
+        assert 2 <= engine.query_counts["/weight_info"] - before < 50  # alone, each would need two
+
+
 async def test_an_engine_that_lost_its_version_during_a_request_gave_no_sample():
     async with (
         ScriptedEngine(reply, version="4", delay_s=0.4) as engine,

@@ -115,7 +115,7 @@ class EngineSampler:
             raise _absence_error(engine, api.path, status, error_message(payload), adapter)
         version_after = version
         if status == 200 and capabilities.reports_version and not capabilities.reports_spans:
-            version_after = await self._monitor.fetch_version(engine)
+            version_after = await self._monitor.version_after_now(engine)
         decode = partial(api.decode, status, payload, engine.url, version=min(version, version_after))
         if len(payload) < _LONG_ANSWER_BYTES:
             sampled = decode()
@@ -140,7 +140,7 @@ class EngineSampler:
             return UNVERSIONED
         if capabilities.reports_spans and engine.has_version(min_policy_version):
             return engine.version
-        return await self._monitor.fetch_version(engine)
+        return await self._monitor.version_after_now(engine)
 
 
 def _absence_error(engine: EngineState, path: str, status: int, message: str, adapter: str) -> EngineError:

@@ -20,6 +20,21 @@ _VERSION_FRESH_S: Final = 1.0
 """How long the last reported version counts as current: the engine may have restarted since."""
 
 
+class VersionQuery:
+    """A query of an engine's policy version that several requests wait for.
+
+    Attributes:
+        answered: set when `version`, or `error`, is there.
+        version: the answer.
+        error: why there is none.
+    """
+
+    def __init__(self) -> None:
+        self.answered = anyio.Event()
+        self.version = UNVERSIONED
+        self.error: EngineError | None = None
+
+
 class EngineState:
     """One engine's state. Every change is a method; `Router`, `HealthMonitor` and `EngineSampler` call them.
 
@@ -38,6 +53,7 @@ class EngineState:
         version: policy version that the engine last reported.
         waits_for_weights: a request needed a newer version than the engine has. Until it has newer weights, the
             engine gets only requests that its version can serve.
+        next_version_query: the query that is about to be sent, if there is one.
         first_probe_done: set after the first probe, whatever it found.
         busy: set while `load` is above 0.
     """
@@ -51,6 +67,7 @@ class EngineState:
         self.ejections = 0
         self.version = UNVERSIONED
         self.waits_for_weights = False
+        self.next_version_query: VersionQuery | None = None
         self.first_probe_done = anyio.Event()
         self.busy = anyio.Event()
         self._monitor_scope = anyio.CancelScope()

@@ -26,7 +26,7 @@ from workers.engine_api.connection import QUERY_TIMEOUT_S, ConnectionPool, Unrea
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.engine_api.queries import check_health, fetch_weight_name
 from workers.rollout.engine_client.engine_metrics import parse_metrics
-from workers.rollout.engine_client.engine_state import EngineState
+from workers.rollout.engine_client.engine_state import EngineState, VersionQuery
 from workers.rollout.engine_client.probe import EngineProbe
 from workers.rollout.engine_client.router import Router
 from workers.rollout.engine_client.sampled_turn import IncompatibleEngineError, version_from_name
@@ -45,6 +45,8 @@ _EJECTION_BACKOFF: Final = Backoff(0.5, 30.0, jitter=0.0)
 """Before an engine is probed that passes health checks but keeps failing requests, by its ejections in a row."""
 _POLL_INTERVAL_S: Final = (1.0, 2.0)
 """Between two polls of an engine's metrics; random, so that workers do not poll in step."""
+_VERSION_GATHERING_S: Final = 0.005
+"""How long a query of an engine's version waits for other requests that need one."""
 _VERSION_INTERVAL_S: Final = 0.5
 """Between two polls of an engine's version while requests wait for newer weights."""
 
@@ -123,6 +125,31 @@ class HealthMonitor:
         """Ask the engine for its policy version."""
         engine.record_version(version_from_name(await fetch_weight_name(self._connections, engine.url)))
         return engine.version
+
+    async def version_after_now(self, engine: EngineState) -> int:
+        """Return the engine's policy version from a query sent after this call; calls of about one moment share one.
+
+        Raises:
+            EngineError: the engine does not answer, or does not name its weights.
+        """
+        query = engine.next_version_query
+        if query is None:
+            query = engine.next_version_query = VersionQuery()
+            self._tasks.start_soon(self._ask_version, engine, query)
+        await query.answered.wait()
+        if query.error is not None:
+            raise query.error
+        return query.version
+
+    async def _ask_version(self, engine: EngineState, query: VersionQuery) -> None:
+        await anyio.sleep(_VERSION_GATHERING_S)
+        engine.next_version_query = None  # it is sent now: whoever asks from here on needs a later one
+        try:
+            query.version = await self.fetch_version(engine)
+        except EngineError as error:
+            query.error = error
+        finally:
+            query.answered.set()
 
     async def _poll_version(self, engine: EngineState) -> None:
         before, unanswered = engine.version, 0
