@@ -1,5 +1,6 @@
 """A second run on the same server changes nothing in the first one."""
 
+import re
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -32,6 +33,11 @@ async def everything(connection: RunConnection) -> dict[bytes, bytes | None]:
     """Return each key of this run with its serialized value."""
     keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
     return {key: await connection.redis.dump(key) for key in keys}
+
+
+def names(keys: dict[bytes, bytes | None]) -> list[bytes]:
+    """Return the sorted keys without the ids of entries, which are times."""
+    return sorted(re.sub(rb":payload:.*", b":payload:ID", key) for key in keys)
 
 
 async def live(pipe, folder, ledger: Ledger) -> None:
@@ -71,4 +77,4 @@ async def test_a_second_run_on_the_same_server_leaves_the_first_one_untouched(pi
     assert len(before) >= 10
     await live(pipe_on(second), tmp_path, ledgers[1])
     assert await everything(pipe.connection) == before
-    assert (await everything(second)).keys() == {key.replace(b"}", b"-too}", 1) for key in before}
+    assert names(await everything(second)) == [key.replace(b"}", b"-too}", 1) for key in names(before)]
