@@ -31,7 +31,9 @@ BOUNDS = {
     "memory": Bound(0.6 * MB, 20, "an id that stays in a set or a hash takes 60 bytes and more, an entry a thousand"),
     "elements": Bound(250, 0.02, "something settled that stays is one element for each group"),
     "keys": Bound(3, 0, "their number is fixed; a key that is empty is not there"),
-    "clients": Bound(12, 0, "a pool keeps as many connections as were ever used at once; groups in flight bound that"),
+    "clients": Bound(
+        30, 0, "all pools; each keeps as many connections as were ever used at once, up to its groups in flight"
+    ),
     "rss": Bound(12 * MB, 60, "the smallest object takes 16 bytes, with its place in a list or a dict 60 and more"),
     "objects": Bound(700, 0.05, "counted at rest; something that is kept is one object for each group"),
     "files": Bound(12, 0, "as clients; a file or socket left open is one for each group"),

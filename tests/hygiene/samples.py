@@ -24,14 +24,15 @@ async def sample_server(connection: RunConnection) -> tuple[int, Sample]:
     redis: Any = connection.redis
     info = await redis.info()
     names = [name async for name in redis.scan_iter(count=1000)]
-    elements = 0
+    records = [name for name in names if b":payload:" in name or b":incoming:" in name]  # one for each waiting group
+    elements = len(records)
     for name in names:
         kind = (await redis.type(name)).decode()
         if kind in _SIZES:
             elements += await getattr(redis, _SIZES[kind])(name)
     result = {
         "server.memory": info["used_memory"],
-        "server.keys": len(names),
+        "server.keys": len(names) - len(records),
         "server.elements": elements,
         "server.aof": info.get("aof_current_size", 0),
         "server.clients": info["connected_clients"],
