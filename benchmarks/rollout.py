@@ -237,7 +237,7 @@ async def check_groups(url: str, turns: int) -> None:
     group = decode(payload or b"", Group)
     seen = {(c.failure, c.truncated, c.turns, c.tool_calls, c.tool_errors) for c in group.completions}
     if seen != {(None, None, turns, turns - 1, 0)}:
-        raise SystemExit(f"the worker's episodes are not those of the case: {seen}")
+        raise SystemExit(f"the worker's episodes differ from the case: {seen}")
 
 
 def worker_command(case: Case, arguments: argparse.Namespace, url: str) -> tuple[str, ...]:

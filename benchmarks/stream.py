@@ -10,8 +10,8 @@ Three measurements, all on private servers on a unix socket with `appendfsync ev
   atomicity, and neither encodes nor decodes; `floor_codec` also encodes and decodes as Penstock does. The contenders
   take turns. Beside groups per second, which another process on the machine changes, stand the CPU milliseconds that a
   group costs client and server.
-- **Backlog.** Microseconds to claim and complete one small group, at the client and in the server, with so many groups
-  waiting before and behind it.
+- **Backlog.** Microseconds to claim and complete one small group, at the client and in the server, while 100 to 100,000
+  other groups wait.
 - **Memory.** What the server's memory grows by, per byte of the groups that are outstanding.
 
 All roles are tasks of one process: on two cores, server and client have one each. Figures are medians of the rounds.

@@ -16,7 +16,7 @@ class CallSignature:
 
     Attributes:
         names: of the parameters, in order; without a bound `self`.
-        keywords: those of them that may be given by name.
+        keywords: the parameters that may be given by name.
         takes_any_keyword: it has `**kwargs`.
     """
 

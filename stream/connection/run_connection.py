@@ -85,6 +85,9 @@ class RunConnection:
             expire_s: when the key expires, unless the script keeps it.
             name: of the script.
             args: its arguments.
+
+        Raises:
+            ServerError: as `with_retry`. While the server has no memory for the value, both commands are repeated.
         """
         script = self._script(name)
 

@@ -9,7 +9,7 @@ from stream.connection.keys import EVALUATION_STAGES
 from stream.connection.run_connection import RunConnection
 
 _ENTRIES_PER_SCRIPT = 500
-"""The server reads the whole entries to get at the ids; those of prompts have their records."""
+"""The server reads whole entries to get at the ids, and an entry of `prompts` contains its record."""
 
 
 class StreamEntry(Struct, frozen=True):

@@ -194,6 +194,7 @@ class Stage:
 
         Raises:
             LeaseLostError: it is not; the output is discarded.
+            ServerError: the server cannot take the output.
         """
         payload = await anyio.to_thread.run_sync(encode, group) if len(group.completions) > 64 else encode(group)
         token = uuid.uuid4().hex

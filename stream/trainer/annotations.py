@@ -9,7 +9,7 @@
 
 A file appears complete, before the ledger has its step. A step that is repeated after a crash replaces the file of the
 lost one. Until then a reader is not misled: a policy version is used by one trainer only, and annotations hold for
-a group only if their step and version are those of its ledger record.
+a group only if their step and version equal the ones in its ledger record.
 """
 
 import os

@@ -222,7 +222,7 @@ def look(project: Path, browser: Browser, page: str) -> None:
     browser.wait(lambda: browser.find("#snapshot"))
     browser.wait(lambda: "step 3" in browser.text.replace("\n", " ") or "step 4" in browser.text.replace("\n", " "))
 
-    # the numbers are those of `penstock queues --json` for the same snapshot
+    # the numbers equal `penstock queues --json` for the same snapshot
     def same_snapshot() -> bool:
         report = penstock(project, "queues", "seen", "--json")
         shown = browser.driver.execute_script(

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 _REASONING_NAMES: Final = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; templates read the first, those of gpt-oss the second."""
+"""Names of a message's reasoning; most templates read the first, gpt-oss' templates the second."""
 _SCALARS: Final = (str, int, float, bool, type(None))
 
 

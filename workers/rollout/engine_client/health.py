@@ -143,7 +143,7 @@ class HealthMonitor:
 
     async def _ask_version(self, engine: EngineState, query: VersionQuery) -> None:
         await anyio.sleep(_VERSION_GATHERING_S)
-        engine.next_version_query = None  # it is sent now: whoever asks from here on needs a later one
+        engine.next_version_query = None  # it is sent now; a later request needs a query that is sent after it
         try:
             query.version = await self.fetch_version(engine)
         except EngineError as error:
