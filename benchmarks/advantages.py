@@ -1,6 +1,6 @@
 """Advantages, masks, aggregation and loss of whole batches, compared to a baseline of the same run.
 
-    python benchmarks/advantages.py [--rounds 15] [--json] [--check]
+    python -m benchmarks.advantages [--rounds 15] [--json] [--check]
 
 Batches of 65,536 rows x 64 tokens and of 4,096 x 1,024, one row per completion, in interleaved groups of 8 and 16 with
 string ids; a tenth of the rewards are unmeasured and NaN. Baselines: copying the rewards once in torch, summing the

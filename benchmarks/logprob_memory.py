@@ -1,6 +1,6 @@
 """Peak memory of the loss's log-probs, block by block and all at once, on the same inputs.
 
-    python benchmarks/logprob_memory.py [--json] [--check] [--tokens 8192] [--vocabulary 150000] [--hidden 64]
+    python -m benchmarks.logprob_memory [--json] [--check] [--tokens 8192] [--vocabulary 150000] [--hidden 64]
 
 Each variant runs in its own process: make hidden states and the output layer's weight, then compute log-probs of the
 targets and both gradients. The figure is the increase of resident memory over that after making the inputs. Results of

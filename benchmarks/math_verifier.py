@@ -1,6 +1,6 @@
 """The reward `math` compared to bare `parse` and `verify` of math-verify, both in two processes, in one run.
 
-    python benchmarks/math_verifier.py [--rows 1536] [--group 16] [--rounds 5] [--json] [--check]
+    python -m benchmarks.math_verifier [--rows 1536] [--group 16] [--rounds 5] [--json] [--check]
 
 *Bare*: two processes that only parse gold, parse prediction and verify, each for half of the rows. *Ours*: the reward
 function as a scorer calls it, group by group (all groups queued), in a pool of two. Both are warm; rounds alternate.
@@ -33,18 +33,22 @@ _TICKS = 100  # of /proc/PID/stat, a second
 Pair = tuple[str, str]
 
 
-def pairs(count: int) -> list[Pair]:
-    """Return easy, distinct rows (math-verify caches the last twenty); every third is wrong."""
+def pairs(count: int, group: int) -> list[Pair]:
+    """Return easy rows with distinct answers; the rows of a group have one gold answer, and every third is wrong."""
     made = []
     for i in range(count):
-        numerator, denominator = i % 97 + 1, i // 97 + 2
+        n = i // group
+        numerator, denominator = n % 97 + 1, n // 97 + 2
         kinds = (
-            (f"\\frac{{{numerator}}}{{{denominator}}}", f"So the share is \\boxed{{{numerator / denominator!r}}}."),
-            (f"{i}", f"First {i + 1}, and after the correction it is ${i}$."),
-            (f"x+{i}", f"\\boxed{{{i + (i % 9 == 2)}+x}}"),
+            (
+                f"\\frac{{{numerator}}}{{{denominator}}}",
+                f"By way {i} the share is \\boxed{{{numerator / denominator!r}}}.",
+            ),
+            (f"{n}", f"First {i + n + 1}, and after the correction it is ${n}$."),
+            (f"x+{n}", f"Way {i}: \\boxed{{{n + (i % 9 == 2)}+x}}"),
         )
-        gold, answer = kinds[i % 3]
-        made.append((gold, answer if i % 6 else "The answer is \\boxed{7777777}"))
+        gold, answer = kinds[n % 3]
+        made.append((gold, answer if i % 6 else f"The answer is \\boxed{{{7777777 + i}}}"))
     return made
 
 
@@ -127,7 +131,7 @@ async def measure_pool(function: RewardFunction, rows: list[Pair], group: int) -
 
 async def compare(arguments: argparse.Namespace) -> dict[str, object]:
     """Alternate the two, and compare the medians of their ratios to the limit."""
-    rows = pairs(arguments.rows)
+    rows = pairs(arguments.rows, arguments.group)
     side = BareVerifier()
     rounds = []
     function = RewardFunction.load("envs.builtin.math_verifier:Math")

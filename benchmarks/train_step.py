@@ -1,6 +1,6 @@
 """Time of one training step: collate, masks, advantages, forward, backward, AdamW.
 
-    python benchmarks/train_step.py [--json] [--small] [--packing auto] [--attention auto] [--checkpointing]
+    python -m benchmarks.train_step [--json] [--small] [--packing auto] [--attention auto] [--checkpointing]
                                     [--rows 64] [--steps 8] [--updates 1] [--micro-batch-tokens 16384] [--threads 1]
 
 On a GPU: a random model of 0.5 billion parameters (the shape of Qwen2.5-0.5B) in bfloat16, rows of about a thousand

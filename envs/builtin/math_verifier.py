@@ -156,11 +156,10 @@ def _read_gold(gold: Any) -> list[Any] | Unmeasured:
         return Unmeasured(
             RewardReason.BAD_REFERENCE, f"the gold answer is a {type(gold).__name__}, neither text nor number"
         )
-    from math_verify import LatexExtractionConfig, parse
     from math_verify.errors import TimeoutException
 
     try:
-        expected: list[Any] = parse(f"\\boxed{{{gold}}}", (LatexExtractionConfig(),), **_parse_limits())
+        expected = list(_parse_gold(str(gold)))
     except TimeoutException:  # not a subclass of Exception
         return Unmeasured(RewardReason.TIMEOUT, f"math-verify did not parse the gold answer within {_TIMEOUT_S} s")
     except MemoryError:
@@ -172,6 +171,13 @@ def _read_gold(gold: Any) -> list[Any] | Unmeasured:
     if all(isinstance(expression, str) for expression in expected):  # nothing parsed, or only text
         return bad_reference(gold, "is not an expression")
     return expected
+
+
+@lru_cache(maxsize=1024)  # all completions of a group have the same gold answer; an error is not kept
+def _parse_gold(gold: str) -> tuple[Any, ...]:
+    from math_verify import LatexExtractionConfig, parse
+
+    return tuple(parse(f"\\boxed{{{gold}}}", (LatexExtractionConfig(),), **_parse_limits()))
 
 
 @lru_cache(maxsize=1024)
