@@ -1,7 +1,8 @@
 """Calls user code with a deadline."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from asyncio import get_running_loop  # noqa: TID251  (anyio's token takes longer than a quick call)
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from traceback import FrameSummary, extract_tb
 from typing import Any
@@ -9,12 +10,11 @@ from typing import Any
 import anyio
 from anyio import CancelScope, CapacityLimiter, WouldBlock
 
-from envs.call.causes import stack_of_thread
 from envs.call.force_closable import ForceClosable
 from envs.call.outcomes import Failed, Ok, Outcome, TimedOut
 from envs.call.signatures import call_signature, is_async, is_awaitable
-from envs.call.threads import ThreadCall
-from envs.call.worker_threads import WorkerThreads
+from envs.call.threads import Call, ThreadCalls
+from envs.call.worker_threads import WorkerThreads, worker_threads
 
 
 class CallRunner:
@@ -26,6 +26,7 @@ class CallRunner:
 
     def __init__(self, limiter: CapacityLimiter) -> None:
         self._limiter = limiter
+        self._threads: WorkerThreads | None = None
 
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Outcome:
         """Call a function, or await a coroutine function. Never raises what the function raises."""
@@ -33,26 +34,42 @@ class CallRunner:
             return await self._with_deadline(
                 timeout_s, lambda scope: _await_outcome(partial(function, **arguments), scope)
             )
-        thread = ThreadCall(function, arguments)
-        await self._acquire(thread)
-        try:
-            outcome = await self._in_thread(thread, timeout_s)
-        finally:
-            self._limiter.release_on_behalf_of(thread)
-        if isinstance(outcome, TimedOut) and thread.thread_id is not None:
-            return TimedOut(timeout_s, stack=stack_of_thread(thread.thread_id))
+        (outcome,) = await self._in_thread([(function, arguments)], timeout_s)
         return outcome
 
-    async def _in_thread(self, thread: ThreadCall, timeout_s: float) -> Outcome:
-        started = time.monotonic()
-        outcome = await WorkerThreads.current().run(thread, timeout_s)
-        if isinstance(outcome, Ok) and is_awaitable(outcome.value):
-            return await self._with_deadline(
-                timeout_s,
-                lambda scope: _await_outcome(lambda: outcome.value, scope),
-                spent_s=time.monotonic() - started,
-            )
-        return outcome
+    async def call_in_order(self, calls: Sequence[Call], timeout_s: float) -> list[Outcome]:
+        """Call synchronous functions one after the other, each with this deadline; wakes one thread for all of them.
+
+        Those after a function that ran past its deadline are called in another thread.
+        """
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(calls):
+            outcomes += await self._in_thread(calls[len(outcomes) :], timeout_s)
+        return outcomes
+
+    async def _in_thread(self, calls: Sequence[Call], timeout_s: float) -> list[Outcome]:
+        """Return the outcomes of the first calls, of at least one."""
+        thread = ThreadCalls(calls)
+        try:
+            self._limiter.acquire_on_behalf_of_nowait(thread)
+        except WouldBlock:
+            await self._limiter.acquire_on_behalf_of(thread)
+        try:
+            outcomes = await self._worker_threads().run(thread, timeout_s)
+            last = outcomes[-1]
+            if type(last) is Ok and is_awaitable(last.value):
+                awaitable, spent_s = last.value, time.monotonic() - thread.started_at
+                outcomes[-1] = await self._with_deadline(
+                    timeout_s, lambda scope: _await_outcome(lambda: awaitable, scope), spent_s=spent_s
+                )
+        finally:
+            self._limiter.release_on_behalf_of(thread)
+        return outcomes
+
+    def _worker_threads(self) -> WorkerThreads:
+        if self._threads is None or self._threads.loop is not get_running_loop():
+            self._threads = worker_threads()
+        return self._threads
 
     async def _with_deadline(
         self, timeout_s: float, start: Callable[[CancelScope], Awaitable[Outcome]], *, spent_s: float = 0.0
@@ -67,13 +84,6 @@ class CallRunner:
             if not scope.cancel_called:  # user code may turn the cancellation into an error; that is a timeout too
                 return outcome
         return TimedOut(timeout_s, stack=stack)
-
-    async def _acquire(self, borrower: object) -> None:
-        """Wait for a thread, unless one is free; `async with` would yield to the event loop each time."""
-        try:
-            self._limiter.acquire_on_behalf_of_nowait(borrower)
-        except WouldBlock:
-            await self._limiter.acquire_on_behalf_of(borrower)
 
 
 def filter_kwargs(function: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,18 @@
 """Calls in threads, and the threads that outlive their call's deadline."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock, get_ident
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 
-from envs.call.outcomes import Outcome, TimedOut, call_inline
+from envs.call.causes import stack_of_thread
+from envs.call.outcomes import Ok, Outcome, TimedOut, call_inline
+from envs.call.signatures import is_awaitable
+
+Call = tuple[Callable[..., Any], Mapping[str, Any]]
+"""A function with its keyword arguments."""
 
 
 class AbandonedThreads:
@@ -45,42 +51,72 @@ abandoned_threads = AbandonedThreads()
 """The counter of this process."""
 
 
-class ThreadCall:
-    """One call in a thread, which may be abandoned while it runs."""
+class ThreadCalls:
+    """Functions that one thread calls one after the other, and that may be abandoned meanwhile.
 
-    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-        self._function = function
-        self._arguments = arguments
+    Args:
+        calls: each function with its keyword arguments. Those after one that returns an awaitable are not called: its
+            value is not known yet.
+    """
+
+    __slots__ = ("_abandoned", "_calls", "_has_ended", "_lock", "outcomes", "started_at", "thread_id")
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
         self._lock = Lock()
-        self._state: Literal["queued", "running", "finished", "cancelled"] = "queued"
-        self._abandoned_in: AbandonedThreads | None = None
+        self._has_ended = False
+        self._abandoned: AbandonedThreads | bool = False
+        """The counter that counts the thread; True if no function was running."""
+        self.outcomes: list[Outcome] = []
+        """Of the calls that have ended."""
+        self.started_at = 0.0
+        """When the present call started, by the monotonic clock; of the first one: when it was handed over."""
         self.thread_id: int | None = None
-        """Thread that runs the function; None before it starts and after it has returned."""
+        """Thread that runs the present function; None if none is running."""
 
-    def run(self) -> Outcome:
-        """Call the function, unless it was abandoned before it started. Runs in the thread."""
-        with self._lock:
-            if self._state == "cancelled":
-                return TimedOut(0.0)
-            self._state = "running"
-            self.thread_id = get_ident()
-        try:
-            return call_inline(self._function, self._arguments)
-        finally:
+    def run(self) -> None:
+        """Call the functions until they are abandoned. Runs in the thread."""
+        for function, arguments in self._calls:
             with self._lock:
-                self._state = "finished"
+                if self._abandoned:
+                    return
+                self.thread_id = get_ident()
+                if self.outcomes:
+                    self.started_at = time.monotonic()
+            outcome = call_inline(function, arguments)
+            with self._lock:
                 self.thread_id = None
-                if self._abandoned_in is not None:
-                    self._abandoned_in.remove()
+                if isinstance(self._abandoned, AbandonedThreads):
+                    self._abandoned.remove()
+                    return
+                self.outcomes.append(outcome)
+                is_last = len(self.outcomes) == len(self._calls)
+                self._has_ended = is_last or (type(outcome) is Ok and is_awaitable(outcome.value))
+            if self._has_ended:
+                return
 
-    def abandon(self) -> None:
-        """Count this thread as abandoned until the function returns. Runs on the event loop.
+    def abandon(self) -> int | None:
+        """Count this thread as abandoned until its present function returns. Runs on the event loop.
 
-        A function that has not started yet is not counted, and never called.
+        Functions that have not started yet are never called, and further outcomes are discarded.
+
+        Returns:
+            The thread that is running a function; None if none is.
         """
         with self._lock:
-            if self._state == "queued":
-                self._state = "cancelled"
-            elif self._state == "running":
-                self._abandoned_in = abandoned_threads
-                self._abandoned_in.add()
+            if self.thread_id is None:
+                self._abandoned = True
+            elif not self._abandoned:
+                self._abandoned = abandoned_threads
+                self._abandoned.add()
+            return self.thread_id
+
+    def time_out(self, timeout_s: float) -> bool:
+        """Abandon the calls, and add the outcome of the present one; False if they have ended in time."""
+        if self._has_ended:
+            return False
+        thread_id = self.abandon()
+        if self._has_ended:  # just before it was abandoned
+            return False
+        self.outcomes.append(TimedOut(timeout_s, stack=() if thread_id is None else stack_of_thread(thread_id)))
+        return True

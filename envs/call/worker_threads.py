@@ -6,19 +6,19 @@ further calls: the waiting ones go to other threads, each to its own. So a call 
 milliseconds, and any number of calls may block at the same time.
 """
 
+import asyncio  # noqa: TID251  (a future and a timer of the loop take a tenth of anyio's event and cancel scope)
 import math
 import threading
 import time
 from collections import deque
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
-from typing import Any, Final
+from typing import Final
 
-import anyio
-from anyio.lowlevel import RunVar, current_token
+from anyio.lowlevel import RunVar
 
-from envs.call.outcomes import Outcome, TimedOut
-from envs.call.threads import ThreadCall
+from envs.call.outcomes import Outcome
+from envs.call.threads import ThreadCalls
 
 try:
     from sniffio import current_async_library_cvar as _async_library
@@ -29,27 +29,38 @@ _PATIENCE_S: Final = 0.002
 """How long calls wait behind the one that a thread is in."""
 _FOREVER_S: Final = 1e8
 """The longest timer."""
+_TIMER_ERROR_S: Final = 0.002
+"""How much too early a timer may be."""
 _IDLE_S: Final = 10.0
 """After this time without a call a thread ends."""
 
 
 class _Job:
-    """A call that was handed over, and its outcome once it is there."""
+    """Calls that were handed over, and what the caller waits for."""
 
-    __slots__ = ("call", "context", "finished", "is_late", "outcome")
+    __slots__ = ("calls", "context", "deadline", "finished", "timeout_s")
 
-    def __init__(self, call: ThreadCall) -> None:
-        self.call = call
+    def __init__(self, calls: ThreadCalls, timeout_s: float, loop: asyncio.AbstractEventLoop) -> None:
+        self.calls = calls
         self.context: Context = copy_context()
         self.context.run(_async_library.set, None)  # user code may run an event loop of its own
-        self.finished = anyio.Event()
-        self.outcome: Outcome | None = None
-        self.is_late = False
+        self.finished: asyncio.Future[None] = loop.create_future()
+        self.timeout_s = timeout_s
+        calls.started_at = time.monotonic()
+        self.deadline = loop.call_later(min(timeout_s, _FOREVER_S), self._check_deadline)
 
-    def expire(self) -> None:
-        """End the wait: the deadline has passed."""
-        self.is_late = True
-        self.finished.set()
+    def _check_deadline(self) -> None:
+        """End the wait, unless another call is running now than the one that the timer was for."""
+        left_s = self.calls.started_at + self.timeout_s - time.monotonic()
+        if left_s > _TIMER_ERROR_S:
+            self.deadline = self.finished.get_loop().call_later(min(left_s, _FOREVER_S), self._check_deadline)
+        elif self.calls.time_out(self.timeout_s):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wake the caller."""
+        if not self.finished.done():
+            self.finished.set_result(None)
 
 
 class _Worker(threading.Thread):
@@ -72,7 +83,7 @@ class _Worker(threading.Thread):
             job = self._threads.next_job(self)
             if job is not None:
                 self.busy_since = time.monotonic()
-                job.outcome = job.context.run(job.call.run)
+                job.context.run(job.calls.run)
                 self.busy_since = math.inf
                 self._threads.finish(job)
                 del job  # an idle thread keeps nothing alive
@@ -81,10 +92,10 @@ class _Worker(threading.Thread):
 
 
 class WorkerThreads:
-    """The threads of one event loop; `current` returns them."""
+    """The threads of one event loop."""
 
     def __init__(self) -> None:
-        self._loop: Any = current_token().native_token
+        self.loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._jobs: deque[_Job] = deque()
         self._idle: list[_Worker] = []
@@ -95,40 +106,30 @@ class WorkerThreads:
         self._finished: deque[_Job] = deque()
         self._delivery_scheduled = False
 
-    @classmethod
-    def current(cls) -> "WorkerThreads":
-        """Return the threads of the running event loop."""
-        try:
-            return _threads.get()
-        except LookupError:
-            _threads.set(threads := cls())
-            return threads
-
-    async def run(self, call: ThreadCall, timeout_s: float) -> Outcome:
-        """Run a call in a thread. Past its deadline, or if this is cancelled, the call is abandoned.
+    async def run(self, calls: ThreadCalls, timeout_s: float) -> list[Outcome]:
+        """Run calls in a thread; each has this deadline. If one misses it, or this is cancelled, they are abandoned.
 
         The deadline is a timer, not a cancel scope, which would cost more than a quick call.
+
+        Returns:
+            The outcomes of the first calls, of at least one. The last one may be `TimedOut`, or an awaitable.
         """
-        job = _Job(call)
+        job = _Job(calls, timeout_s, self.loop)
         with self._lock:
             self._jobs.append(job)
             if not self._available:
                 self._wake_one()
             elif not self._check_scheduled:
                 self._check_scheduled = True
-                self._loop.call_later(_PATIENCE_S, self._relieve)
-        deadline = self._loop.call_later(min(timeout_s, _FOREVER_S), job.expire)
+                self.loop.call_later(_PATIENCE_S, self._relieve)
         try:
-            await job.finished.wait()
+            await job.finished
         except BaseException:
-            call.abandon()
+            calls.abandon()
             raise
         finally:
-            deadline.cancel()
-        if job.is_late or job.outcome is None:
-            call.abandon()
-            return TimedOut(timeout_s)
-        return job.outcome
+            job.deadline.cancel()
+        return calls.outcomes
 
     # In the threads
 
@@ -153,7 +154,7 @@ class WorkerThreads:
                 return
             self._delivery_scheduled = True
         with suppress(RuntimeError):  # the event loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._deliver)
+            self.loop.call_soon_threadsafe(self._deliver)
 
     def retire(self, worker: _Worker) -> bool:
         """Whether a thread that has slept for long may end; false if it is being woken."""
@@ -171,7 +172,7 @@ class WorkerThreads:
             self._delivery_scheduled = False
             finished, self._finished = self._finished, deque()
         for job in finished:
-            job.finished.set()
+            job.finish()
 
     def _relieve(self) -> None:
         """Have every waiting call run by a thread of its own if the available threads are slow."""
@@ -188,7 +189,7 @@ class WorkerThreads:
                 for _ in range(len(self._jobs)):
                     self._wake_one()
             self._check_scheduled = True
-            self._loop.call_later(_PATIENCE_S, self._relieve)
+            self.loop.call_later(_PATIENCE_S, self._relieve)
 
     def _wake_one(self) -> None:
         self._available += 1
@@ -203,3 +204,12 @@ class WorkerThreads:
 
 
 _threads: RunVar[WorkerThreads] = RunVar("user_code_threads")
+
+
+def worker_threads() -> WorkerThreads:
+    """Return the threads of the running event loop."""
+    try:
+        return _threads.get()
+    except LookupError:
+        _threads.set(threads := WorkerThreads())
+        return threads

@@ -1,12 +1,14 @@
 """Threads of user code: one runs all quick calls that are handed over together; each call that blocks has its own."""
 
 import threading
+import time
 from contextvars import ContextVar
 
 import anyio
+import anyio.lowlevel
 import pytest
 
-from envs.call import CallRunner, Ok, worker_threads
+from envs.call import CallRunner, Failed, Ok, TimedOut, worker_threads
 
 NAME: ContextVar[str] = ContextVar("name")
 
@@ -76,3 +78,40 @@ async def test_an_idle_thread_ends_and_another_takes_its_place(monkeypatch):
     with anyio.fail_after(60):
         await anyio.to_thread.run_sync(first.join)
     assert isinstance(await runner.call(threading.get_ident, {}, 60), Ok)
+
+
+@pytest.mark.usefixtures("patient")
+async def test_calls_in_order_wake_one_thread_and_each_has_its_own_deadline():
+    seen = []
+
+    def note(number: int, seconds: float) -> int:
+        time.sleep(seconds)
+        seen.append((number, threading.get_ident()))
+        return number
+
+    runner = CallRunner(anyio.CapacityLimiter(1))
+    calls = [(note, {"number": number, "seconds": 0.2}) for number in range(4)]
+    assert await runner.call_in_order(calls, 0.6) == [Ok(number) for number in range(4)]
+    assert [number for number, _ in seen] == [0, 1, 2, 3]
+    assert len({thread for _, thread in seen}) == 1
+
+
+async def test_calls_after_a_late_one_or_an_awaitable_are_made_nevertheless():
+    release, seen = threading.Event(), []
+
+    async def wait() -> str:
+        await anyio.lowlevel.checkpoint()
+        seen.append("awaited")
+        return "awaited"
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    calls = [(wait, {}), (release.wait, {}), (lambda: seen.append(1), {}), (fail, {}), (lambda: 7, {})]
+    try:
+        outcomes = await CallRunner(anyio.CapacityLimiter(1)).call_in_order(calls, 0.5)
+    finally:
+        release.set()
+    assert seen == ["awaited", 1]
+    assert [type(outcome) for outcome in outcomes] == [Ok, TimedOut, Ok, Failed, Ok]
+    assert (outcomes[0].value, outcomes[4].value) == ("awaited", 7)
