@@ -1,11 +1,11 @@
 """Time and CPU until a command has answered, a worker has claimed work, and a run has its first group.
 
-    python -m benchmarks.startup [--repeats 5] [--groups 50000] [--only help,queues] [--json] [--check]
+    python -m benchmarks.startup [--repeats 5] [--groups 50000] [--dead 10000] [--only help,queues] [--json] [--check]
 
 ===========  =========================================================================================
 `bare`       `python -c pass`, the floor of every command
 `help`       `penstock --help`
-`queues`     `penstock queues` of a run with `--groups` groups that wait to be trained
+`queues`     `penstock queues` of a run with `--groups` groups that wait to be trained, and `--dead` dead letters
 `rollout`    `penstock rollout` with the demo's settings until it has claimed a prompt; its engine answers at once
 `run`        `penstock run` with the demo's settings until its first group is rolled out, engine and trainer included
 ===========  =========================================================================================
@@ -137,9 +137,21 @@ async def move_to_trainer(connection: RunConnection, count: int) -> None:
                 tasks.start_soon(stage.complete, lease, "scored", Group(prompt=lease.prompt(), completions=completions))
 
 
-async def measure_queues(folder: Path, repeats: int, groups: int) -> list[Cost]:
-    """Measure `penstock queues` of a run with that many groups waiting."""
-    async with waiting_prompts(folder, groups) as (connection, url):
+async def dead_letter(connection: RunConnection, count: int) -> None:
+    """Make dead letters of prompts."""
+    stage = Stage(connection, "prompts", "worker", RetryPolicy(lease_s=600), 2 * count)
+    while count > 0:
+        leases = (await stage.claim(min(count, AT_ONCE))).leases
+        count -= len(leases)
+        async with anyio.create_task_group() as tasks:
+            for lease in leases:
+                tasks.start_soon(stage.dead_letter, lease, "data", "the row does not render")
+
+
+async def measure_queues(folder: Path, repeats: int, groups: int, dead: int) -> list[Cost]:
+    """Measure `penstock queues` of a run with that many groups waiting, and that many dead letters."""
+    async with waiting_prompts(folder, groups + dead) as (connection, url):
+        await dead_letter(connection, dead)
         await move_to_trainer(connection, groups)
         command = (*PENSTOCK, "queues", str(folder / "runs/d"), "--redis", url)
         return [await anyio.to_thread.run_sync(measure_command, *command) for _ in range(repeats)]
@@ -183,7 +195,7 @@ async def measure_run(folder: Path, repeats: int) -> list[Cost]:
     return [await once(f"r{number}") for number in range(repeats)]
 
 
-async def measure(names: list[str], repeats: int, groups: int) -> dict[str, dict[str, float]]:
+async def measure(names: list[str], repeats: int, groups: int, dead: int) -> dict[str, dict[str, float]]:
     """Measure the starts of these names."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -194,7 +206,7 @@ async def measure(names: list[str], repeats: int, groups: int) -> dict[str, dict
         if "help" in names:
             found["help"] = Cost.least([measure_command(*PENSTOCK, "--help") for _ in range(repeats)])
         if "queues" in names:
-            found["queues"] = Cost.least(await measure_queues(folder, repeats, groups))
+            found["queues"] = Cost.least(await measure_queues(folder, repeats, groups, dead))
         if "rollout" in names:
             found["rollout"] = Cost.least(await measure_rollout(folder, repeats))
         if "run" in names:
@@ -213,12 +225,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="How long commands, a worker and a run take to start")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--groups", type=int, default=50_000)
+    parser.add_argument("--dead", type=int, default=10_000)
     parser.add_argument("--only", default=",".join(LIMITS_MS))
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--check", action="store_true")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("error"))
     arguments = parser.parse_args()
-    found = anyio.run(measure, arguments.only.split(","), arguments.repeats, arguments.groups)
+    found = anyio.run(measure, arguments.only.split(","), arguments.repeats, arguments.groups, arguments.dead)
     if arguments.json:
         print(json.dumps(found))
     else:

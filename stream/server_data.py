@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import structlog
-
-log = structlog.get_logger()
+from stream.logger import log
 
 DIGESTS: Final = "digests.json"
 """Written when the server has stopped; removed when it starts. After a crash there is none."""

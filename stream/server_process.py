@@ -22,15 +22,13 @@ from pathlib import Path
 from typing import IO
 
 import anyio
-import structlog
 from anyio.abc import Process
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
 
 from stream import parent_death, server_data
 from stream.errors import ServerError
-
-log = structlog.get_logger()
+from stream.logger import log
 
 _BINARY_NAMES = ("redis-server", "valkey-server")
 _START_TIMEOUT_S = 30.0

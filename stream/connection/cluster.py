@@ -9,14 +9,12 @@ instead.
 import contextlib
 from typing import Any
 
-import structlog
 from redis.asyncio import Redis
 from redis.exceptions import MovedError
 
 from stream.connection.address import RedisAddress
 from stream.connection.server_errors import HANDLED_ERRORS
-
-log = structlog.get_logger()
+from stream.logger import log
 
 HostPort = tuple[str, int]
 

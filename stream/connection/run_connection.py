@@ -9,11 +9,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio
-import structlog
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 from redis.exceptions import MovedError, NoScriptError, ResponseError
@@ -31,12 +30,12 @@ from stream.connection.server_errors import (
     is_retryable,
 )
 from stream.errors import ServerError
-
-log = structlog.get_logger()
+from stream.logger import log
 
 MAX_BLOCK_S = 5.0
 """The longest blocking read. Well below the socket's timeout, so that a server that hangs differs from one without
 news."""
+_SCRIPTS = Path(__file__).parents[1] / "lua"
 _MIN_VERSION = (7, 0)
 _MAX_GARBLED_REPLIES = 3
 """Unreadable replies from a server that never sent a readable one: it is not Redis."""
@@ -325,6 +324,6 @@ async def _check_server(connection: RunConnection) -> bool:
 @cache
 def _load_scripts() -> dict[str, str]:
     """Return the scripts, each with `common.lua` inserted after its first line, which holds its flags."""
-    texts = {file.name.removesuffix(".lua"): file.read_text() for file in (files("stream") / "lua").iterdir()}
+    texts = {file.name.removesuffix(".lua"): file.read_text() for file in _SCRIPTS.glob("*.lua")}
     common = texts.pop("common")
     return {name: text.replace("\n", f"\n{common}", 1) for name, text in texts.items()}

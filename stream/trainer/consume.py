@@ -17,10 +17,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
-import structlog
 
 from stream.connection.run_connection import RunConnection
 from stream.connection.run_identity import identify_for_trainer, read_identity, record_for_trainer
+from stream.logger import log
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group
 from stream.trainer.archive import Archive
@@ -31,8 +31,6 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerEvent, read_events
 from stream.trainer.outcomes import Dropped
 from stream.trainer.resume_point import ResumePoint
-
-log = structlog.get_logger()
 
 _CHANGE_ACCEPTED = "change_accepted"
 

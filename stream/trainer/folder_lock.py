@@ -22,12 +22,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final
 
-import structlog
-
 from stream.backoff import Backoff
 from stream.errors import FencedError
-
-log = structlog.get_logger()
+from stream.logger import log
 
 LOCK_FILE: Final = "trainer.lock"
 _LINE_BYTES = 120

@@ -7,7 +7,6 @@ from typing import Any, Final
 import anyio
 from msgspec import Struct
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -285,6 +284,8 @@ def _consumer_table(report: QueueReport) -> list[RenderableType]:
 
 async def _watch(connection: RunConnection, as_json: bool) -> None:
     """Print the status every second until the run has finished."""
+    from rich.live import Live
+
     with Live(console=Console(), auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as screen:
         if as_json:
             screen.stop()

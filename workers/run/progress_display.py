@@ -7,7 +7,6 @@ from typing import Protocol, Self
 
 from msgspec import Struct, field
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -113,6 +112,8 @@ class TableDisplay:
     """A live table on a terminal; its last state stays on the screen."""
 
     def __init__(self, console: Console) -> None:
+        from rich.live import Live  # only here: `penstock queues` uses the tables below
+
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._rewards: dict[int, float] = {}
 

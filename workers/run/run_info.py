@@ -15,7 +15,6 @@ from msgspec import Struct
 from stream.connection.address import has_secret
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
-from stream.server_process import private_server
 from workers.run.run_folder import RUNS, find_newest_run, lock_folder, write_atomically
 from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
@@ -161,6 +160,8 @@ def with_run(location: RunLocation, main: Callable[[RunConnection], Awaitable[T]
         async with AsyncExitStack() as stack:
             url = location.url
             if not url and location.folder is not None:
+                from stream.server_process import private_server  # only here: most runs that are looked at run
+
                 url = await stack.enter_async_context(private_server(location.folder / "redis", fsync=location.fsync))
             connection = await stack.enter_async_context(
                 connect(url, location.run, reconnect_s=_RECONNECT_S, create=False)
