@@ -94,7 +94,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for way in WAYS:
             out = Path(folder) / "values.pt"
-            command = [sys.executable, "-W", "ignore", __file__, *options, f"--way={way}", f"--out={out}"]
+            command = [
+                sys.executable,
+                "-W",
+                "ignore",
+                "-m",
+                "benchmarks.logprob_memory",
+                *options,
+                f"--way={way}",
+                f"--out={out}",
+            ]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
             result[way] = json.loads(done.stdout)
             values.append(torch.load(out))

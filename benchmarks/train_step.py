@@ -1,11 +1,21 @@
-"""Time of one training step: collate, masks, advantages, forward, backward, AdamW.
+"""Time of one training step: collate, masks, advantages, forward, backward, AdamW, and how much of it is the model's.
 
-    python -m benchmarks.train_step [--json] [--small] [--packing auto] [--attention auto] [--checkpointing]
-                                    [--rows 64] [--steps 8] [--updates 1] [--micro-batch-tokens 16384] [--threads 1]
+    python -m benchmarks.train_step [--json] [--model half-billion|small|100m] [--packing auto] [--attention auto]
+                                    [--checkpointing] [--rows 64] [--steps 8] [--updates 1]
+                                    [--micro-batch-tokens 16384] [--threads 1] [--check]
 
-On a GPU: a random model of 0.5 billion parameters (the shape of Qwen2.5-0.5B) in bfloat16, rows of about a thousand
-tokens. With `--small`: the demo's model, float32, rows of 100 to 160 tokens, also on a CPU. Prints tokens per second
-(all tokens of the rows, over the median step), model FLOPs utilization, the device, dtype, attention and packing.
+==============  ==========================================================================================
+`half-billion`  on a GPU: a random model of 0.5 billion parameters (the shape of Qwen2.5-0.5B) in bfloat16, rows of
+                about a thousand tokens
+`small`         the demo's model, float32, rows of 100 to 160 tokens, also on a CPU; `--small` is the same
+`100m`          a random model of 100 million parameters, the rest as `small`
+==============  ==========================================================================================
+
+Prints tokens per second (all tokens of the rows, over the median step), model FLOPs utilization, the device, dtype,
+attention and packing. `parts_ms` are the milliseconds of a median step, in the order of a trainer's work: `check`
+(collate and mask each group, as it arrives), `merge`, `prepare` (masks of the batch, advantages, weights), `forward`
+(log-probs of the loss tokens), `loss`, `backward`, `optimizer` (clipping and AdamW), `metrics`, `rest`. `share` is that
+of forward and backward; with `--check` the exit code is 1 if it is below 85 %.
 
 Model FLOPs utilization is model FLOPs of a step divided by its seconds and the card's peak. Model FLOPs count matrix
 products only, twice as many backward as forward, without recomputation (PaLM, arXiv:2204.02311, appendix B): 6 x
@@ -28,7 +38,9 @@ import struct
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import structlog
 import torch
@@ -37,7 +49,10 @@ import transformers
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured
 from workers import settings
-from workers.train.step.collation import collate
+from workers.train.step import learner as learner_module
+from workers.train.step import model_runner
+from workers.train.step.collation import merge_batches
+from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
 
 SMALL = transformers.Qwen3Config(
@@ -62,6 +77,24 @@ HALF_BILLION = transformers.Qwen2Config(
     max_position_embeddings=32_768,
 )
 """494 million parameters."""
+HUNDRED_MILLION = transformers.Qwen3Config(
+    vocab_size=32_000,
+    hidden_size=640,
+    num_hidden_layers=14,
+    num_attention_heads=10,
+    num_key_value_heads=5,
+    head_dim=64,
+    intermediate_size=2048,
+    tie_word_embeddings=True,
+)
+"""About 100 million parameters."""
+MODELS = {
+    "half-billion": (HALF_BILLION, 8, "bfloat16", 64),
+    "small": (SMALL, 1, "float32", 128),
+    "100m": (HUNDRED_MILLION, 1, "float32", 16),
+}
+"""Configuration, scale of the rows' lengths, dtype, number of rows."""
+SHARE = 0.85
 PEAKS = {
     "B200": 2250e12,
     "H200 NVL": 835e12,
@@ -139,10 +172,45 @@ def settled(device: torch.device) -> float:
     return time.perf_counter()
 
 
+class Parts:
+    """Seconds of the parts of a step, by wrapping the functions that do them."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._device = learner.device
+        self._wrap(learner_module, "prepare", "prepare")
+        self._wrap(learner_module, "step_metrics", "metrics")
+        self._wrap(learner_module, "correction_step_metrics", "metrics")
+        self._wrap(learner_module, "describe_completions", "metrics")
+        self._wrap(model_runner, "micro_batch_loss", "loss")
+        self._wrap(learner.runner, "_forward", "forward")
+        self._wrap(torch.Tensor, "backward", "backward")
+        self._wrap(learner.optimizer, "clip_gradients", "optimizer")
+        self._wrap(learner.optimizer, "step", "optimizer")
+
+    def _wrap(self, owner: Any, function: str, part: str) -> None:
+        inner = getattr(owner, function)
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            began = settled(self._device)
+            result = inner(*arguments, **named)
+            self.seconds[part] += settled(self._device) - began
+            return result
+
+        setattr(owner, function, timed)
+
+    def pop(self) -> dict[str, float]:
+        """Return the seconds since the previous call."""
+        found, self.seconds = dict(self.seconds), defaultdict(float)
+        return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--model", choices=tuple(MODELS), default="half-billion")
+    parser.add_argument("--small", dest="model", action="store_const", const="small")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, default=0, help="128 of the small model, else 64")
     parser.add_argument("--steps", type=int, default=8)
@@ -153,12 +221,12 @@ def main() -> int:
     parser.add_argument("--checkpointing", action="store_true")
     given = parser.parse_args()
     gpu = torch.cuda.is_available()
-    if not gpu and not given.small:
-        print("there is no GPU here; --small runs a small model on the CPU", file=sys.stderr)
+    if not gpu and given.model == "half-billion":
+        print("there is no GPU here; --small or --model 100m runs on the CPU", file=sys.stderr)
         return 2
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    config, scale, dtype = (SMALL, 1, "float32") if given.small else (HALF_BILLION, 8, "bfloat16")
-    rows = given.rows or (128 if given.small else 64)
+    config, scale, dtype, rows = MODELS[given.model]
+    rows = given.rows or rows
     groups = make_groups(rows, config.vocab_size, scale)
     with tempfile.TemporaryDirectory() as folder:
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(f"{folder}/base")
@@ -168,7 +236,7 @@ def main() -> int:
                 data=settings.Data(path="none"),
                 run=settings.Run(threads=given.threads),
                 train=settings.Train(
-                    learning_rate=3e-4 if given.small else 1e-6,
+                    learning_rate=3e-4 if given.model == "small" else 1e-6,
                     updates_per_batch=given.updates,
                     micro_batch_tokens=given.micro_batch_tokens,
                     packing=given.packing,
@@ -179,21 +247,30 @@ def main() -> int:
         )
         if gpu:
             torch.cuda.reset_peak_memory_stats()
-        collating, stepping, working = [], [], []
+        parts, timings, working = Parts(learner), [], []
         for _ in range(given.steps + 2):
             began = settled(learner.device)
-            batch = collate(groups)
-            collated = time.perf_counter()
+            checked = [check_group(group, learner.settings, 8, config.vocab_size) for group in groups]
+            received = time.perf_counter()
+            batch = merge_batches([each.batch for each in checked])
+            merged = time.perf_counter()
             busy = time.process_time()
+            parts.pop()
             report = learner.step(batch, version=8)
-            stepping.append(settled(learner.device) - collated)
+            took = settled(learner.device) - merged
             working.append(time.process_time() - busy)
-            collating.append(collated - began)
+            within = parts.pop()
+            rest = took - sum(within.values())
+            timings.append(
+                {"check": received - began, "merge": merged - received, **within, "rest": rest, "step": took}
+            )
         began = time.perf_counter()
         learner.save_weights(Path(folder) / "weights")
         saving = time.perf_counter() - began
     card = torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine()
-    lengths, step_s = batch.lengths_R.tolist(), statistics.median(stepping[2:])
+    times = {part: statistics.median(each[part] for each in timings[2:]) for part in timings[-1]}
+    lengths, step_s = batch.lengths_R.tolist(), times["step"]
+    share = (times["forward"] + times["backward"]) / (times["check"] + times["merge"] + step_s)
     flops = step_flops(learner.model, lengths, report.metrics["tokens/loss"], given.updates)
     peak = peak_flops(card) if gpu and dtype == "bfloat16" else None
     result = {
@@ -212,15 +289,19 @@ def main() -> int:
         "tokens_per_s": round(sum(lengths) / step_s),
         "model_tflops_per_s": round(flops / step_s / 1e12, 4),
         "mfu": None if peak is None else round(flops / step_s / peak, 4),
-        "collate_s": round(statistics.median(collating[2:]), 4),
+        "share": round(share, 4),
+        "parts_ms": {part: round(1000 * seconds, 2) for part, seconds in times.items()},
         "step_s": round(step_s, 4),
-        "step_s_min": round(min(stepping[2:]), 4),
+        "step_s_min": round(min(each["step"] for each in timings[2:]), 4),
         "step_cpu_s": round(statistics.median(working[2:]), 4),
         "save_weights_s": round(saving, 4),
         "rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "gpu_peak_mib": torch.cuda.max_memory_allocated() // 2**20 if gpu else None,
     }
     print(json.dumps(result) if given.json else "\n".join(f"{name:20} {value}" for name, value in result.items()))
+    if given.check and share < SHARE:
+        print(f"forward and backward take less than {SHARE:.0%} of a step", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -1,6 +1,7 @@
 """Which groups the trainer takes and waits for with `pacing.stale_policy = "wait"`, on a real server."""
 
 import anyio
+import anyio.lowlevel
 import pytest
 from msgspec.structs import replace
 
@@ -203,3 +204,23 @@ async def test_other_policies_take_groups_as_they_come(make_trainer, stale_polic
     await trainer.finish("c")
     collected = await trainer.collect()
     assert (collected.prompt_ids, collected.metrics) == (["c"], {})
+
+
+async def test_groups_of_the_next_step_are_received_while_one_trains(make_trainer):
+    """A cancelled poll ends properly first, so that no group stays leased without being buffered."""
+    trainer = await make_trainer(stale_policy="train")
+    await trainer.finish("a")
+    batch = await trainer.collect()
+    assert batch.prompt_ids == ["a"]
+    assert 0 <= batch.metrics["waiting_seconds"] < 10
+    trainer.consumer.pop(batch.prompt_ids)
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trainer.collector.prefetch)
+            await trainer.finish("b")
+            while len(trainer.stage.leases) < 2:  # that of the step in training, and the new one
+                await anyio.lowlevel.checkpoint()
+            tasks.cancel_scope.cancel()
+        assert set(trainer.consumer.buffer) == {"b"}
+        await trainer.collector.prefetch()  # the buffer is full
+    assert (await trainer.collect()).prompt_ids == ["b"]

@@ -2,7 +2,8 @@
 
 ::
 
-    step          collect groups ─► optimizer step ─► commit: archive, ledger records, marks on the server
+    step          collect groups ─► optimizer step, while groups of the next step are claimed and checked ─► commit:
+                  archive, ledger records, marks on the server
     publish       reserve a version ─► write weights ─► push to engines ─► announce; waits until the evaluation of the
                   version before has been sampled
     checkpoint    ledger and checkpoint durable ─► committed groups are deleted from the server
@@ -132,7 +133,11 @@ class Trainer:
         leased, version = self._consumer.pop(batch.prompt_ids), self._consumer.version
         groups = [each.group for each in leased]
         dropped, filtered = self._collector.pop_dropped()
-        report = await anyio.to_thread.run_sync(_train_step, self._learner, leased, version, dropped, filtered)
+        async with anyio.create_task_group() as tasks:
+            if batch.has_more and self._progress.step + 1 != self._settings.max_steps:
+                tasks.start_soon(self._collector.prefetch)
+            report = await anyio.to_thread.run_sync(_train_step, self._learner, leased, version, dropped, filtered)
+            tasks.cancel_scope.cancel()
         reasons = _drop_reasons(report, leased)
         self._progress.count_step(report.metrics, len(leased) - len(reasons), time.monotonic() - started)
         await self._consumer.commit(leased, self._progress.step, reasons, report.completions)

@@ -1,4 +1,7 @@
-"""Fills a step: polls the consumer until enough groups are buffered, or no more will come."""
+"""Fills a step: polls the consumer until enough groups are buffered, or no more will come.
+
+While a step trains, `prefetch` claims and checks what has arrived for the next one.
+"""
 
 import time
 
@@ -23,6 +26,10 @@ from workers.train.training_warnings import write_warnings
 
 log = structlog.get_logger()
 
+_PREFETCH_INTERVAL_S = 0.1
+"""Between two polls while a step trains, for which every poll takes time: a busy run wakes its waiters many times per
+second."""
+
 
 class CollectedBatch(Struct, frozen=True):
     """What the next step consists of."""
@@ -32,7 +39,7 @@ class CollectedBatch(Struct, frozen=True):
     has_more: bool = False
     """Groups may come after this step."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """About waiting for stragglers."""
+    """About waiting for groups, and for stragglers."""
 
 
 class Collector:
@@ -66,30 +73,57 @@ class Collector:
         """
         consumer = self.consumer
         batch_size, stall_timeout_s = self._settings.train.batch_size, self._settings.abort.stall_timeout_s
-        last_arrival = time.monotonic()
+        started = last_arrival = time.monotonic()
+        receiving_s = 0.0
         while True:
             await self.report_warnings()
-            # A trainer that waits for stragglers must see everything that has arrived, so it buffers up to the limit of
-            # outstanding groups.
-            room = self._settings.capacity if self._waits_for_stragglers else batch_size - len(consumer.buffer)
-            claim = await consumer.poll(room)
+            polled = time.monotonic()
+            claim = await consumer.poll(self._room)
             if consumer.connection.stopping.is_set():
                 return CollectedBatch([])
             if claim.leases or claim.paused:
                 last_arrival = time.monotonic()
+            if claim.leases:
+                receiving_s += last_arrival - polled
             plan = await self._plan_step(steps_left)
             drained = consumer.is_drained(claim)
             full = len(plan.prompt_ids) == batch_size
             must_wait = full and self._stragglers.should_wait([] if drained else plan.stragglers, paused=claim.paused)
             if drained or (full and not must_wait):
                 has_more = not drained or len(consumer.buffer) > len(plan.prompt_ids)
-                return CollectedBatch(plan.prompt_ids, has_more, self._pop_metrics())
+                waiting_s = time.monotonic() - started - receiving_s
+                return CollectedBatch(plan.prompt_ids, has_more, self._pop_metrics(waiting_s))
             if claim.leases:
                 self._idle_logger.end_wait()
                 continue
             if not full and time.monotonic() - last_arrival > stall_timeout_s:
                 raise await self._stalled(claim)
             await self._wait(claim)
+
+    async def prefetch(self) -> None:
+        """Buffer groups of the next step while one trains, until the buffer is full or this is cancelled.
+
+        Raises:
+            RunFailedError: too many completions are invalid.
+        """
+        consumer = self.consumer
+        while self._room > 0 and not consumer.connection.stopping.is_set():
+            with anyio.CancelScope(shield=True):  # a poll cut short would leave groups leased and not buffered
+                claim = await consumer.poll(self._room)
+            if not claim.leases:
+                await consumer.wait(claim)
+            await anyio.sleep(_PREFETCH_INTERVAL_S)
+
+    @property
+    def _room(self) -> int:
+        """How many more groups may be buffered.
+
+        A trainer that waits for stragglers must see everything that has arrived, so it buffers up to the limit of
+        outstanding groups.
+        """
+        if self._waits_for_stragglers:
+            return self._settings.capacity
+        return self._settings.train.batch_size - len(self.consumer.buffer)
 
     async def _stalled(self, claim: Claim) -> RunFailedError:
         """Return the error of a run whose workers send nothing: where its work is, and their last error."""
@@ -132,5 +166,6 @@ class Collector:
         await self.consumer.wait(claim, self._stragglers.remaining_s)
         self._idle_logger.add_wait(time.monotonic() - started, claim)
 
-    def _pop_metrics(self) -> dict[str, float]:
-        return self._stragglers.pop_metrics() if self._waits_for_stragglers else {}
+    def _pop_metrics(self, waiting_s: float) -> dict[str, float]:
+        stragglers = self._stragglers.pop_metrics() if self._waits_for_stragglers else {}
+        return {"waiting_seconds": waiting_s, **stragglers}

@@ -103,6 +103,7 @@ COLLECTION_METRICS: Final[dict[str, str]] = {
 TRAINER_METRICS: Final[dict[str, str]] = {
     "time": "when the step ended",
     "step_seconds": "from the end of the step before: collecting groups, training, recording",
+    "waiting_seconds": "of these, the time without enough scored groups for a step, in which the trainer did nothing",
     "tokens_per_second": "`tokens/sampled` divided by `step_seconds`",
     "publish/time": "when the last policy version before the step was announced",
     "publish/seconds": "that publication: write the weights, push them to the engines, announce the version",
