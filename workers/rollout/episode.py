@@ -34,6 +34,7 @@ from workers.rollout.messages import (
     tool_call_entry,
 )
 from workers.rollout.row_builder import MultiRowBuilder
+from workers.rollout.token_ids import TokenIds
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
 from workers.rollout.tool_formats.reasoning import reasoning_end
 
@@ -89,10 +90,10 @@ class ConversationEpisode(BaseEpisode):
         while True:
             context = self._builder.context()
             budget = min(self._limits.max_tokens_per_turn, self._limits.max_tokens - self._builder.token_count)
+            open_reasoning = self._chat.open_reasoning(context)
             sampled = await self._sample(context, budget)
             if not isinstance(sampled, SampledTurn):
                 return sampled
-            open_reasoning = self._chat.open_reasoning(context)
             text = await self._chat.decode_turn(sampled.token_ids)
             turn = AssistantTurn(sampled.token_ids, text, open_reasoning=open_reasoning)
             parsed = await self._parse(turn)
@@ -107,7 +108,7 @@ class ConversationEpisode(BaseEpisode):
             if end is not None:
                 return end
 
-    async def _sample(self, context: list[int], max_tokens: int) -> SampledTurn | Failure | TruncationReason:
+    async def _sample(self, context: TokenIds, max_tokens: int) -> SampledTurn | Failure | TruncationReason:
         turn = self.completion.turns
         options = self.context.sampling_options(turn, max_tokens=max_tokens, stop_token_ids=self._chat.stop_token_ids)
         self.context.progress.activity = Activity.SAMPLING

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from stream.records import Row, Span
 from workers.rollout.engine_client.sampled_turn import SampledTurn
+from workers.rollout.token_ids import TokenIds
 
 
 class RowBuilder:
@@ -17,19 +18,27 @@ class RowBuilder:
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
-        self._prompt = array("i", prompt_ids)
-        self._tokens = array("i")
+        """Start a row; `TokenIds` are its own from now on."""
+        self._ids = prompt_ids if isinstance(prompt_ids, TokenIds) else TokenIds(prompt_ids)
+        self._prompt_length = len(prompt_ids)
         self._logprobs = array("f")
         self._sampled: list[tuple[int, int]] = []
         self._spans: list[Span] = []
 
     def __len__(self) -> int:
         """Return the number of tokens after the prompt."""
-        return len(self._tokens)
+        return len(self._ids) - self._prompt_length
 
-    def context(self) -> list[int]:
-        """Return all tokens so far, the prompt first."""
-        return (self._prompt + self._tokens).tolist()
+    def context(self) -> TokenIds:
+        """Return all tokens so far, the prompt first. They grow with the row."""
+        return self._ids
+
+    def copy(self) -> "RowBuilder":
+        """Return a copy, which grows on its own."""
+        copied = RowBuilder(self._ids.copy())
+        copied._prompt_length = self._prompt_length
+        copied._logprobs, copied._sampled, copied._spans = self._logprobs[:], self._sampled[:], self._spans[:]
+        return copied
 
     def versions(self) -> set[int]:
         """Return the policy versions that sampled tokens."""
@@ -37,15 +46,15 @@ class RowBuilder:
 
     def append_context(self, ids: Sequence[int]) -> None:
         """Append tokens that the model did not sample."""
-        self._tokens.extend(ids)
+        self._ids.extend(ids)
 
     def append_sample(self, sampled: SampledTurn) -> None:
         """Append a sampled turn."""
         count = len(sampled.token_ids)
         if not count:
             return
-        start = len(self._tokens)
-        self._tokens.extend(sampled.token_ids)
+        start = len(self)
+        self._ids.extend(sampled.token_ids)
         self._logprobs.extend(sampled.logprobs)
         self._sampled.append((start, start + count))
         self._spans += [Span(span.version, start + span.start, start + span.end) for span in sampled.spans]
@@ -54,9 +63,10 @@ class RowBuilder:
         """Return the row up to its last sampled token; None if nothing was sampled."""
         if not self._sampled:
             return None
+        prompt = self._prompt_length
         return Row(
-            prompt_ids=self._prompt.tobytes(),
-            token_ids=self._tokens[: self._sampled[-1][1]].tobytes(),
+            prompt_ids=self._ids.tobytes(0, prompt),
+            token_ids=self._ids.tobytes(prompt, prompt + self._sampled[-1][1]),
             sampled_ranges=self._sampled,
             logprobs=self._logprobs.tobytes(),
             spans=self._spans,
@@ -80,8 +90,8 @@ class MultiRowBuilder:
         self.token_count = 0
         """Tokens of the completion so far: sampled ones and tool results, each counted once."""
 
-    def context(self) -> list[int]:
-        """Return all tokens that the model sees now."""
+    def context(self) -> TokenIds:
+        """Return all tokens that the model sees now. They grow with the row."""
         return self._current.context()
 
     def versions(self) -> set[int]:
@@ -102,7 +112,7 @@ class MultiRowBuilder:
             new_count: how many of them, at the end, the completion did not contain before.
         """
         seen = self._current.context()
-        if list(ids[: len(seen)]) == seen:
+        if seen.is_prefix_of(ids):
             self._current.append_context(ids[len(seen) :])
         else:
             self._finished += [row] if (row := self._current.row()) is not None else []

@@ -9,7 +9,6 @@ by a continuation. Any other request (rewritten or compacted history, another ag
 that cannot continue) starts a new row. Each row holds exactly what the model saw when it sampled.
 """
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -141,7 +140,7 @@ class Recorder:
             ids = await chat.encode_continuation(messages[len(branch.messages) :], branch.ended_with_eos)
         except DataError as error:
             raise EngineRefusedError(str(error)) from error
-        row = copy.deepcopy(branch.row)  # a request that cannot be sampled leaves no trace
+        row = branch.row.copy()  # a request that cannot be sampled leaves no trace
         row.append_context(ids)
         return row
 
@@ -156,6 +155,7 @@ class Recorder:
             stop_token_ids=chat.stop_token_ids,
         )
         prompt_ids = row.context()
+        prompt_length, starts_in_reasoning = len(prompt_ids), bool(chat.open_reasoning(prompt_ids))
         context.progress.activity = Activity.SAMPLING
         try:
             with timed(completion, "engine"):
@@ -172,7 +172,6 @@ class Recorder:
             context.progress.activity = Activity.OWN_LOOP
         text = await chat.decode_turn(sampled.token_ids)
         row.append_sample(sampled)
-        starts_in_reasoning = bool(chat.open_reasoning(prompt_ids))
         turn = ParsedTurn(text)
         if parses_tools:
             turn = context.tool_format.parse(text, starts_in_reasoning=starts_in_reasoning)
@@ -183,7 +182,7 @@ class Recorder:
         branch.row, branch.messages = row, [*messages, message]
         branch.ended_with_eos = sampled.token_ids[-1:] == [chat.end_of_turn_id]
         finish_reason = "length" if sampled.is_truncated else "tool_calls" if turn.calls else "stop"
-        return Reply(message, finish_reason, len(prompt_ids), len(sampled.token_ids))
+        return Reply(message, finish_reason, prompt_length, len(sampled.token_ids))
 
     def _record_turn(self, messages: list[Message], message: Message, turn: ParsedTurn) -> None:
         """Append the conversation to the completion, for people and reward functions, in the order it happened."""

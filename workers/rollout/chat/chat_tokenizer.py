@@ -12,7 +12,6 @@ because the template rewrites earlier turns, `conversation_ids` renders everythi
 template leaves unchanged still keep their sampled ids.
 """
 
-from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from stream.records import Message
 from workers.rollout.chat.history_check import HistoryCheck, check_history
 from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer, content_texts
 from workers.rollout.chat.template import ChatTemplate, read_json
+from workers.rollout.token_ids import TokenIds
 from workers.rollout.tool_formats.reasoning import open_reasoning
 
 if TYPE_CHECKING:
@@ -122,11 +122,7 @@ class ChatTokenizer:
         Raises:
             DataError: the template refuses these messages.
         """
-        try:
-            key = msgspec.msgpack.encode(messages)
-        except (TypeError, ValueError, OverflowError):
-            return self._encode(self.renderer.render_prompt(messages))  # images and the like are never cached
-        return self._cached_prompt(key).tolist()
+        return self._prompt(messages).tolist()
 
     def continuation_ids(self, new_messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
         """Encode what is between two assistant turns: the new messages and the start of the next turn.
@@ -179,12 +175,12 @@ class ChatTokenizer:
         """Return the start of a reasoning block that these ids end with; what is sampled next is then reasoning."""
         return open_reasoning(self._decode_all(context[-_REASONING_WINDOW:]))
 
-    async def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
+    async def encode_prompt(self, messages: Sequence[Message]) -> TokenIds:
         """Run `prompt_ids`, in a thread if the prompt is long."""
         if self._tool_characters + _characters(messages) < _LONG_TEXT_CHARACTERS:
-            return self.prompt_ids(messages)
+            return self._prompt(messages)
         async with self._long_prompts:  # a group's other completions wait for the first, and then find the ids cached
-            return await _in_thread(partial(self.prompt_ids, messages))
+            return await _in_thread(partial(self._prompt, messages))
 
     async def encode_conversation(
         self, messages: Sequence[Message], turns: Sequence[AssistantTurn]
@@ -210,8 +206,15 @@ class ChatTokenizer:
         end = len(ids) - 1 if ids and ids[-1] in self.stop_token_ids else len(ids)
         return self._decode_all(ids[:end])
 
-    def _prompt_from_key(self, key: bytes) -> "array[int]":
-        return array("i", self._encode(self.renderer.render_prompt(msgspec.msgpack.decode(key))))
+    def _prompt(self, messages: Sequence[Message]) -> TokenIds:
+        try:
+            key = msgspec.msgpack.encode(messages)
+        except (TypeError, ValueError, OverflowError):  # images and the like are never cached
+            return TokenIds(self._encode(self.renderer.render_prompt(messages)))
+        return self._cached_prompt(key).copy()
+
+    def _prompt_from_key(self, key: bytes) -> TokenIds:
+        return TokenIds(self._encode(self.renderer.render_prompt(msgspec.msgpack.decode(key))))
 
     def _ids_from(self, turn: AssistantTurn, cut: int) -> list[int]:
         """Return the turn's ids from that character on: as sampled, unless the cut splits a token."""

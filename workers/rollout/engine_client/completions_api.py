@@ -14,7 +14,7 @@ from stream.records import Span
 from workers.engine_api.connection import decode_response
 from workers.engine_api.wire import FinishReason
 from workers.rollout.engine_client.sampled_turn import SampledTurn, single_choice, validate_sample
-from workers.rollout.engine_client.sampling_api import SamplingRequest, as_list
+from workers.rollout.engine_client.sampling_api import SamplingRequest, ids_json
 
 _encoder = msgspec.json.Encoder()
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
@@ -49,7 +49,7 @@ class CompletionsApi:
         return _encoder.encode(
             {
                 "model": request.model,
-                "prompt": as_list(request.prompt_ids),
+                "prompt": ids_json(request.prompt_ids),
                 "return_token_ids": True,
                 "return_tokens_as_token_ids": True,
                 **_NEUTRAL,

@@ -8,12 +8,22 @@ from msgspec import Struct
 from stream.errors import EngineError
 from stream.records import Span
 from workers.engine_api.connection import decode_response
-from workers.engine_api.wire import NO_TOKEN_ID, FinishReason, GenerateRequest, GenerateResponse, VersionSpan
+from workers.engine_api.wire import NO_TOKEN_ID, FinishReason, GenerateResponse, SamplingParams, VersionSpan
 from workers.rollout.engine_client.sampled_turn import SampledTurn, single_choice, validate_sample, version_from_name
-from workers.rollout.engine_client.sampling_api import SamplingRequest, as_list
+from workers.rollout.engine_client.sampling_api import SamplingRequest, ids_json
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(GenerateResponse)
+
+
+class _Request(Struct, kw_only=True, omit_defaults=True):
+    """`GenerateRequest`, whose ids are JSON already."""
+
+    token_ids: msgspec.Raw
+    sampling_params: SamplingParams
+    request_id: str = ""
+    model: str | None = None
+    cache_salt: str = ""
 
 
 class _Entry(Struct, gc=False):
@@ -50,9 +60,9 @@ class GenerateApi:
     def encode(self, request: SamplingRequest) -> bytes:
         """See `SamplingApi`."""
         return _encoder.encode(
-            GenerateRequest(
+            _Request(
                 model=request.model,
-                token_ids=as_list(request.prompt_ids),
+                token_ids=ids_json(request.prompt_ids),
                 sampling_params=request.options.to_wire(request.top_logprobs),
                 request_id=request.request_id,
                 cache_salt=request.cache_salt,

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Protocol
 
+import msgspec
+
 from workers.rollout.engine_client.sampled_turn import SampledTurn
 from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.rollout.token_ids import TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +29,9 @@ class SamplingRequest:
     """Only requests with the same salt share cached prefixes."""
 
 
-def as_list(ids: Sequence[int]) -> list[int]:
-    """Return token ids as a list, without copying one: a context may have 128,000."""
-    return ids if isinstance(ids, list) else list(ids)
+def ids_json(ids: Sequence[int]) -> msgspec.Raw:
+    """Return token ids as JSON, which `TokenIds` have already: a context may have 128,000."""
+    return msgspec.Raw(ids.json if isinstance(ids, TokenIds) else msgspec.json.encode(list(ids)))
 
 
 class SamplingApi(Protocol):

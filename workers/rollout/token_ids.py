@@ -1,0 +1,76 @@
+"""Token ids of a context that grows turn by turn, and the JSON in which an engine gets them."""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import msgspec
+
+_encode = msgspec.json.Encoder().encode
+
+
+class TokenIds(Sequence[int]):
+    """A sequence of token ids that only grows at its end, with its JSON.
+
+    Both are kept, so a turn of a long episode converts only the ids that it adds: four bytes each, and about six of
+    JSON, instead of an object for every id of the whole context.
+
+    Example:
+        >>> ids = TokenIds([1, 2])
+        >>> ids.extend([3])
+        >>> ids.json
+        b'[1,2,3]'
+    """
+
+    __slots__ = ("_ids", "_json")
+
+    def __init__(self, ids: Sequence[int] = ()) -> None:
+        self._ids = array("i")
+        self._json = bytearray(b"[")
+        self.extend(ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        """Return an id, or the list of a slice's ids."""
+        return self._ids[index].tolist() if isinstance(index, slice) else self._ids[index]
+
+    @property
+    def json(self) -> bytes:
+        """The ids as a JSON array."""
+        return b"".join((self._json, b"]"))
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Append ids."""
+        if not ids:
+            return
+        if self._ids:
+            self._json += b","
+        self._json += _encode(ids if type(ids) is list else list(ids))[1:-1]
+        self._ids.extend(ids)
+
+    def copy(self) -> "TokenIds":
+        """Return a copy, which grows on its own."""
+        copied = TokenIds()
+        copied._ids[:], copied._json[:] = self._ids, self._json
+        return copied
+
+    def is_prefix_of(self, ids: Sequence[int]) -> bool:
+        """Return whether others start with these ids."""
+        return array("i", ids[: len(self)]) == self._ids
+
+    def tobytes(self, start: int, end: int) -> bytes:
+        """Return the ids of a range as int32."""
+        return self._ids[start:end].tobytes()
+
+    def tolist(self) -> list[int]:
+        """Return the ids as a new list."""
+        return self._ids.tolist()
