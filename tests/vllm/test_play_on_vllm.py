@@ -100,19 +100,17 @@ def served_by_vllm(model):
 
 
 def test_the_server_of_transformers_is_played(model, tmp_path):
-    pytest.importorskip("accelerate", reason='needs pip install "transformers[serving]" accelerate')
-    pytest.importorskip("fastapi", reason='needs pip install "transformers[serving]" accelerate')
     with transformers_server(model, tmp_path) as url:
         play(model, "--endpoint", url, "--model", str(model))
 
 
 @contextmanager
 def transformers_server(model, folder):
-    """Serve a model with `transformers serve`; yields the URL."""
+    """Serve a model with `transformers serve`, from vLLM's virtual environment; yields the URL."""
     (folder / "hub").mkdir()
     port = free_port()
     code = "from transformers.cli.transformers import main; main()"
-    command = [sys.executable, "-c", code, "serve", str(model), "--port", str(port), "--device", "cpu"]
+    command = [vllm_python(), "-c", code, "serve", str(model), "--port", str(port), "--device", "cpu"]
     environment = os.environ | {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, process_group=0)
