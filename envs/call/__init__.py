@@ -24,16 +24,18 @@ from envs.call.outcomes import (
 from envs.call.rate_limiter import RateLimiter
 from envs.call.runner import CallRunner, filter_kwargs
 from envs.call.signatures import call_signature, is_async, is_awaitable
-from envs.call.threads import AbandonedThreads, abandoned_threads
+from envs.call.threads import AbandonedThreads, Call, TimedOutcome, abandoned_threads
 
 __all__ = [
     "AbandonedThreads",
+    "Call",
     "CallRunner",
     "Failed",
     "Ok",
     "Outcome",
     "RateLimiter",
     "TimedOut",
+    "TimedOutcome",
     "abandoned_threads",
     "call_inline",
     "call_signature",

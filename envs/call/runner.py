@@ -13,7 +13,7 @@ from anyio import CancelScope, CapacityLimiter, WouldBlock
 from envs.call.force_closable import ForceClosable
 from envs.call.outcomes import Failed, Ok, Outcome, TimedOut
 from envs.call.signatures import call_signature, is_async, is_awaitable
-from envs.call.threads import Call, ThreadCalls
+from envs.call.threads import Call, ThreadCalls, TimedOutcome
 from envs.call.worker_threads import WorkerThreads, worker_threads
 
 
@@ -34,20 +34,29 @@ class CallRunner:
             return await self._with_deadline(
                 timeout_s, lambda scope: _await_outcome(partial(function, **arguments), scope)
             )
-        (outcome,) = await self._in_thread([(function, arguments)], timeout_s)
+        ((outcome, _),) = await self._in_thread([(function, arguments)], timeout_s)
         return outcome
 
-    async def call_in_order(self, calls: Sequence[Call], timeout_s: float) -> list[Outcome]:
-        """Call synchronous functions one after the other, each with this deadline; wakes one thread for all of them.
+    async def call_in_order(self, calls: Sequence[Call], timeout_s: float) -> list[TimedOutcome]:
+        """Call functions one after the other, each with this deadline; synchronous ones share one thread, woken once.
 
-        Those after a function that ran past its deadline are called in another thread.
+        What is awaited, is awaited on the event loop. After a function that missed its deadline another thread goes on.
+
+        Returns:
+            The outcome of each call, and its wall time; that of the first one includes waiting for a thread.
         """
-        outcomes: list[Outcome] = []
+        outcomes: list[TimedOutcome] = []
         while len(outcomes) < len(calls):
-            outcomes += await self._in_thread(calls[len(outcomes) :], timeout_s)
+            function, arguments = calls[len(outcomes)]
+            if is_async(function):
+                started = time.monotonic()
+                outcome = await self.call(function, arguments, timeout_s)
+                outcomes.append((outcome, time.monotonic() - started))
+            else:
+                outcomes += await self._in_thread(calls[len(outcomes) :], timeout_s)
         return outcomes
 
-    async def _in_thread(self, calls: Sequence[Call], timeout_s: float) -> list[Outcome]:
+    async def _in_thread(self, calls: Sequence[Call], timeout_s: float) -> list[TimedOutcome]:
         """Return the outcomes of the first calls, of at least one."""
         thread = ThreadCalls(calls)
         try:
@@ -56,12 +65,13 @@ class CallRunner:
             await self._limiter.acquire_on_behalf_of(thread)
         try:
             outcomes = await self._worker_threads().run(thread, timeout_s)
-            last = outcomes[-1]
+            last, seconds = outcomes[-1]
             if type(last) is Ok and is_awaitable(last.value):
-                awaitable, spent_s = last.value, time.monotonic() - thread.started_at
-                outcomes[-1] = await self._with_deadline(
-                    timeout_s, lambda scope: _await_outcome(lambda: awaitable, scope), spent_s=spent_s
+                awaitable = last.value
+                awaited = await self._with_deadline(
+                    timeout_s, lambda scope: _await_outcome(lambda: awaitable, scope), spent_s=seconds
                 )
+                outcomes[-1] = awaited, time.monotonic() - thread.started_at
         finally:
             self._limiter.release_on_behalf_of(thread)
         return outcomes

@@ -13,6 +13,8 @@ from envs.call.signatures import is_awaitable
 
 Call = tuple[Callable[..., Any], Mapping[str, Any]]
 """A function with its keyword arguments."""
+TimedOutcome = tuple[Outcome, float]
+"""How a call ended, and its wall time in seconds."""
 
 
 class AbandonedThreads:
@@ -67,7 +69,7 @@ class ThreadCalls:
         self._has_ended = False
         self._abandoned: AbandonedThreads | bool = False
         """The counter that counts the thread; True if no function was running."""
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[TimedOutcome] = []
         """Of the calls that have ended."""
         self.started_at = 0.0
         """When the present call started, by the monotonic clock; of the first one: when it was handed over."""
@@ -89,7 +91,7 @@ class ThreadCalls:
                 if isinstance(self._abandoned, AbandonedThreads):
                     self._abandoned.remove()
                     return
-                self.outcomes.append(outcome)
+                self.outcomes.append((outcome, time.monotonic() - self.started_at))
                 is_last = len(self.outcomes) == len(self._calls)
                 self._has_ended = is_last or (type(outcome) is Ok and is_awaitable(outcome.value))
             if self._has_ended:
@@ -118,5 +120,6 @@ class ThreadCalls:
         thread_id = self.abandon()
         if self._has_ended:  # just before it was abandoned
             return False
-        self.outcomes.append(TimedOut(timeout_s, stack=() if thread_id is None else stack_of_thread(thread_id)))
+        stack = () if thread_id is None else stack_of_thread(thread_id)
+        self.outcomes.append((TimedOut(timeout_s, stack=stack), time.monotonic() - self.started_at))
         return True

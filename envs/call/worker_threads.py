@@ -17,8 +17,7 @@ from typing import Final
 
 from anyio.lowlevel import RunVar
 
-from envs.call.outcomes import Outcome
-from envs.call.threads import ThreadCalls
+from envs.call.threads import ThreadCalls, TimedOutcome
 
 try:
     from sniffio import current_async_library_cvar as _async_library
@@ -106,7 +105,7 @@ class WorkerThreads:
         self._finished: deque[_Job] = deque()
         self._delivery_scheduled = False
 
-    async def run(self, calls: ThreadCalls, timeout_s: float) -> list[Outcome]:
+    async def run(self, calls: ThreadCalls, timeout_s: float) -> list[TimedOutcome]:
         """Run calls in a thread; each has this deadline. If one misses it, or this is cancelled, they are abandoned.
 
         The deadline is a timer, not a cancel scope, which would cost more than a quick call.

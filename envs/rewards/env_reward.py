@@ -6,7 +6,7 @@ from typing import Any
 
 from anyio import CapacityLimiter
 
-from envs.call import CallRunner, Ok, call_signature
+from envs.call import Call, CallRunner, Ok, Outcome, call_signature
 from envs.rewards.call_results import failure_reward, is_per_turn, read_values, rewards_by_name, to_reward
 from stream.records import Message, RewardPart
 from stream.validity import RewardReason, Unmeasured
@@ -29,11 +29,22 @@ async def environment_reward(
         a mapping; one part `env` for each model turn for a list, tuple or 1-d array, or a single unmeasured part
         (`shape`) if its length is not the number of turns.
     """
+    call = reward_call(env, messages)
+    if call is None:
+        return []
+    return reward_parts(await (runner or CallRunner(CapacityLimiter(1))).call(*call, timeout_s), messages)
+
+
+def reward_call(env: object, messages: Sequence[Message]) -> Call | None:
+    """Return an environment's `get_reward` and its arguments; None without one."""
     get_reward = getattr(env, "get_reward", None)
     if not callable(get_reward):
-        return []
-    arguments = {"messages": copy.deepcopy(list(messages))} if accepts_messages(get_reward) else {}
-    outcome = await (runner or CallRunner(CapacityLimiter(1))).call(get_reward, arguments, timeout_s)
+        return None
+    return get_reward, {"messages": copy.deepcopy(list(messages))} if accepts_messages(get_reward) else {}
+
+
+def reward_parts(outcome: Outcome, messages: Sequence[Message]) -> list[RewardPart]:
+    """Classify the outcome of `get_reward`, as described for `environment_reward`."""
     if not isinstance(outcome, Ok):
         return [RewardPart(name="env", reward=failure_reward(outcome))]
     turns = sum(message.get("role") == "assistant" for message in messages)

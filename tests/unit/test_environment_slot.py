@@ -207,9 +207,8 @@ async def test_waiting_for_a_thread_does_not_count_towards_a_tools_timeout():
 async def test_sync_tools_of_one_environment_take_turns_in_the_order_of_their_calls():
     slot = slot_of(Counter)
     await slot.reset({}, 0, 0, 5)
-    async with anyio.create_task_group() as tasks:
-        for seconds in (0.06, 0.03, 0.0):
-            tasks.start_soon(slot.call_tool, call("sleep", seconds=seconds), 5)
+    results = await slot.call_tools([call("sleep", seconds=seconds) for seconds in (0.06, 0.03, 0.0)], 5)
+    assert [result.seconds >= 0.03 for result in results] == [True, True, False]
     assert slot._environment.log == [("sleep", 0.06), ("sleep", 0.03), ("sleep", 0.0)]
 
 

@@ -58,7 +58,7 @@ def test_a_result_that_fits_is_unchanged():
 
 def test_a_long_turn_is_parsed_in_a_thread(monkeypatch):
     result = {}
-    parse, call_tool = Hermes.parse, slots.EnvironmentSlot.call_tool
+    parse, call_tools = Hermes.parse, slots.EnvironmentSlot.call_tools
 
     def noted(self, text, **more):
         result[len(text) > 20_000] = threading.get_ident()
@@ -66,10 +66,10 @@ def test_a_long_turn_is_parsed_in_a_thread(monkeypatch):
 
     async def on_the_loop(self, *arguments):
         result["loop"] = threading.get_ident()
-        return await call_tool(self, *arguments)
+        return await call_tools(self, *arguments)
 
     monkeypatch.setattr(Hermes, "parse", noted)
-    monkeypatch.setattr(slots.EnvironmentSlot, "call_tool", on_the_loop)
+    monkeypatch.setattr(slots.EnvironmentSlot, "call_tools", on_the_loop)
     played = play(Wordy, ["x" * 30_000 + str(call("text", length=1)), "y"])
     assert played.tool_replies == ["x"]
     assert result[False] == result["loop"] != result[True]

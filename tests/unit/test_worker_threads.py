@@ -91,7 +91,9 @@ async def test_calls_in_order_wake_one_thread_and_each_has_its_own_deadline():
 
     runner = CallRunner(anyio.CapacityLimiter(1))
     calls = [(note, {"number": number, "seconds": 0.2}) for number in range(4)]
-    assert await runner.call_in_order(calls, 0.6) == [Ok(number) for number in range(4)]
+    outcomes = await runner.call_in_order(calls, 0.6)
+    assert [outcome for outcome, _ in outcomes] == [Ok(number) for number in range(4)]
+    assert all(seconds >= 0.2 for _, seconds in outcomes)
     assert [number for number, _ in seen] == [0, 1, 2, 3]
     assert len({thread for _, thread in seen}) == 1
 
@@ -109,7 +111,7 @@ async def test_calls_after_a_late_one_or_an_awaitable_are_made_nevertheless():
 
     calls = [(wait, {}), (release.wait, {}), (lambda: seen.append(1), {}), (fail, {}), (lambda: 7, {})]
     try:
-        outcomes = await CallRunner(anyio.CapacityLimiter(1)).call_in_order(calls, 0.5)
+        outcomes = [outcome for outcome, _ in await CallRunner(anyio.CapacityLimiter(1)).call_in_order(calls, 0.5)]
     finally:
         release.set()
     assert seen == ["awaited", 1]

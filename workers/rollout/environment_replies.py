@@ -1,11 +1,8 @@
 """What an environment says after a turn: tool results, or its `respond`; and the limits that end an episode."""
 
-import anyio
-
 from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, ToolRun
 from stream.validity import TruncationReason
-from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.episode_base import EnvironmentContext, timed
 from workers.rollout.messages import call_id, tool_message
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
@@ -95,14 +92,4 @@ class EnvironmentReplies:
             return []
         self._progress.calls = calls
         self._progress.activity = Activity.TOOL
-        if len(calls) == 1:
-            return [await slot.call_tool(calls[0], timeout_s)]
-        results: dict[int, ToolResult | Failure] = {}
-
-        async def run_call(slot: EnvironmentSlot, position: int) -> None:
-            results[position] = await slot.call_tool(calls[position], timeout_s)
-
-        async with anyio.create_task_group() as tasks:
-            for position in range(len(calls)):
-                tasks.start_soon(run_call, slot, position)
-        return [results[position] for position in range(len(calls))]
+        return await slot.call_tools(calls, timeout_s)

@@ -6,21 +6,21 @@ the background, and the slot makes a new one at its next reset.
 """
 
 import copy
-import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import anyio
 import msgspec
 import structlog
 
 from envs.call import (
+    Call,
     CallRunner,
     Failed,
     Ok,
     Outcome,
     TimedOut,
+    TimedOutcome,
     call_signature,
     describe_error,
     describe_failure,
@@ -30,8 +30,7 @@ from envs.call import (
 )
 from envs.contract import Observation, Response, is_done, is_messages, is_observation, is_response
 from envs.factory import EnvironmentFactory
-from envs.rewards import environment_reward
-from envs.rewards.env_reward import accepts_messages
+from envs.rewards.env_reward import accepts_messages, reward_call, reward_parts
 from envs.snapshot import freeze
 from envs.tools import ToolArgumentError, bind_arguments
 from stream.causes import ErrorCause
@@ -45,8 +44,6 @@ log = structlog.get_logger()
 
 MAX_SNAPSHOT_BYTES = 1_000_000
 """Size limit of one frozen environment; its largest attributes are omitted beyond it."""
-
-T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -70,7 +67,6 @@ class EnvironmentSlot:
         self._calls = calls
         self._environment: Any = None
         self._tools = frozenset(tool.name for tool in factory.tools)
-        self._sync_tools_lock = anyio.Lock(fast_acquire=True)
 
     @property
     def has_tools(self) -> bool:
@@ -112,12 +108,37 @@ class EnvironmentSlot:
             return self._failure(RolloutReason.ENV_RESET, "reset", outcome)
         return self._validate_observation(outcome.value)
 
-    async def call_tool(self, call: ToolCall, timeout_s: float) -> ToolResult | Failure:
-        """Call a tool, and return its result, or the error that the model reads.
+    async def call_tools(self, calls: Sequence[ToolCall], timeout_s: float) -> list[ToolResult | Failure]:
+        """Call the tools of one turn, and return the results, or the errors that the model reads, in the same order.
 
-        Async tools of one turn may run concurrently. Synchronous ones run one after the other, in order, since most
-        classes do not expect two threads at a time.
+        Async tools run concurrently. Synchronous ones run one after the other, in order, since most classes do not
+        expect two threads at a time; they wake one thread.
         """
+        results: list[ToolResult | Failure | Call] = [self._prepare(call) for call in calls]
+        in_threads = [i for i, call in enumerate(results) if isinstance(call, tuple) and not is_async(call[0])]
+        on_loop = [i for i, call in enumerate(results) if isinstance(call, tuple) and is_async(call[0])]
+
+        async def run(positions: list[int]) -> None:
+            prepared = [call for i in positions if isinstance(call := results[i], tuple)]
+            outcomes = await self._call_in_order(prepared, timeout_s)
+            for i, (outcome, seconds) in zip(positions, outcomes, strict=True):
+                results[i] = self._to_result(calls[i], outcome, seconds)
+
+        if not on_loop:
+            await run(in_threads)
+        else:
+            async with anyio.create_task_group() as tasks:
+                for positions in (in_threads, *([i] for i in on_loop)):
+                    tasks.start_soon(run, positions)
+        return [result for result in results if not isinstance(result, tuple)]
+
+    async def call_tool(self, call: ToolCall, timeout_s: float) -> ToolResult | Failure:
+        """Call one tool, as `call_tools`."""
+        (result,) = await self.call_tools([call], timeout_s)
+        return result
+
+    def _prepare(self, call: ToolCall) -> ToolResult | Call:
+        """Return the function to call and its arguments, or the error that the model reads."""
         if call.name not in self._tools:
             known = ", ".join(sorted(self._tools))
             text = f"Error: there is no tool {call.name!r}; the tools are: {known}"
@@ -126,13 +147,14 @@ class EnvironmentSlot:
             method, arguments = self._bind_call(call)
         except ToolArgumentError as mismatch:
             return ToolResult(replace_surrogates(f"Error: {mismatch}"), is_error=True)
-        async with nullcontext() if is_async(method) else self._sync_tools_lock:
-            started = time.perf_counter()
-            outcome = await self._call(returning_tool_result(method), arguments, timeout_s)
-            seconds = time.perf_counter() - started
+        return returning_tool_result(method), arguments
+
+    def _to_result(self, call: ToolCall, outcome: Outcome, seconds: float) -> ToolResult | Failure:
+        """Return what the model reads after a call."""
         match outcome:
             case Ok(ToolResult() as result):
-                return result.with_seconds(seconds)
+                result.seconds = seconds
+                return result
             case Ok():
                 raise AssertionError("returning_tool_result converts every result")
             case Failed(error) if _is_environment_failure(error):
@@ -210,17 +232,35 @@ class EnvironmentSlot:
 
     async def reward(self, timeout_s: float, messages: Sequence[Message] = ()) -> list[RewardPart]:
         """Return the environment's own reward for this conversation, as measured or unmeasured parts."""
-        parts = await self._await_or_replace(environment_reward(self._environment, timeout_s, self._calls, messages))
-        self.needs_replacement |= any(isinstance(part.reward, Unmeasured) for part in parts)
-        return parts
+        call = reward_call(self._environment, messages)
+        return [] if call is None else self._parts(await self._call(*call, timeout_s), messages)
 
     async def freeze(self, max_bytes: int, timeout_s: float) -> bytes | Failure:
         """Return a snapshot of the instance's attributes."""
-        outcome = await self._call(freeze, {"env": self._environment, "max_bytes": max_bytes}, timeout_s)
-        if isinstance(outcome, Ok):
-            return bytes(outcome.value)
-        reason = RolloutReason.ENV_TIMEOUT if isinstance(outcome, TimedOut) else RolloutReason.ENV_STEP
-        return self._failure(reason, "taking its snapshot", outcome)
+        return self._snapshot(await self._call(freeze, {"env": self._environment, "max_bytes": max_bytes}, timeout_s))
+
+    async def measure_and_freeze(
+        self, messages: Sequence[Message], max_bytes: int, timeout_s: float, begin_snapshot: Callable[[], None]
+    ) -> tuple[list[RewardPart], bytes | Failure]:
+        """Return `reward` and `freeze`; where `get_reward` is synchronous, both wake one thread.
+
+        Args:
+            messages: the conversation after the prompt.
+            max_bytes: of the snapshot.
+            timeout_s: for each of the two.
+            begin_snapshot: called between them, in that thread.
+        """
+        environment = self._environment
+
+        def freeze_now() -> bytes:
+            begin_snapshot()
+            return freeze(environment, max_bytes)
+
+        call = reward_call(environment, messages)
+        if call is None:
+            return [], self._snapshot(await self._call(freeze_now, {}, timeout_s))
+        (measured, _), (frozen, _) = await self._call_in_order([call, (freeze_now, {})], timeout_s)
+        return self._parts(measured, messages), self._snapshot(frozen)
 
     async def close(self) -> None:
         """Call the instance's `close`, if it has one, with a deadline; errors are logged."""
@@ -233,18 +273,30 @@ class EnvironmentSlot:
         if not isinstance(outcome, Ok):
             log.warning("environment.close_failed", environment=self.name, why=describe_failure(outcome))
 
-    async def _call(self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Outcome:
-        outcome = await self._await_or_replace(self._calls.call(function, arguments, timeout_s))
-        self.needs_replacement |= isinstance(outcome, TimedOut)
+    def _parts(self, outcome: Outcome, messages: Sequence[Message]) -> list[RewardPart]:
+        parts = reward_parts(outcome, messages)
+        self.needs_replacement |= any(isinstance(part.reward, Unmeasured) for part in parts)
+        return parts
+
+    def _snapshot(self, outcome: Outcome) -> bytes | Failure:
+        if isinstance(outcome, Ok):
+            return bytes(outcome.value)
+        reason = RolloutReason.ENV_TIMEOUT if isinstance(outcome, TimedOut) else RolloutReason.ENV_STEP
+        return self._failure(reason, "taking its snapshot", outcome)
+
+    async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Outcome:
+        ((outcome, _),) = await self._call_in_order([(function, arguments)], timeout_s)
         return outcome
 
-    async def _await_or_replace(self, call: Awaitable[T]) -> T:
-        """Await a call; if that is interrupted, the instance may still be busy with it and must be replaced."""
+    async def _call_in_order(self, calls: Sequence[Call], timeout_s: float) -> list[TimedOutcome]:
+        """Call into the instance; if that is interrupted or too late, it may still be busy and must be replaced."""
         try:
-            return await call
+            outcomes = await self._calls.call_in_order(calls, timeout_s)
         except BaseException:
             self.needs_replacement = True
             raise
+        self.needs_replacement |= any(isinstance(outcome, TimedOut) for outcome, _ in outcomes)
+        return outcomes
 
     def _failure(self, reason: RolloutReason, activity: str, outcome: Outcome) -> Failure:
         self.needs_replacement = True

@@ -97,8 +97,7 @@ class BaseEpisode(ABC):
             else:
                 self.completion.truncated = end
             self.completion.rows = self.rows()
-            await self.measure()
-            await self.freeze()
+            await self.measure_and_freeze()
         return self.completion
 
     async def reset(self) -> Failure | None:
@@ -137,21 +136,23 @@ class BaseEpisode(ABC):
     def rows(self) -> list[Row]:
         """Return the rows that were sampled."""
 
-    async def measure(self) -> None:
-        """Take the environment's own reward; a failed episode has none."""
-        slot, completion, limits = self.context.slot, self.completion, self.context.limits
-        if slot is not None and slot.has_reward and completion.failure is None:
-            self.context.progress.activity = Activity.REWARD
-            with timed(completion, "reward"):
-                completion.parts = await slot.reward(limits.call_timeout_s, completion.messages)
-
-    async def freeze(self) -> None:
-        """Take a snapshot of the environment, before the next episode resets it; a failed episode has none."""
-        slot, completion, limits = self.context.slot, self.completion, self.context.limits
+    async def measure_and_freeze(self) -> None:
+        """Take the environment's own reward, and a snapshot before the next episode resets it; not if it failed."""
+        slot, completion, progress = self.context.slot, self.completion, self.context.progress
         if slot is None or completion.failure is not None:
             return
-        self.context.progress.activity = Activity.SNAPSHOT
-        snapshot = await slot.freeze(MAX_SNAPSHOT_BYTES, limits.call_timeout_s)
+        reward_time = timed(completion, "reward") if slot.has_reward else None
+        progress.activity = Activity.REWARD if slot.has_reward else Activity.SNAPSHOT
+
+        def begin_snapshot() -> None:
+            if reward_time is not None:
+                reward_time.stop()
+            progress.activity = Activity.SNAPSHOT
+
+        parts, snapshot = await slot.measure_and_freeze(
+            completion.messages, MAX_SNAPSHOT_BYTES, self.context.limits.call_timeout_s, begin_snapshot
+        )
+        completion.parts = parts
         if isinstance(snapshot, Failure):
             completion.failure = snapshot
         else:
@@ -159,17 +160,22 @@ class BaseEpisode(ABC):
 
 
 class timed:  # noqa: N801  (used like a function)
-    """Add the time spent in the body to `completion.seconds[activity]`, and note when it was."""
+    """Add the time spent in the body, or until `stop`, to `completion.seconds[activity]`, and note when it was."""
 
     __slots__ = ("_activity", "_began_at", "_completion", "_started")
 
     def __init__(self, completion: Completion, activity: str) -> None:
         self._completion, self._activity = completion, activity
-
-    def __enter__(self) -> None:
         self._began_at, self._started = time.time(), time.perf_counter()
 
+    def __enter__(self) -> None:
+        pass
+
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Note the time since this was made."""
         seconds = time.perf_counter() - self._started
         self._completion.seconds[self._activity] += seconds
         if len(self._completion.intervals) < MAX_INTERVALS:

@@ -16,7 +16,7 @@ MAX_CHARACTERS_PER_TOKEN = 32
 """More than any tokenizer packs into a token on average, except for long runs of blanks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ToolResult:
     """What the model reads."""
 
@@ -30,10 +30,6 @@ class ToolResult:
     """Wall time of the call; 0 if it could not be made."""
     cause: ErrorCause | None = field(default=None, compare=False)
     """Where the tool raised or hung; the model does not read it."""
-
-    def with_seconds(self, seconds: float) -> "ToolResult":
-        """Return a copy that says how long the call took."""
-        return ToolResult(self.text, self.is_error, self.parts, self.object_type, seconds, self.cause)
 
     @property
     def content(self) -> str | list[dict[str, Any]]:
