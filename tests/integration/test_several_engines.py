@@ -209,8 +209,11 @@ async def mute_proxy(engine: ScriptedEngine):
             pass
 
     async def handle(client) -> None:
-        server = await anyio.connect_tcp("127.0.0.1", port_of(engine))
-        async with client, server, anyio.create_task_group() as tasks:
+        async with (
+            client,
+            await anyio.connect_tcp("127.0.0.1", port_of(engine)) as server,
+            anyio.create_task_group() as tasks,
+        ):
             tasks.start_soon(pump, client, server)
             await pump(server, client)
             tasks.cancel_scope.cancel()

@@ -1,19 +1,36 @@
-"""HTTP requests to engines, with distinct errors for unreachable engines, timeouts, refusals and invalid answers."""
+"""HTTP requests to engines, with distinct errors for unreachable engines, timeouts, refusals and invalid answers.
 
+A rollout worker sends thousands of requests per second, and a general HTTP client takes more of its time than the
+requests themselves. So the pool speaks the part of HTTP/1.1 that engines need: a body of known length in one piece, no
+cookies, no compression, no redirects.
+"""
+
+import asyncio  # noqa: TID251  (anyio has no transports and protocols)
+import socket
+import ssl
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from http import HTTPStatus
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-import aiohttp
+import anyio
 import msgspec
+from aiohappyeyeballs import start_connection
 
 from envs.remote.service_client import describe_response
 from stream.errors import EngineError, EngineRefusedError
+from workers.engine_api.http_connection import HttpAnswer, HttpConnection
+from workers.engine_api.request_target import RequestTarget, ServerAddress
 
 QUERY_TIMEOUT_S: Final = 10.0
 """Time limit of a request that does not sample, and of connecting."""
 _RETRYABLE_STATUSES: Final = (408, 429)
 _KEEPALIVE_S: Final = 4.0
 """Shorter than the 5 s after which vLLM closes an idle connection, perhaps while the next request arrives."""
+_SECOND_ADDRESS_AFTER_S: Final = 0.25
+"""If a host has several addresses and the first does not answer so long, the next one is tried beside it."""
 
 T = TypeVar("T")
 
@@ -26,6 +43,36 @@ class RequestTimeoutError(EngineError):
     """A connected server did not answer in time."""
 
 
+class _Server:
+    """The connections to one server."""
+
+    def __init__(self) -> None:
+        self.idle: list[HttpConnection] = []
+        """The most recently used one is the last."""
+        self.busy: set[HttpConnection] = set()
+        self.lost_count = 0
+
+    def take_idle(self, now: float) -> HttpConnection | None:
+        while self.idle:
+            connection = self.idle.pop()
+            if connection.is_usable and now - connection.idle_since < _KEEPALIVE_S:
+                return connection
+            connection.close()
+        return None
+
+    def record_loss(self, connection: HttpConnection) -> None:
+        self.lost_count += 1
+        if connection in self.idle:
+            self.idle.remove(connection)
+
+    def close_idle(self, before: float) -> None:
+        """Close the connections whose last request ended before this moment of the loop's time."""
+        kept = [connection for connection in self.idle if connection.idle_since >= before]
+        for connection in self.idle[: len(self.idle) - len(kept)]:
+            connection.close()
+        self.idle = kept
+
+
 class ConnectionPool:
     """Connections to any number of servers; an async context manager.
 
@@ -35,18 +82,23 @@ class ConnectionPool:
 
     def __init__(self, *, keep_alive: bool = True) -> None:
         self._keep_alive = keep_alive
+        self._servers: defaultdict[ServerAddress, _Server] = defaultdict(_Server)
+        self._cleaning: asyncio.TimerHandle | None = None
+        self._tls: ssl.SSLContext | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=_connector(keep_alive=self._keep_alive),
-            headers={"Content-Type": "application/json"},
-        )
+        self._loop = asyncio.get_running_loop()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close()
+        if self._cleaning is not None:
+            self._cleaning.cancel()
+        for server in self._servers.values():
+            for connection in (*server.idle, *server.busy):
+                connection.close()
+            server.idle.clear()
 
     async def get(self, url: str, kind: type[T], timeout_s: float = QUERY_TIMEOUT_S) -> T:
         """Send a GET request that does not sample; return the decoded answer.
@@ -60,32 +112,121 @@ class ConnectionPool:
         except EngineRefusedError as error:  # nothing was sampled, so only the engine is at fault
             raise EngineError(str(error)) from error
 
-    async def request(self, method: str, url: str, timeout_s: float, body: bytes | None = None) -> tuple[int, bytes]:
+    async def request(
+        self, method: str, url: str, timeout_s: float, body: bytes | Sequence[bytes] | None = None
+    ) -> tuple[int, bytes]:
         """Send a request; return status and payload, whatever the status.
+
+        A GET is sent again, once, if the server closes a kept connection without a byte of an answer: it may have
+        closed it while the request was on its way.
+
+        Args:
+            method: of HTTP.
+            url: of the server, with the path.
+            timeout_s: for the whole answer, connecting included.
+            body: in one or more parts.
 
         Raises:
             UnreachableError: the server could not be reached, or the connection broke.
             RequestTimeoutError: no answer within `timeout_s`.
-            EngineError: the answer is not valid HTTP.
+            EngineError: the answer is not valid HTTP, or a redirect.
         """
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=QUERY_TIMEOUT_S)
+        parts = (body,) if isinstance(body, bytes) else body or ()
         try:
-            async with self._session.request(method, url, data=body, timeout=timeout) as response:
-                return response.status, await response.read()
-        except aiohttp.ConnectionTimeoutError as error:
-            raise UnreachableError(f"{url}: no connection within {QUERY_TIMEOUT_S:g} s") from error
+            target = RequestTarget.parse(method, url)
+            request = (b"%b%d\r\n\r\n" % (target.head, sum(map(len, parts))), *parts)
+            answer = await self._send(target.server, url, request, timeout_s, may_repeat=method == "GET")
         except TimeoutError as error:
             raise RequestTimeoutError(f"{url}: no answer within {timeout_s:g} s") from error
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+        except OSError as error:
             raise UnreachableError(f"{url}: {error or type(error).__name__}") from error
-        except (aiohttp.ClientError, ValueError) as error:
-            raise EngineError(f"{url}: {type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise EngineError(f"{url}: {error}") from error
+        if answer.location and HTTPStatus.MULTIPLE_CHOICES <= answer.status < HTTPStatus.BAD_REQUEST:
+            raise EngineError(f"{url} redirects to {answer.location}; redirects are not followed: name that address")
+        return answer.status, answer.payload
 
+    def abort_requests(self, base_url: str, error: EngineError) -> None:
+        """End every request in progress below this URL with an error, and close its connection."""
+        for server in self._servers.values():
+            for connection in tuple(server.busy):
+                if connection.url.startswith(f"{base_url}/"):
+                    connection.abort(error)
 
-def _connector(*, keep_alive: bool) -> aiohttp.TCPConnector:
-    if keep_alive:
-        return aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
-    return aiohttp.TCPConnector(limit=0, force_close=True)
+    def continuity(self, base_url: str) -> int | None:
+        """Return a number that stays the same while connections to the server live on; None if there is none now.
+
+        A process that takes over another one's address does not have that one's connections.
+        """
+        server = self._servers.get(RequestTarget.parse("GET", base_url).server)
+        return server.lost_count if server is not None and (server.idle or server.busy) else None
+
+    async def _send(
+        self, address: ServerAddress, url: str, request: Sequence[bytes], timeout_s: float, *, may_repeat: bool
+    ) -> HttpAnswer:
+        server, now = self._servers[address], self._loop.time()
+        connection = server.take_idle(now)
+        if connection is not None:
+            try:
+                return await self._exchange(server, connection, url, request, timeout_s)
+            except ConnectionError:
+                if connection.has_answer_begun or not may_repeat:
+                    raise
+        connection = await self._connect(server, address, url, timeout_s)
+        return await self._exchange(server, connection, url, request, now + timeout_s - self._loop.time())
+
+    async def _exchange(
+        self, server: _Server, connection: HttpConnection, url: str, request: Sequence[bytes], timeout_s: float
+    ) -> HttpAnswer:
+        server.busy.add(connection)
+        try:
+            answer = await connection.exchange(url, request, timeout_s)
+        finally:
+            server.busy.discard(connection)
+        if self._keep_alive and connection.is_usable:
+            server.idle.append(connection)
+            if self._cleaning is None:
+                self._cleaning = self._loop.call_later(_KEEPALIVE_S, self._close_idle)
+        else:
+            connection.close()
+        return answer
+
+    async def _connect(self, server: _Server, address: ServerAddress, url: str, timeout_s: float) -> HttpConnection:
+        try:
+            with anyio.fail_after(min(timeout_s, QUERY_TIMEOUT_S)):
+                return await self._open(server, address)
+        except TimeoutError as error:
+            if timeout_s <= QUERY_TIMEOUT_S:
+                raise
+            raise UnreachableError(f"{url}: no connection within {QUERY_TIMEOUT_S:g} s") from error
+
+    async def _open(self, server: _Server, address: ServerAddress) -> HttpConnection:
+        if address.has_tls and self._tls is None:
+            self._tls = await anyio.to_thread.run_sync(ssl.create_default_context)  # reads certificates
+        try:
+            found = await self._loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            opened = await start_connection(found, happy_eyeballs_delay=_SECOND_ADDRESS_AFTER_S, interleave=1)
+            try:
+                _, connection = await self._loop.create_connection(
+                    partial(HttpConnection, server.record_loss),
+                    sock=opened,
+                    ssl=self._tls if address.has_tls else None,
+                    server_hostname=address.host if address.has_tls else None,
+                )
+            except BaseException:
+                opened.close()
+                raise
+        except OSError as error:  # `OSError` includes the system's own time-out, which is not the request's
+            why = error.strerror or error or type(error).__name__
+            raise ConnectionError(f"Cannot connect to host {address.host}:{address.port}: {why}") from error
+        return connection
+
+    def _close_idle(self) -> None:
+        for server in self._servers.values():
+            server.close_idle(before=self._loop.time() - _KEEPALIVE_S)
+        self._cleaning = None
+        if any(server.idle for server in self._servers.values()):
+            self._cleaning = self._loop.call_later(_KEEPALIVE_S, self._close_idle)
 
 
 def decode_response(status: int, payload: bytes, url: str, decoder: "msgspec.json.Decoder[T]") -> T:

@@ -73,26 +73,18 @@ class EngineSampler:
         """
         started = time.perf_counter()
         try:
-            sampled = await self._sample(engine, prompt_ids, options, min_policy_version)
-        except EngineError as error:
-            engine_failures.labels(type(error).__name__).inc()
-            raise
-        engine_latency.observe(time.perf_counter() - started)
-        sampled_tokens.inc(len(sampled.token_ids))
-        return sampled
-
-    async def _sample(
-        self, engine: EngineState, prompt_ids: Sequence[int], options: SamplingOptions, min_policy_version: int
-    ) -> SampledTurn:
-        with engine.cancellable_request():
             sampled = await self._request(engine, prompt_ids, options, min_policy_version)
             engine.record_success()
             first = sampled.spans[0].version
             if first < min_policy_version:
                 raise StaleWeightsError(f"{engine.url} sampled with policy version {first}, not {min_policy_version}")
-            engine.availability.log_recovered("weights")
-            return sampled
-        raise UnreachableError(f"{engine.url} stopped answering")
+        except EngineError as error:
+            engine_failures.labels(type(error).__name__).inc()
+            raise
+        engine.availability.log_recovered("weights")
+        engine_latency.observe(time.perf_counter() - started)
+        sampled_tokens.inc(len(sampled.token_ids))
+        return sampled
 
     async def _request(
         self, engine: EngineState, prompt_ids: Sequence[int], options: SamplingOptions, min_policy_version: int
@@ -138,9 +130,11 @@ class EngineSampler:
                     "VLLM_SERVER_DEV_MODE=1 in its environment, on a network that you trust"
                 )
             return UNVERSIONED
-        if capabilities.reports_spans and engine.has_version(min_policy_version):
-            return engine.version
-        return await self._monitor.version_after_now(engine)
+        if capabilities.reports_spans:
+            is_known = engine.has_version(min_policy_version)
+        else:
+            is_known = engine.has_had_version(min_policy_version, self._connections.continuity(engine.url))
+        return engine.version if is_known else await self._monitor.version_after_now(engine)
 
 
 def _absence_error(engine: EngineState, path: str, status: int, message: str, adapter: str) -> EngineError:

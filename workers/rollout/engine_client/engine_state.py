@@ -18,6 +18,8 @@ from workers.rollout.engine_client.sampled_turn import UNVERSIONED
 
 _VERSION_FRESH_S: Final = 1.0
 """How long the last reported version counts as current: the engine may have restarted since."""
+_VERSION_KEPT_S: Final = 0.1
+"""The same where answers name no version: a turn that begins so soon after an update may get the version before it."""
 
 
 class VersionQuery:
@@ -74,9 +76,9 @@ class EngineState:
         self._min_requests, self._max_requests = min_requests, max_requests
         self._limit = AdaptiveLimit(max_requests)
         self._version_seen_at = self._succeeded_at = -math.inf
+        self._version_seen_over: int | None = None
         self._polling_scope = anyio.CancelScope()
         self._check_in_progress = False
-        self._request_scopes: set[anyio.CancelScope] = set()
 
     # Load
 
@@ -120,21 +122,6 @@ class EngineState:
             minimum=self._min_requests,
             maximum=self._max_requests,
         )
-
-    @contextmanager
-    def cancellable_request(self) -> Iterator[None]:
-        """Run a request that `cancel_requests` may cut short; the body then ends without an exception."""
-        with anyio.CancelScope() as scope:
-            self._request_scopes.add(scope)
-            try:
-                yield
-            finally:
-                self._request_scopes.discard(scope)
-
-    def cancel_requests(self) -> None:
-        """Cut short every request in flight."""
-        for scope in self._request_scopes:
-            scope.cancel()
 
     # Health
 
@@ -205,10 +192,15 @@ class EngineState:
 
     # Policy version
 
-    def record_version(self, version: int) -> None:
-        """Record a reported version; an engine that lost its version has restarted, perhaps as another server."""
+    def record_version(self, version: int, continuity: int | None = None) -> None:
+        """Record a reported version; an engine that lost its version has restarted, perhaps as another server.
+
+        Args:
+            version: what it reports.
+            continuity: of the connections to it, now (`ConnectionPool.continuity`).
+        """
         before = self.version
-        self.version, self._version_seen_at = version, time.monotonic()
+        self.version, self._version_seen_at, self._version_seen_over = version, time.monotonic(), continuity
         if version == UNVERSIONED < before:
             self.eject(EngineError(f"{self.url} has no policy version after {before}, so it has restarted"))
 
@@ -230,6 +222,15 @@ class EngineState:
         """Whether the engine recently reported this version or a newer one."""
         is_fresh = time.monotonic() - self._version_seen_at < _VERSION_FRESH_S
         return (self.version if is_fresh else UNVERSIONED) >= version
+
+    def has_had_version(self, version: int, continuity: int | None) -> bool:
+        """Whether the engine reported this version or a newer one just now, over connections that are still there.
+
+        So no other server has taken over its address since.
+        """
+        is_same = continuity is not None and continuity == self._version_seen_over
+        is_recent = time.monotonic() - self._version_seen_at < _VERSION_KEPT_S
+        return is_same and is_recent and self.version >= version
 
     def can_serve(self, min_policy_version: int) -> bool:
         """Whether the engine may get a request that needs this version or a newer one."""

@@ -123,7 +123,8 @@ class HealthMonitor:
 
     async def fetch_version(self, engine: EngineState) -> int:
         """Ask the engine for its policy version."""
-        engine.record_version(version_from_name(await fetch_weight_name(self._connections, engine.url)))
+        version = version_from_name(await fetch_weight_name(self._connections, engine.url))
+        engine.record_version(version, self._connections.continuity(engine.url))
         return engine.version
 
     async def version_after_now(self, engine: EngineState) -> int:
@@ -217,4 +218,4 @@ class HealthMonitor:
     def _eject_and_move_requests(self, engine: EngineState, error: EngineError) -> None:
         engine.eject(error)
         if self._router.healthy:
-            engine.cancel_requests()
+            self._connections.abort_requests(engine.url, UnreachableError(f"{engine.url} stopped answering"))

@@ -42,7 +42,8 @@ def check_machine(settings: Settings, facts: ModelFacts | None, report: Prefligh
 
 def check_packages(settings: Settings, report: PreflightReport) -> None:
     """Report packages that this run's roles need and that are not installed."""
-    needed = {"torch": "train", "transformers": "train", "safetensors": "train", "aiohttp": "rollout"}
+    needed = {"torch": "train", "transformers": "train", "safetensors": "train"}
+    needed |= {"aiohttp": "rollout", "aiohappyeyeballs": "rollout", "httptools": "rollout"}
     if settings.lora.rank:
         needed["peft"] = "lora"
     needed |= {tracker: tracker for tracker in settings.train.trackers}

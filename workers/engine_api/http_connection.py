@@ -1,0 +1,160 @@
+"""One HTTP/1.1 connection to an engine, with one request at a time; the bytes of answers are parsed by httptools."""
+
+import asyncio  # noqa: TID251  (anyio has no transports and protocols)
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from typing import Final, NamedTuple, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+_FOREVER_S: Final = 1e8
+"""The longest timer."""
+_CLOSED: Final = "the server closed the connection"
+
+
+class HttpAnswer(NamedTuple):
+    """Answer of a server, whatever its status."""
+
+    status: int
+    payload: bytes
+    location: str
+    """Where a redirect leads; mostly empty."""
+
+
+class HttpConnection(asyncio.Protocol):
+    """A connection that `loop.create_connection` opens.
+
+    Args:
+        on_lost: called once when the server ended the connection; not after `close`.
+
+    Attributes:
+        url: of the request in progress.
+        has_answer_begun: the server sent bytes after the last request.
+        idle_since: the loop's time of the last answer.
+    """
+
+    def __init__(self, on_lost: "Callable[[HttpConnection], None]") -> None:
+        self.url = ""
+        self.has_answer_begun = False
+        self.idle_since = 0.0
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._parser = HttpResponseParser(self)
+        self._answer: asyncio.Future[HttpAnswer] | None = None
+        self._body: list[bytes] = []
+        self._status, self._location = 0, ""
+        self._has_length = self._is_complete = self._is_reusable = self._is_closed = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether another request can be sent."""
+        return self._is_reusable and not self._is_closed and not self._transport.is_closing()
+
+    async def exchange(self, url: str, request: Sequence[bytes], timeout_s: float) -> HttpAnswer:
+        """Send a request and wait for its answer. Any failure, and cancelling the caller, closes the connection.
+
+        Args:
+            url: what is asked, for `ConnectionPool.abort_requests`.
+            request: the bytes to send, in parts.
+            timeout_s: for the whole answer.
+
+        Raises:
+            TimeoutError: no answer in time.
+            OSError: the connection broke.
+            ValueError: the answer is not valid HTTP.
+        """
+        self.url, self.has_answer_begun = url, False
+        self._status, self._is_complete, self._is_reusable = 0, False, False
+        if self._is_closed or self._transport.is_closing():  # uvloop would raise a RuntimeError
+            raise ConnectionResetError(_CLOSED)
+        answer: asyncio.Future[HttpAnswer] = self._loop.create_future()
+        self._answer = answer
+        timer = self._loop.call_later(min(timeout_s, _FOREVER_S), self.abort, TimeoutError())
+        try:
+            self._transport.writelines(request)
+            return await answer
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            timer.cancel()
+            self._answer = None
+
+    def abort(self, error: Exception) -> None:
+        """End the request in progress with this error."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+    def close(self) -> None:
+        """Close the connection at once, so that the server stops working on a request in progress."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._transport.abort()
+
+    # Called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self.has_answer_begun = True
+        if self._answer is None or self._is_complete:  # nobody asked
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            self._is_reusable = False
+            if not self._is_complete:  # otherwise only what follows the answer is wrong
+                self.abort(ValueError(f"the answer is not valid HTTP: {error}"))
+        if self._is_complete:
+            self._finish()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if error is None and self._status and not self._has_length and not self._is_complete:
+            self._finish()  # the end of the connection is that of the body
+        self.abort(ConnectionResetError(str(error or _CLOSED)))
+        self._on_lost(self)
+
+    # Called by the parser
+
+    def on_message_begin(self) -> None:
+        """Expect an answer, perhaps after interim ones, but no second one."""
+        if self._is_complete:
+            raise ValueError("more than one answer")
+        self._body, self._location, self._has_length = [], "", False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Note how the end of the body is found, and where a redirect leads."""
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
+            self._has_length = True
+        elif name == b"location":
+            self._location = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """Note the status."""
+        self._status = self._parser.get_status_code()
+
+    def on_body(self, part: bytes) -> None:
+        """Collect the body."""
+        self._body.append(part)
+
+    def on_message_complete(self) -> None:
+        """Note that the answer is complete, unless it is only an interim one."""
+        if self._status >= HTTPStatus.OK:
+            self._is_complete = True
+            self._is_reusable = self._parser.should_keep_alive()
+
+    def _finish(self) -> None:
+        body = self._body
+        payload = body[0] if len(body) == 1 else b"".join(body)
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(HttpAnswer(self._status, payload, self._location))
+            self.idle_since = self._loop.time()
