@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --root-us
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-nightly test-gpu test-vllm test-compose clean
+.PHONY: help setup demo check test test-nightly test-gpu test-vllm test-compose docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -53,5 +53,8 @@ test-vllm: setup  ## On the real vLLM, on the CPU; creates its virtual environme
 test-compose: setup  ## The images and compose.yaml on a Docker engine; skipped without one
 	$(BIN)/pytest -m compose -s tests/compose
 
+docs: setup  ## The docs site, into build/docs/site; a broken link fails
+	$(BIN)/python docs/site/build_site.py
+
 clean:  ## Remove everything that setup, tests and demos created
-	rm -rf $(VENV) runs .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) runs build .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

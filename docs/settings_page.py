@@ -146,7 +146,7 @@ def _type(annotation: str) -> str:
 def page() -> str:
     """Return the whole page."""
     texts = docstrings()
-    parts = [HEAD, *_common(texts), "\n# All keys"]
+    parts = [HEAD, *_common(texts)]
     for name, kinds in settings.sections().items():
         if not kinds:
             parts += [f"\n## `[{name}]`\n\n{texts['Settings'][name]}"]
