@@ -95,18 +95,20 @@ class Row(Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         """Check that buffers, ranges and spans fit together, so that a worker never gets an inconsistent row."""
-        if len(self.prompt_ids) % 4 or len(self.token_ids) % 4 or len(self.logprobs) != 4 * self.sampled_count:
-            raise ValueError(
-                "a row's buffers do not fit together: ids are int32, and each sampled token has one float32 log-prob"
-            )
         length = len(self.token_ids) // 4
-        last = 0
+        last = sampled = 0
         for start, end in self.sampled_ranges:
             if not last <= start < end <= length:
                 raise ValueError(f"sampled ranges do not ascend within the row's {length} tokens")
+            sampled += end - start
             last = end
-        if not all(0 <= span.start <= span.end <= length for span in self.spans):
-            raise ValueError(f"a policy version's span is not within the row's {length} tokens")
+        if len(self.prompt_ids) % 4 or len(self.token_ids) % 4 or len(self.logprobs) != 4 * sampled:
+            raise ValueError(
+                "a row's buffers do not fit together: ids are int32, and each sampled token has one float32 log-prob"
+            )
+        for span in self.spans:
+            if not 0 <= span.start <= span.end <= length:
+                raise ValueError(f"a policy version's span is not within the row's {length} tokens")
 
     @property
     def prompt(self) -> "memoryview[int]":

@@ -13,7 +13,6 @@ from redis.exceptions import RedisError
 
 from stream.errors import ServerError
 
-_SOCKET_TIMEOUT_S = 15.0
 _MAX_CONNECTIONS = 1000
 _PROBE_TIMEOUT_S = 2.0
 _URL_HINT = "write redis://, rediss:// (TLS) or unix://; escape user and password with %"
@@ -38,7 +37,7 @@ class RedisAddress:
             raise ServerError(f"{self.display_url} is not a Redis URL: {_URL_HINT}") from error
         self._options = options | {
             "retry": Retry(NoBackoff(), 0),
-            "socket_timeout": _SOCKET_TIMEOUT_S,
+            "socket_timeout": None,  # `RunConnection` limits the time of each call
             "protocol": 2,
             "decode_responses": False,
             "driver_info": None,  # otherwise every connection reads the library's version from the disk

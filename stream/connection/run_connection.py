@@ -6,16 +6,18 @@ scripts are written so that a call whose reply was lost can be repeated.
 """
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio
+from hiredis import pack_command
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
 from redis.exceptions import MovedError, NoScriptError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from stream.backoff import Backoff
 from stream.connection.address import RedisAddress
@@ -33,8 +35,10 @@ from stream.errors import ServerError
 from stream.logger import log
 
 MAX_BLOCK_S = 5.0
-"""The longest blocking read. Well below the socket's timeout, so that a server that hangs differs from one without
+"""The longest blocking read. Well below `_ANSWER_TIMEOUT_S`, so that a server that hangs differs from one without
 news."""
+_ANSWER_TIMEOUT_S = 15.0
+"""How long one attempt at a call may take, connecting included."""
 _SCRIPTS = Path(__file__).parents[1] / "lua"
 _MIN_VERSION = (7, 0)
 _MAX_GARBLED_REPLIES = 3
@@ -73,7 +77,7 @@ class RunConnection:
     async def run_script(self, name: str, *args: str | bytes | float) -> Any:
         """Run `stream/lua/NAME.lua` on the run's keys, as one atomic step, and return its answer."""
         script = self._script(name)
-        return await self.with_retry(lambda: script(keys=[key_prefix(self.run)], args=args, client=self.redis))
+        return await self.with_retry(lambda: self._call_script(script, args))
 
     async def store_and_run_script(self, stored_at: str, value: bytes, expire_s: float, name: str, *args: str) -> Any:
         """Store a value, and run a script after it, in one round trip; return the script's answer.
@@ -88,26 +92,45 @@ class RunConnection:
         Raises:
             ServerError: as `with_retry`. While the server has no memory for the value, both commands are repeated.
         """
-        script = self._script(name)
+        script, store = self._script(name), ("SET", self.key(stored_at), value, "PX", int(1000 * expire_s))
+        return await self.with_retry(lambda: self._call_script(script, args, store))
 
-        async def call() -> Any:
-            pipeline = self.redis.pipeline(transaction=False)
-            pipeline.set(self.key(stored_at), value, px=int(1000 * expire_s))
-            pipeline.evalsha(script.sha, 1, key_prefix(self.run), *args)
-            answers = await pipeline.execute(raise_on_error=False)  # raised, an error would lose its first words
-            for answer in answers:
-                if isinstance(answer, Exception):
-                    raise answer
-            return answers[1]
+    async def read_values(self, names: Sequence[str]) -> list[bytes | None]:
+        """Return the values of the run's keys with these names; None where there is none."""
+        answers = await self.with_retry(lambda: self._exchange(("MGET", *map(self.key, names))))
+        return cast("list[bytes | None]", answers[0])
 
-        async def load_and_call() -> Any:
-            try:
-                return await call()
-            except NoScriptError:
-                script.sha = await self.redis.script_load(script.script)
-                return await call()
+    async def _call_script(
+        self, script: AsyncScript, args: tuple[str | bytes | float, ...], *before: tuple[Any, ...]
+    ) -> Any:
+        """Send commands and the call of a script after them in one packet; return the script's answer."""
+        call = ("EVALSHA", script.sha, 1, key_prefix(self.run), *args)
+        try:
+            return (await self._exchange(*before, call))[-1]
+        except NoScriptError:
+            script.sha = await self.redis.script_load(script.script)
+            return (await self._exchange(*before, call))[-1]
 
-        return await self.with_retry(load_and_call)
+    async def _exchange(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """Send commands in one packet; return their answers.
+
+        A script is called for every group at every stage, so this does without what the client's own methods add:
+        options of each command, callbacks, metrics, packing in Python. They take twice as long.
+
+        Raises:
+            ResponseError: the first error among the answers.
+        """
+        pool = self.redis.connection_pool
+        connection = await pool.get_connection()  # type: ignore[no-untyped-call]
+        try:
+            await connection.send_packed_command([pack_command(command) for command in commands])
+            answers = [await _read_answer(connection) for _ in commands]
+        finally:
+            await pool.release(connection)
+        for answer in answers:
+            if isinstance(answer, ResponseError):
+                raise answer
+        return answers
 
     def _script(self, name: str) -> AsyncScript:
         script = self._scripts.get(name)
@@ -163,7 +186,7 @@ class RunConnection:
     async def ping(self) -> bool:
         """Return whether the server answers now; once, without retries."""
         try:
-            return bool(await cast("Awaitable[Any]", self.redis.ping()))
+            return bool(await _within_deadline(lambda: cast("Awaitable[Any]", self.redis.ping())))
         except HANDLED_ERRORS:
             return False
 
@@ -180,7 +203,7 @@ class RunConnection:
         failures = moves = 0
         while True:
             try:
-                result = await call()
+                result = await _within_deadline(call)
             except MovedError as error:
                 self._cluster.redirect(error)
                 moves += 1
@@ -290,6 +313,23 @@ async def connect(
     finally:
         with anyio.CancelScope(shield=True):
             await connection.aclose()
+
+
+async def _within_deadline(call: Callable[[], Awaitable[T]]) -> T:
+    """Make a call, and end it if the server does not answer.
+
+    The client's own timeouts would make a task for each command that is sent.
+    """
+    with anyio.move_on_after(_ANSWER_TIMEOUT_S):
+        return await call()
+    raise RedisTimeoutError(f"no answer within {_ANSWER_TIMEOUT_S:g} s")
+
+
+async def _read_answer(connection: Any) -> Any:
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error
 
 
 async def _check_server(connection: RunConnection) -> bool:

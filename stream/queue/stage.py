@@ -294,8 +294,7 @@ class Stage:
         """Return the records of entries that do not have them in their fields; None: the entry has ended meanwhile."""
         if not entry_ids or self.name in PROMPT_STAGES:
             return {}
-        keys = [self.connection.key(f"{self.name}:payload:{entry_id}") for entry_id in entry_ids]
-        found: Any = await self.connection.with_retry(lambda: self.connection.redis.mget(keys))
+        found = await self.connection.read_values([f"{self.name}:payload:{entry_id}" for entry_id in entry_ids])
         return dict(zip(entry_ids, found, strict=True))
 
     async def _end_lease(self, lease: Lease, script: str, *args: str | bytes | int) -> int:

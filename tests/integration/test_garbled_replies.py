@@ -7,6 +7,7 @@ from collections.abc import Callable
 import anyio
 import pytest
 
+from stream.connection import run_connection
 from stream.connection.run_connection import connect
 from stream.errors import LeaseLostError, ServerError
 from stream.operator.run_status import read_status
@@ -130,7 +131,7 @@ async def test_permanently_garbled_replies_are_an_error_after_the_timeout(connec
 
 
 @pytest.mark.full
-async def test_with_random_garbling_calls_succeed_or_raise_server_error(connection, proxy):
+async def test_with_random_garbling_calls_succeed_or_raise_server_error(connection, proxy, monkeypatch):
     """Only the protocol is garbled; checksums detect altered payloads."""
     rng = random.Random(7)
 
@@ -141,10 +142,7 @@ async def test_with_random_garbling_calls_succeed_or_raise_server_error(connecti
 
     await connection.write_hash("feed", {"cursor": "12"})
     connection.reconnect_s = 0.5
-    pool = connection.redis.connection_pool
-    pool.connection_kwargs["socket_timeout"] = 0.05  # a longer length makes the client wait
-    for idle in pool._available_connections:
-        idle.socket_timeout = 0.05
+    monkeypatch.setattr(run_connection, "_ANSWER_TIMEOUT_S", 0.05)  # a longer length makes the client wait
     for _ in range(60):
         proxy.garble = one_byte
         with contextlib.suppress(ServerError):
