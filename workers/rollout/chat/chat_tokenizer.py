@@ -13,6 +13,7 @@ template leaves unchanged still keep their sampled ids.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,11 +21,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import msgspec
 
-from stream.errors import PenstockError
+from stream.errors import DataError, PenstockError
 from stream.records import Message
 from workers.rollout.chat.history_check import HistoryCheck, check_history
 from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer, content_texts
 from workers.rollout.chat.template import ChatTemplate, read_json
+from workers.rollout.chat.text_encoder import TextEncoder, decoder_of
 from workers.rollout.token_ids import TokenIds
 from workers.rollout.tool_formats.reasoning import open_reasoning
 
@@ -39,6 +41,7 @@ _LONG_TURN_TOKENS = 10_000
 """Turns of this length and more are decoded in a thread."""
 _REASONING_WINDOW = 40
 """Tokens at a prompt's end in which a template may open a reasoning block."""
+_SAMPLE_PROMPT: list[Message] = [{"role": "user", "content": "u"}]
 _CACHED_PROMPTS = 32
 """A group's completions mostly share one prompt; a worker has no more different prompts in flight."""
 
@@ -61,12 +64,16 @@ class ChatTokenizer:
         self.renderer = ConversationRenderer(template, tools)
         self.rewrites_history = False
         self._tokenizer = tokenizer
+        self._decode_all = decoder_of(tokenizer)
+        self._encoder = TextEncoder(tokenizer)
         self.end_of_turn_id = self._find_end_of_turn()
         end_of_turn = set() if self.end_of_turn_id is None else {self.end_of_turn_id}
         self.stop_token_ids = tuple(sorted(eos_ids | end_of_turn))
         self._tool_characters = len(msgspec.json.encode(tools)) if tools else 0
         self._cached_prompt = lru_cache(maxsize=_CACHED_PROMPTS)(self._prompt_from_key)
         self._long_prompts = anyio.Lock()
+        with suppress(DataError):
+            self._encoder.find_cuts(self.renderer.render_prompt(_SAMPLE_PROMPT) + self.renderer.after_answer())
 
     @classmethod
     def load(
@@ -113,7 +120,10 @@ class ChatTokenizer:
         check = check_history(self.renderer, with_tools=with_tools, with_user_replies=with_user_replies)
         self.rewrites_history = check.rewrites_history
         if not check.rewrites_history:
-            self.renderer.learn_frames(["tool"] * with_tools + ["user"] * with_user_replies)
+            roles = ["tool"] * with_tools + ["user"] * with_user_replies
+            self.renderer.learn_frames(roles)
+            for role in roles:
+                self._encoder.remember(self.renderer.render_continuation([_reply(role, text)]) for text in ("a", "b"))
         return check
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -134,7 +144,7 @@ class ChatTokenizer:
         Raises:
             PenstockError: the template cannot continue after an assistant's turn.
         """
-        ids = self._encode(self.renderer.render_continuation(new_messages))
+        ids = self._encoder.encode_continuation(self.renderer.render_continuation(new_messages))
         if not ids or ids[0] != self.end_of_turn_id:
             raise PenstockError(
                 f"{self.renderer.template.folder}: its tokenizer splits the end of turn {self.renderer.end_of_turn!r}"
@@ -159,7 +169,7 @@ class ChatTokenizer:
         ids: list[int] = []
         last, ended_with_eos = 0, False
         for text, marked in self.renderer.render_pieces(messages, turns):
-            new = self._encode(text)
+            new = self._encoder.encode(text)
             if ended_with_eos:  # the turn's last token is the template's end of turn
                 new = new[1:] if new[:1] == [self.end_of_turn_id] else new
             ids += new
@@ -210,11 +220,11 @@ class ChatTokenizer:
         try:
             key = msgspec.msgpack.encode(messages)
         except (TypeError, ValueError, OverflowError):  # images and the like are never cached
-            return TokenIds(self._encode(self.renderer.render_prompt(messages)))
+            return TokenIds(self._encoder.encode_prompt(self.renderer.render_prompt(messages)))
         return self._cached_prompt(key).copy()
 
     def _prompt_from_key(self, key: bytes) -> TokenIds:
-        return TokenIds(self._encode(self.renderer.render_prompt(msgspec.msgpack.decode(key))))
+        return TokenIds(self._encoder.encode_prompt(self.renderer.render_prompt(msgspec.msgpack.decode(key))))
 
     def _ids_from(self, turn: AssistantTurn, cut: int) -> list[int]:
         """Return the turn's ids from that character on: as sampled, unless the cut splits a token."""
@@ -231,15 +241,12 @@ class ChatTokenizer:
         if self._decode_all(ids[:low]) == turn.text[:cut]:
             return ids[low:]
         end = ids[-1:] if ids[-1:] and ids[-1] in self.stop_token_ids else []
-        return self._encode(turn.text[cut:]) + end
-
-    def _decode_all(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        return self._encoder.encode(turn.text[cut:]) + end
 
     def _find_end_of_turn(self) -> int | None:
         """Return the special token that the template writes directly after an assistant's text, if there is one."""
         after = self.renderer.after_answer()
-        ids = self._encode(after)
+        ids = self._encoder.encode(after)
         added = self._tokenizer.get_added_tokens_decoder()
         token = added.get(ids[0]) if ids else None
         if token is None or not after.startswith(token.content):
@@ -247,10 +254,10 @@ class ChatTokenizer:
         self.renderer.set_end_of_turn(str(token.content))
         return ids[0]
 
-    def _encode(self, text: str) -> list[int]:
-        if len(text) < _LONG_TEXT_CHARACTERS:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)  # releases the GIL
+
+def _reply(role: str, text: str) -> Message:
+    """Return a message between two turns."""
+    return {"role": role, "content": text} | ({"name": "f", "tool_call_id": "call00001"} if role == "tool" else {})
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
