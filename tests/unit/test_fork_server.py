@@ -144,6 +144,13 @@ def test_a_program_may_inherit_a_server_with_all_its_modules(server, tmp_path):
     assert program[1] == "0"
 
 
+def test_a_hinted_module_is_imported_while_no_request_waits_and_one_that_does_not_exist_is_skipped(server, tmp_path):
+    server.preload(["no_such_module", "stringprep"])
+    deadline = time.monotonic() + 20
+    while "True" not in Started(server, tmp_path, "-c", "import sys; print('stringprep' in sys.modules)").wait()[1]:
+        assert time.monotonic() < deadline
+
+
 async def test_a_role_is_started_by_a_new_interpreter_if_the_server_is_gone(tmp_path):
     spec = RoleSpec(role="feed", command=(sys.executable, "-c", "import sys; sys.exit(7)"), modules=("colorsys",))
     with ProcessLauncher() as launcher, (tmp_path / "log").open("wb") as log:

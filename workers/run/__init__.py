@@ -2,7 +2,7 @@
 
 ::
 
-    command ──► folder (lock, run.toml) ──► private server ──► engine ──► feed, rollout xN, score xM, train
+    command ──► folder (lock, run.toml) ──► private server ──► engine, feed, score xM ──► rollout xN, train
                                                 │                            child processes, restarted within a budget
                                                 └──► watch, once a second ──► progress, stall alarm
                                                                          end ──► summary.json, progress.png

@@ -17,7 +17,7 @@ from workers.run.process_launcher import LaunchedProcess, ProcessLauncher
 from workers.run.role_specs import RoleSpec
 
 _LISTENING = re.compile(rb"^listening on (\S+)\n", re.MULTILINE)
-_POLL_S = 0.05
+_POLL_S = 0.02
 _OWN_FOLDERS = tuple(f"{Path(__file__).resolve().parents[2] / name}/" for name in ("stream", "envs", "workers"))
 """Folders of Penstock's packages, whose frames are not the user's."""
 _TRACEBACK_INDENT, _TRACEBACK_CORNERS = " \t|", "+-"

@@ -44,7 +44,12 @@ _inherited: "ForkServer | None" = None
 """This process's fork server, set by `nest` before the program runs; None if there is none."""
 
 
-class _Request(Struct, frozen=True):
+class _Preload(Struct, frozen=True, tag=True):
+    modules: tuple[str, ...]
+    """Imported while no request waits."""
+
+
+class _Request(Struct, frozen=True, tag=True):
     program: Program
     parent: int
     """Process id of the caller."""
@@ -129,6 +134,12 @@ class ForkServer:
                 self._connection.sendall(_READY)
                 return int(_LENGTH.unpack(_receive(self._connection, _LENGTH.size))[0])
 
+    def preload(self, modules: Sequence[str]) -> None:
+        """Let the server import more modules while no request waits. Modules that fail to import are skipped."""
+        body = msgspec.msgpack.encode(_Preload(tuple(modules)))
+        with self._lock, contextlib.suppress(OSError):  # a server that has exited is noticed when it is needed
+            self._connection.sendall(_LENGTH.pack(len(body)) + body)
+
     def close(self) -> None:
         """End the server; programs that it started keep running."""
         self._connection.close()
@@ -154,7 +165,10 @@ def serve(connection: socket.socket | int, parent: int, preload: Sequence[str] =
         try:
             header, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _DESCRIPTORS)
             body = _receive(connection, _LENGTH.unpack(header)[0])
-            request = msgspec.msgpack.decode(body, type=_Request)
+            request = msgspec.msgpack.decode(body, type=_Request | _Preload)
+            if isinstance(request, _Preload):
+                waiting += request.modules
+                continue
             for name in request.modules:
                 _import(name)
             gc.freeze()  # a collection in a forked program would write to, and thereby copy, the shared pages

@@ -89,10 +89,20 @@ class ProcessLauncher:
             if server is not None:
                 server.close()
 
-    def preload(self, modules: tuple[str, ...]) -> None:
-        """Start a fork server that imports these modules in the background; no effect outside Linux."""
-        if modules and sys.platform == "linux" and modules not in self._fork_servers:
+    def preload(self, modules: tuple[str, ...], hints: tuple[str, ...] = ()) -> None:
+        """Start a fork server that imports these modules in the background; no effect outside Linux.
+
+        Args:
+            modules: of a role.
+            hints: modules that the role's processes will import, if they exist; no process waits for them. Empty
+                names are skipped.
+        """
+        if not modules or sys.platform != "linux":
+            return
+        if modules not in self._fork_servers:
             self._fork_servers[modules] = ForkServer.start(modules)
+        if (server := self._fork_servers[modules]) and (names := tuple(filter(None, hints))):
+            server.preload(names)
 
     async def launch(self, spec: RoleSpec, output: int) -> LaunchedProcess:
         """Start a process.

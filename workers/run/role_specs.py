@@ -69,17 +69,11 @@ def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, .
                     role=role,
                     index=index,
                     command=(*penstock_command(), role, str(file), *addresses, *metrics),
-                    modules=_torch_modules() if role == "train" else LIGHT_MODULES,
+                    modules=torch_modules() if role == "train" else LIGHT_MODULES,
                     metrics_address=metrics_address if settings.run.metrics_port else "",
                 )
             )
     return specs
-
-
-def preloaded_modules(settings: Settings) -> list[tuple[str, ...]]:
-    """Return the modules of each fork server that a run uses, those that take longest first."""
-    specs = role_specs(settings, Path(), "", ())
-    return sorted({spec.modules for spec in specs}, key=_torch_modules().__eq__, reverse=True)
 
 
 def _metrics_address(settings: Settings, offset: int) -> str:
@@ -96,7 +90,7 @@ def engine_spec(settings: Settings, file: Path, port: int) -> RoleSpec:
     return RoleSpec(
         role=ENGINE,
         command=(*penstock_command(), "serve", str(file), "--port", str(port)),
-        modules=_torch_modules() if settings.engine.server == "local" else (),
+        modules=torch_modules() if settings.engine.server == "local" else (),
         listen_timeout_s=settings.engine.start_timeout_s + _EXTRA_START_S,
     )
 
@@ -112,7 +106,8 @@ def dashboard_spec(settings: Settings) -> RoleSpec:
     )
 
 
-def _torch_modules() -> tuple[str, ...]:
+def torch_modules() -> tuple[str, ...]:
+    """Return the modules of trainers and local engines; empty if they must not be forked."""
     return () if _HAS_GPU else _TORCH_MODULES
 
 

@@ -18,7 +18,7 @@ from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight_process import print_report, run_preflight_process
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import choose_display, format_duration
-from workers.run.role_specs import MakeEngineSpec, MakeRoleSpecs, engine_spec, preloaded_modules, role_specs
+from workers.run.role_specs import LIGHT_MODULES, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs, torch_modules
 from workers.run.run_folder import lock_folder, write_atomically, write_settings
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
 from workers.run.sampled_completion import newest_archived_group, sample_lines
@@ -27,6 +27,7 @@ from workers.run.supervisor import RunOutcome, Supervisor
 from workers.run.verdict import describe_early_end, describe_rewards, describe_totals, nothing_learned
 from workers.runtime import log_setup as logs
 from workers.runtime.exit_codes import ExitCode
+from workers.runtime.model_config import modeling_module
 from workers.settings import Settings
 
 log = structlog.get_logger()
@@ -51,6 +52,7 @@ def run(
     quiet: bool = False,
     accept: Accept = NOTHING,
     check: bool = True,
+    launcher: ProcessLauncher | None = None,
 ) -> ExitCode:
     """Start or resume a run. Returns the exit code.
 
@@ -61,6 +63,7 @@ def run(
         quiet: show no progress.
         accept: changes since the last start that would be refused otherwise.
         check: test everything before an engine starts (`workers.run.preflight`).
+        launcher: starts the processes, and is closed with the run; None: a new one.
 
     Raises:
         PenstockError: the run cannot start, or it failed.
@@ -74,18 +77,18 @@ def run(
         if as_json:
             print(msgspec.json.encode(finished).decode(), flush=True)  # noqa: T201
         return ExitCode.UNTRAINED if finished.verdict else ExitCode.SUCCESS
-    with ProcessLauncher() as launcher:
-        for modules in preloaded_modules(settings):
-            launcher.preload(modules)
+    with launcher or ProcessLauncher() as processes:
+        processes.preload(torch_modules(), (modeling_module(Path(settings.model.path)),))
+        processes.preload(LIGHT_MODULES)
         if check:
-            report = anyio.run(run_preflight_process, launcher, start.file, start.overrides)
+            report = anyio.run(run_preflight_process, processes, start.file, start.overrides)
             if report.errors and as_json:
                 print(msgspec.json.encode({"preflight": report}).decode(), flush=True)  # noqa: T201
             if report.errors or (report.warnings and not quiet):
                 print_report(render_findings(report))
             if report.errors:
                 return ExitCode.USAGE
-        result = supervise(settings, quiet=quiet, accept=accept, launcher=launcher, earlier=start.earlier)
+        result = supervise(settings, quiet=quiet, accept=accept, launcher=processes, earlier=start.earlier)
     outcome, summary = result.outcome, result.summary
     if summary is not None and as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)  # noqa: T201  (this is the command's output)

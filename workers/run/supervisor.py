@@ -2,7 +2,8 @@
 
 ::
 
-    start      the dashboard (`dashboard_process.py`); engines; when all listen: feed, rollout xN, score xM, train
+    start      the dashboard (`dashboard_process.py`); engines, feed, score xM; when all engines listen: rollout xN,
+               train (beside a vLLM, feed and score start then, too)
     restart    each process that exits before the run is done, within a budget (`restart_loop.py`)
     watch      once a second: progress display, and failure of a run that makes no progress
     end        trainer done     the other roles end by themselves within seconds, else they are stopped
@@ -15,6 +16,7 @@ No process outlives the supervisor: each dies with it and is killed together wit
 
 import signal
 import time
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
@@ -43,7 +45,7 @@ from workers.run.identity_check import FolderCheck, record_identity
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import ProgressDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
-from workers.run.role_specs import DASHBOARD, ENGINE, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
+from workers.run.role_specs import DASHBOARD, ENGINE, MakeEngineSpec, MakeRoleSpecs, RoleSpec, engine_spec, role_specs
 from workers.run.run_ending import RunEnding
 from workers.run.run_info import RunInfo, remove_run_info, write_run_info
 from workers.run.sampled_completion import SampleSchedule
@@ -63,6 +65,8 @@ _FINISH_TIMEOUT_S = 5.0
 _EXIT_MARGIN_S = 3.0
 """Seconds for a process to exit after its role has drained."""
 _ROLES = ("feed", "rollout", "score", "train")
+_WITHOUT_ENGINE = ("feed", "score")
+"""Roles that request nothing of an engine, so that they can start before it listens."""
 _DRAIN_ORDER: _ShutdownOrder = (("feed", "rollout"), ("score",), ("train",), (ENGINE, DASHBOARD))
 _FAILURE_ORDER: _ShutdownOrder = (_ROLES, (ENGINE, DASHBOARD))
 
@@ -218,25 +222,41 @@ class Supervisor:
         own = EngineProcesses(self._settings, self._file, self._log_folder, self._launcher, self._make_engine)
         self._phase = own.phase
         await self._write_run_info(url, ())
+        # A vLLM takes minutes to start, longer than a feeder that waits for the trainer of a resumed run may.
+        early = _WITHOUT_ENGINE if self._settings.engine.server == "local" else ()
 
         def on_first_listening() -> None:
             self._phase = own.phase
             if own.all_listen and not restart_loop.is_stopping:
-                tasks.start_soon(self._start_roles, tasks, restart_loop, url, own.urls)
+                others = tuple(role for role in _ROLES if role not in early)
+                tasks.start_soon(self._start_roles, tasks, restart_loop, url, own.urls, others)
+
+        self._launch_roles(tasks, restart_loop, self._make_roles(self._settings, self._file, url, ()), early)
 
         for child in own.processes:
             self._children.add(child)
             tasks.start_soon(restart_loop.keep_running, child, own.listening_callback(child, on_first_listening))
 
     async def _start_roles(
-        self, tasks: TaskGroup, restart_loop: RestartLoop, url: str, engines: tuple[str, ...]
+        self,
+        tasks: TaskGroup,
+        restart_loop: RestartLoop,
+        url: str,
+        engines: tuple[str, ...],
+        roles: Collection[str] = _ROLES,
     ) -> None:
         await self._write_run_info(url, engines)
         self._phase, self._engines = _RUNNING, engines
-        for spec in self._make_roles(self._settings, self._file, url, engines):
-            child = ChildProcess(spec, self._log_folder, self._launcher)
-            self._children.add(child)
-            tasks.start_soon(restart_loop.keep_running, child)
+        self._launch_roles(tasks, restart_loop, self._make_roles(self._settings, self._file, url, engines), roles)
+
+    def _launch_roles(
+        self, tasks: TaskGroup, restart_loop: RestartLoop, specs: Sequence[RoleSpec], roles: Collection[str]
+    ) -> None:
+        for spec in specs:
+            if spec.role in roles:
+                child = ChildProcess(spec, self._log_folder, self._launcher)
+                self._children.add(child)
+                tasks.start_soon(restart_loop.keep_running, child)
 
     async def _write_run_info(self, url: str, engines: tuple[str, ...]) -> None:
         def write() -> None:

@@ -47,8 +47,9 @@ _POLL_INTERVAL_S: Final = (1.0, 2.0)
 """Between two polls of an engine's metrics; random, so that workers do not poll in step."""
 _VERSION_GATHERING_S: Final = 0.005
 """How long a query of an engine's version waits for other requests that need one."""
-_VERSION_INTERVAL_S: Final = 0.5
-"""Between two polls of an engine's version while requests wait for newer weights."""
+_VERSION_INTERVAL_S: Final = (0.02, 0.5)
+"""Least and most between two polls of an engine's version while requests wait for newer weights; in between, a tenth of
+the time that they have waited."""
 
 
 class HealthMonitor:
@@ -153,9 +154,10 @@ class HealthMonitor:
             query.answered.set()
 
     async def _poll_version(self, engine: EngineState) -> None:
-        before, unanswered = engine.version, 0
+        before, unanswered, started = engine.version, 0, anyio.current_time()
+        shortest, longest = _VERSION_INTERVAL_S
         while engine.waits_for_weights and engine.is_healthy:
-            await anyio.sleep(_VERSION_INTERVAL_S)
+            await anyio.sleep(min(longest, max(shortest, (anyio.current_time() - started) / 10)))
             try:
                 if await self.fetch_version(engine) != before:
                     engine.finish_waiting_for_weights()
