@@ -11,7 +11,6 @@ import ssl
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from http import HTTPStatus
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -142,7 +141,7 @@ class ConnectionPool:
             raise UnreachableError(f"{url}: {error or type(error).__name__}") from error
         except ValueError as error:
             raise EngineError(f"{url}: {error}") from error
-        if answer.location and HTTPStatus.MULTIPLE_CHOICES <= answer.status < HTTPStatus.BAD_REQUEST:
+        if answer.location and 300 <= answer.status < 400:
             raise EngineError(f"{url} redirects to {answer.location}; redirects are not followed: name that address")
         return answer.status, answer.payload
 

@@ -2,13 +2,14 @@
 
 import asyncio  # noqa: TID251  (anyio has no transports and protocols)
 from collections.abc import Callable, Sequence
-from http import HTTPStatus
 from typing import Final, NamedTuple, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 _FOREVER_S: Final = 1e8
 """The longest timer."""
+_FINAL: Final = 200
+"""Lower statuses are interim answers; another one follows."""
 _CLOSED: Final = "the server closed the connection"
 
 
@@ -148,7 +149,7 @@ class HttpConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Note that the answer is complete, unless it is only an interim one."""
-        if self._status >= HTTPStatus.OK:
+        if self._status >= _FINAL:
             self._is_complete = True
             self._is_reusable = self._parser.should_keep_alive()
 

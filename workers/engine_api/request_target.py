@@ -1,15 +1,14 @@
 """Where a request goes: the server to connect to, and the beginning of the request's bytes."""
 
 from base64 import b64encode
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 _PORTS = {"http": 80, "https": 443}
 
 
-@dataclass(frozen=True, slots=True)
-class ServerAddress:
+class ServerAddress(NamedTuple):
     """A server; requests to one share connections."""
 
     host: str
@@ -17,8 +16,7 @@ class ServerAddress:
     has_tls: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTarget:
+class RequestTarget(NamedTuple):
     """A method and a URL, parsed once."""
 
     server: ServerAddress

@@ -22,6 +22,7 @@ from workers.rollout.stale_canceller import StaleCanceller
 from workers.runtime import metrics
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.context import WorkerContext
+from workers.runtime.garbage_collection import collect_less_often
 from workers.runtime.in_flight import InFlightReporter
 from workers.runtime.isolation import Isolation
 from workers.runtime.reward_functions import load_factories
@@ -66,6 +67,7 @@ class TrainingRollout:
 
 async def rollout(context: WorkerContext) -> None:
     """Roll out prompts until the run has ended."""
+    collect_less_often()
     settings = context.settings
     discovery = await EngineDiscovery.from_settings(settings.engine, context.connection)
     if not discovery.urls and not settings.engine.urls:

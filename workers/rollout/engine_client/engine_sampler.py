@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import anyio
+from msgspec.structs import replace
 
 from envs.remote.service_client import error_message
 from stream.errors import EngineError
@@ -93,7 +93,9 @@ class EngineSampler:
         if capabilities is None:
             raise UnreachableError(f"{engine.url} was ejected")
         api = capabilities.api
-        version = await self._version_before(engine, capabilities, min_policy_version)
+        version = self._known_version(engine, capabilities, min_policy_version)
+        if version is None:
+            version = await self._monitor.version_after_now(engine)
         if version < min_policy_version:
             raise StaleWeightsError(str(engine.outdated_error(min_policy_version)))
         if capabilities.max_length:  # the completions route would refuse what the generate route cuts off
@@ -121,8 +123,8 @@ class EngineSampler:
             sampled = replace(sampled, spans=[Span(version, 0, len(sampled.token_ids))])
         return sampled
 
-    async def _version_before(self, engine: EngineState, capabilities: Capabilities, min_policy_version: int) -> int:
-        """Return the engine's version before the request: the last reported one, or a fresh one if that is too old."""
+    def _known_version(self, engine: EngineState, capabilities: Capabilities, min_policy_version: int) -> int | None:
+        """Return the engine's last reported version; None if it has to be asked before the request."""
         if not capabilities.reports_version:
             if min_policy_version > UNVERSIONED:
                 raise IncompatibleEngineError(
@@ -134,7 +136,7 @@ class EngineSampler:
             is_known = engine.has_version(min_policy_version)
         else:
             is_known = engine.has_had_version(min_policy_version, self._connections.continuity(engine.url))
-        return engine.version if is_known else await self._monitor.version_after_now(engine)
+        return engine.version if is_known else None
 
 
 def _absence_error(engine: EngineState, path: str, status: int, message: str, adapter: str) -> EngineError:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import anyio
+from msgspec import Struct
 
 from stream.errors import EngineUnavailableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
@@ -25,8 +26,7 @@ _MAX_SKIPS: Final = 64
 """How often a request may be overtaken by one with a cached prefix."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRequest:
+class RouteRequest(Struct, frozen=True):
     """What a request needs of an engine."""
 
     min_policy_version: int
@@ -159,6 +159,9 @@ class Router:
 
     def _choose(self, request: RouteRequest) -> EngineState | None:
         """Return the engine for a request; None if every eligible engine is full."""
+        if len(self.engines) == 1:
+            (only,) = self.engines.values()
+            return only if only.can_serve(request.min_policy_version) and not only.is_full else None
         last = self._last_url(request)
         candidates = [engine.candidate for engine in self._eligible(request.min_policy_version)]
         if request.avoid is not None:

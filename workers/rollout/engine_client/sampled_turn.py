@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
+
+from msgspec import Struct
 
 from stream.errors import EngineError
 from stream.records import Span
@@ -21,8 +22,7 @@ class IncompatibleEngineError(EngineError):
     """The engine lacks something that the run needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTurn:
+class SampledTurn(Struct, frozen=True):
     """One turn of the model, consistent in itself.
 
     Raises:

@@ -1,24 +1,22 @@
 """How a request for tokens is written to an engine, and how its answer is read."""
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Protocol
 
 import msgspec
+from msgspec import Struct
 
 from workers.rollout.engine_client.sampled_turn import SampledTurn
 from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.token_ids import TokenIds
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRequest:
+class SamplingRequest(Struct, frozen=True):
     """One request for tokens."""
 
     prompt_ids: Sequence[int]
     """The whole context."""
     options: SamplingOptions
-    _: KW_ONLY
     model: str
     """Name that the engine serves the model or adapter under."""
     top_logprobs: int = 0
