@@ -1,12 +1,20 @@
 """Normalisers against worked examples and published implementations."""
 
 import math
+from itertools import permutations
 
 import pytest
 import torch
 
 from workers.train.algorithms.grouping import Grouping
-from workers.train.algorithms.normalization import LEVELS, NORMALIZERS, normalize, normalize_tokens, whiten
+from workers.train.algorithms.normalization import (
+    LEVELS,
+    NORMALIZERS,
+    normalize,
+    normalize_tokens,
+    whiten,
+    whiten_for_completions,
+)
 
 NAN, INF = math.nan, math.inf
 OPTIONS = {"mean": "none", "std": "none", "leave_one_out": False, "unbiased": True, "epsilon": 1e-5}
@@ -156,6 +164,17 @@ def test_whitened_equal_values_are_exactly_zero(value):
     assert whiten(values, mask, epsilon=0.0).tolist() == [0.0] * 7
     kept = whiten(values, mask, shift=False)
     assert torch.equal(kept, torch.where(mask, values, 0.0))
+
+
+def test_a_completion_as_good_as_the_mean_has_no_advantage_in_any_order():
+    """The sign of rounding noise would decide on which side its tokens are clipped."""
+    rewards = torch.tensor([-2 / 3, -2 / 3, -2 / 3, 0.0, 2.0], dtype=torch.float64)
+    tokens = torch.tensor([1, 1, 1, 2, 1])
+    every = torch.ones(5).bool()
+    for order in permutations(range(5)):
+        values, weights = rewards[list(order)], tokens[list(order)]
+        result = whiten_for_completions(values, every, weights, every, center="completions")
+        assert result[order.index(3)] == 0, order
 
 
 @pytest.mark.parametrize("level", LEVELS)

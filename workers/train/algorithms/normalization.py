@@ -112,7 +112,9 @@ def whiten_for_completions(
         return whitened
     counted = counted & mask
     mean = torch.where(counted, whitened, 0.0).sum() / counted.sum().clamp(min=1)
-    return torch.where(mask, whitened - mean, 0.0)
+    difference = whitened - mean
+    # What is whitened has size 1, so this is rounding noise, whose sign would depend on the order of the completions.
+    return torch.where(mask & (difference.abs() > 1e-12), difference, 0.0)
 
 
 @NORMALIZERS.register(
