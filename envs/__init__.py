@@ -44,14 +44,17 @@ Files, and where to add something::
 """
 
 import pkgutil
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __path__ = pkgutil.extend_path(__path__, __name__)  # a user's own folder `envs/` becomes part of this package
 
-from envs.contract import Environment, EnvironmentFailure
-from envs.factory import EnvironmentFactory
-from envs.rewards import RewardBatch, RewardFunction, environment_reward, merge_parts
-from envs.snapshot import freeze, thaw
-from envs.tools import ToolArgumentError, ToolSpec
+if TYPE_CHECKING:
+    from envs.contract import Environment, EnvironmentFailure
+    from envs.factory import EnvironmentFactory
+    from envs.rewards import RewardBatch, RewardFunction, environment_reward, merge_parts
+    from envs.snapshot import freeze, thaw
+    from envs.tools import ToolArgumentError, ToolSpec
 
 __all__ = (
     "Environment",
@@ -66,3 +69,20 @@ __all__ = (
     "merge_parts",
     "thaw",
 )
+
+_NAMES = {
+    "envs.contract": ("Environment", "EnvironmentFailure"),
+    "envs.factory": ("EnvironmentFactory",),
+    "envs.rewards": ("RewardBatch", "RewardFunction", "environment_reward", "merge_parts"),
+    "envs.snapshot": ("freeze", "thaw"),
+    "envs.tools": ("ToolArgumentError", "ToolSpec"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name at its first use: a child process of a pool needs none of them, and starts often."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return found
