@@ -27,7 +27,11 @@ from stream.records import Completion, Group, Prompt
 from stream.server_process import command_line, find_server
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
-from tests.preload.fixtures import preloaded, pytest_collection_finish  # noqa: F401  (a fixture, a hook)
+from tests.preload.fixtures import (  # noqa: F401  (a fixture and hooks)
+    preloaded,
+    pytest_collection_finish,
+    pytest_xdist_setupnodes,
+)
 
 # Collecting imports torch and makes 6,000 tests: the collector would traverse them dozens of times, for nothing.
 gc.disable()

@@ -1,20 +1,30 @@
-"""Where tests have the processes that they start forked from one that has imported everything already."""
+"""Where tests, and the processes that they start, are forked from a process that has imported everything already."""
 
-import fcntl
 import os
+import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.preload.client import ADDRESS
+from tests.preload.client import ADDRESS, WORKER
 from workers.run.process_launcher import ProcessLauncher
 
 HERE = Path(__file__).parent
 REAL = "PENSTOCK_TEST_REAL_PROCESSES"
 """Environment variable: set, every process is a real one, as users start it; so it is at night."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: Sequence[Any]) -> None:
+    """Have test processes forked: otherwise each one imports torch and all of our modules, for seconds of a core."""
+    if is_used():
+        executable = start_fork_server()
+        for spec in specs:
+            spec.python = f"{executable} {WORKER}"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -32,23 +42,23 @@ def is_used() -> bool:
 
 def start_fork_server() -> str:
     """The executable that stands for Python; starts the fork server, once for all processes of a test run."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"alone-{os.getpid()}"
-    folder = Path(tempfile.gettempdir()) / f"penstock-fork-{run[:16]}"
-    folder.mkdir(exist_ok=True)
-    executable, address = folder / "python3", folder / "socket"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not executable.exists():
-            executable.write_text(f"#!{sys.executable} -IS\n{(HERE / 'client.py').read_text()}")
-            executable.chmod(0o755)
-            # It ends with the process that has started all of these: with xdist that is not ours.
-            parent = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-            command = [sys.executable, str(HERE / "server.py"), str(address), str(executable), str(parent)]
+    if not (address := os.environ.get(ADDRESS)):
+        folder = Path(tempfile.mkdtemp(prefix="penstock-fork-"))
+        address = os.environ[ADDRESS] = str(folder / "socket")
+        executable = folder / "python3"
+        executable.write_text(f"#!{sys.executable} -IS\n{(HERE / 'client.py').read_text()}")
+        executable.chmod(0o755)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(address)  # here, so that clients need not wait for it, and see it close if the server fails
+            listener.listen(128)
+            os.set_inheritable(listener.fileno(), True)
+            numbers = map(str, (listener.fileno(), os.getpid()))
+            command = [sys.executable, str(HERE / "server.py"), str(folder), *numbers]
+            threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+            environment = {**os.environ, **threads, "HF_HUB_OFFLINE": "1"}
             no_input = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
             os.posix_spawn(command[0], command, environment, file_actions=[no_input], setsid=True)
-    os.environ[ADDRESS] = str(address)
-    return str(executable)
+    return str(Path(address).with_name("python3"))
 
 
 @pytest.fixture(scope="module")

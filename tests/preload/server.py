@@ -1,12 +1,12 @@
 """Forks Python processes that have imported everything already: for tests that start hundreds of them.
 
-    python tests/preload/server.py SOCKET EXECUTABLE
+    python tests/preload/server.py FOLDER LISTENER PARENT
 
 Importing torch and transformers takes seconds of a core, and a test of a whole run starts six processes that do. A
 process forked from this one has them at once, and is otherwise what it would be: its own session, arguments, folder,
 environment and streams. The client in whose place it runs gives it its signals; it is killed when the client is.
 
-Ends with the process that started it. Linux only.
+LISTENER is the descriptor of its socket. It ends with the process PARENT and removes FOLDER. Linux only.
 """
 
 import atexit
@@ -25,6 +25,8 @@ import struct
 import sys
 import threading
 import traceback
+import types
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,19 +35,26 @@ from workers.run import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
+    "anyio._backends._asyncio",
+    "hypothesis",
+    "importlib.resources.readers",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "peft",
+    "tests.chaos.engine",
     "tests.chaos.run",
     "tests.chaos.trainer",
-    "tests.chaos.engine",
     "tests.chaos.witness",
     "tests.evaluation.engine",
     "tests.evaluation.trainer",
+    "torch.optim.adamw",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.tokenization_utils_tokenizers",
     "transformers.utils.hub",
-    "torch.optim.adamw",
     "uvloop",
+    "valkey",
     "workers.cli",
 )
 """Imported beside all modules of our own packages."""
@@ -61,9 +70,11 @@ def import_everything() -> None:
         if path.stem not in {"__main__", "__init__"}
     )
     gc.disable()
-    for name in (*ours, *MODULES):
-        with suppress(ImportError):
-            importlib.import_module(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a module that warns is left to the tests as well: there it is a failure
+        for name in (*ours, *MODULES):
+            with suppress(ImportError, Warning):
+                importlib.import_module(name)
     gc.freeze()  # the processes to come share these pages, as long as no collection writes to them
     gc.enable()
 
@@ -71,14 +82,12 @@ def import_everything() -> None:
 class ForkServer:
     """Forks, waits for what it has forked, and passes signals on."""
 
-    def __init__(self, address: str, executable: str) -> None:
-        self._executable = executable
-        self._pids = Path(address).with_name("pids")
+    def __init__(self, folder: Path, listener: int) -> None:
+        self._executable = str(folder / "python3")
+        self._pids = folder / "pids"
         self._pids.mkdir()
         self._selector = selectors.DefaultSelector()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(address)
-        self._listener.listen(128)
+        self._listener = socket.socket(fileno=listener)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def serve(self, parent: int) -> None:
@@ -164,9 +173,11 @@ def become(request: dict[str, Any], descriptors: list[int], executable: str) -> 
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    sys.executable = executable
     random.seed()
-    fork_server.nest()  # for the roles of a run that it supervises
+    if not request["is_worker"]:
+        sys.executable = executable
+        if supervises(request["arguments"]):
+            fork_server.nest()
     code = 1
     try:
         run(request["arguments"])
@@ -184,6 +195,11 @@ def become(request: dict[str, Any], descriptors: list[int], executable: str) -> 
         os._exit(code)
 
 
+def supervises(arguments: list[str]) -> bool:
+    """Whether it may start the roles of a run: a script, or one of two commands."""
+    return "-m" not in arguments[:2] or not {"run", "demo"}.isdisjoint(arguments)
+
+
 def run(arguments: list[str]) -> None:
     """What `python ARGUMENTS` does."""
     is_safe_path = arguments[0] == "-P"
@@ -194,6 +210,11 @@ def run(arguments: list[str]) -> None:
         if not is_safe_path:
             sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.path.insert(0, "")
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(arguments[1], main.__dict__)
     else:
         sys.argv = arguments
         if not is_safe_path:
@@ -211,16 +232,16 @@ def exit_code(leaving: SystemExit) -> int:
     return 1
 
 
-def main(address: str, executable: str, parent: int) -> None:
+def main(folder: Path, listener: int, parent: int) -> None:
     """Import, then serve."""
     sys.path.insert(0, str(ROOT))
-    server = ForkServer(address, executable)  # clients may come while it imports
     try:
+        server = ForkServer(folder, listener)
         import_everything()
         server.serve(parent)
     finally:
-        shutil.rmtree(Path(address).parent, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
