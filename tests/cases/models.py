@@ -1,9 +1,17 @@
 """Make policies of a few thousand parameters."""
 
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from workers.train.model import trainable_model
 
 
 def write_small_qwen3(folder: Path, vocabulary: int, *, layers: int, tied: bool, hidden: int = 16) -> Path:
@@ -22,3 +30,19 @@ def write_small_qwen3(folder: Path, vocabulary: int, *, layers: int, tied: bool,
         torch.default_generator.manual_seed(5)
         Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def loaded_once() -> Iterator[None]:
+    """Read each folder only once while this is open: a small model's files take as long to load as a step to train.
+
+    Every learner still has a model of its own. No file may change meanwhile.
+    """
+    load = cache(trainable_model.load_policy)
+
+    def copied(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+        return copy.deepcopy(load(folder, dtype))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainable_model, "load_policy", copied)
+        yield

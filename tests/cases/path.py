@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from types import SimpleNamespace
 
 import torch
@@ -51,6 +52,19 @@ class Network(torch.nn.Module):
         self.double()
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=source, dtype=torch.float64) * 0.7
+        self.initial = [parameter.data.clone() for parameter in self.parameters()]
+
+    @classmethod
+    @cache
+    def made(cls, seed: int) -> "Network":
+        """Return the network of a seed, made once; `reset` undoes updates of it."""
+        return cls(seed)
+
+    def reset(self) -> "Network":
+        """Set the parameters to what they were in the beginning, without gradients."""
+        for parameter, initial in zip(self.parameters(), self.initial, strict=True):
+            parameter.data, parameter.grad = initial.clone(), None
+        return self
 
     def value(self, hidden_NH: Tensor) -> Tensor:
         return self.critic(hidden_NH).squeeze(-1)
@@ -112,8 +126,8 @@ def evaluate(
         junk: value to put wherever nothing may read; None puts none.
         split: splits rows into micro-batches; by default all rows are one.
     """
-    network, after = Network(0), Network(2)
-    reference = Network(1) if settings.algorithm.kl_coefficient else None
+    network, after = Network.made(0).reset(), Network.made(2)
+    reference = Network.made(1) if settings.algorithm.kl_coefficient else None
     critic = network.value if settings.estimator.name == "gae" else None
     runner = ModelRunner(
         LogprobModel.from_whole(network), reference and LogprobModel.from_whole(reference), critic, settings, Ranks()

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import anyio
@@ -20,8 +20,9 @@ from stream.errors import PenstockError, RunMismatchError
 from stream.operator.run_control import pause, stop
 from stream.queue.feed import Feed
 from stream.records import Prompt
-from workers.run import dashboard_process
+from workers.run import dashboard_process, fork_server
 from workers.run.dashboard_process import DashboardProcess
+from workers.run.fork_server import ForkServer
 from workers.run.identity_check import NOTHING, check_folder
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import SilentDisplay, SupervisorState
@@ -150,6 +151,19 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3] if sys.platform == "linux" else True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_fork_server() -> Iterator[None]:
+    """Fork the scripts, as a run forks its roles; starting Python for each of them takes longer than what it does."""
+    if sys.platform != "linux":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        server = ForkServer.start(("redis", "subprocess"))
+        patch.setattr(fork_server, "_inherited", server)
+        yield
+        server.close()
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 
 from stream.records import Completion, Group, Prompt, RewardPart, Row, Span
 from stream.validity import Measured, RewardReason, TruncationReason, Unmeasured
-from tests.cases.models import write_small_qwen3
+from tests.cases.models import loaded_once, write_small_qwen3
 from workers.settings.presets import PRESETS, Rule
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.advantages import ESTIMATORS
@@ -26,7 +26,8 @@ WIDE = [1e-9, 1e9]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return write_small_qwen3(tmp_path_factory.mktemp("base"), VOCABULARY, layers=1, tied=False)
+    with loaded_once():
+        yield write_small_qwen3(tmp_path_factory.mktemp("base"), VOCABULARY, layers=1, tied=False)
 
 
 def learner(base, *, train=None, **sections):

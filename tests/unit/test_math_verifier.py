@@ -114,7 +114,7 @@ def outcome(reward):
 
 async def test_known_answers_get_their_rewards():
     assert len(PAIRS) >= 50
-    async with opened() as function:
+    async with opened(processes=1) as function:
         rewards = await function(batch_of_pairs(*((gold, text) for gold, text, _ in PAIRS)), 30)
     results = [(gold, text, outcome(reward)) for (gold, text, _), reward in zip(PAIRS, rewards, strict=True)]
     assert results == PAIRS
@@ -132,7 +132,7 @@ UNMANAGEABLE = [HANGS, r"\boxed{10^{10^{10}}}", r"\boxed{2^{1000000000}}", r"\bo
 
 
 async def test_an_answer_that_hangs_the_verifier_is_measured_0_with_its_reason_and_costs_no_sibling_its_reward():
-    async with opened(timeout_s=0.5, processes=4) as function:
+    async with opened(timeout_s=0.5, processes=2) as function:
         pairs = [*[("4", said) for said in UNMANAGEABLE], ("4", "4"), ("4", "5"), *[("4", r"\boxed{4}")] * 12]
         rewards = await function(batch_of_pairs(*pairs), 30)
     assert [outcome(reward) for reward in rewards] == [*[0.0] * len(UNMANAGEABLE), 1.0, 0.0, *[1.0] * 12]
@@ -158,7 +158,7 @@ def test_a_gold_answer_that_hangs_the_verifier_makes_no_answer_wrong(monkeypatch
 
 
 async def test_a_gold_answer_that_cannot_be_compared_measures_nothing_when_the_process_is_killed():
-    async with opened(timeout_s=0.5) as function:
+    async with opened(timeout_s=0.5, processes=1) as function:
         (reward,) = await function(batch_of_pairs((r"10^{10^{10}}", "4")), 30)
     assert outcome(reward) is RewardReason.TIMEOUT
 
@@ -244,7 +244,7 @@ def test_the_models_last_message_counts():
 
 
 async def test_a_policy_that_makes_the_verifier_hang_earns_the_worst_reward_and_is_in_the_baseline():
-    async with opened(timeout_s=0.3) as function:
+    async with opened(timeout_s=0.3, processes=1) as function:
         entries = await function(batch_of_pairs(*[("4", "4")] * 3, ("4", HANGS)), 30)
     merged = [merge_parts([RewardPart(name="math", reward=entry)]) for entry in entries]
     assert [outcome(reward) for reward in merged] == [1.0, 1.0, 1.0, 0.0]
