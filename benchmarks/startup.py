@@ -127,9 +127,9 @@ async def waiting_prompts(folder: Path, count: int) -> AsyncIterator[tuple[RunCo
 
 async def move_to_trainer(connection: RunConnection, count: int) -> None:
     """Complete the prompts as small groups that wait to be trained."""
-    stage = Stage(connection, "prompts", "worker", RetryPolicy(lease_s=600), 2 * count)
+    stage = Stage(connection, "prompts", "worker", RetryPolicy(lease_s=600), 1_000_000)
     while count > 0:
-        leases = (await stage.claim(AT_ONCE)).leases
+        leases = (await stage.claim(min(count, AT_ONCE))).leases
         count -= len(leases)
         async with anyio.create_task_group() as tasks:
             for lease in leases:
@@ -139,7 +139,7 @@ async def move_to_trainer(connection: RunConnection, count: int) -> None:
 
 async def dead_letter(connection: RunConnection, count: int) -> None:
     """Make dead letters of prompts."""
-    stage = Stage(connection, "prompts", "worker", RetryPolicy(lease_s=600), 2 * count)
+    stage = Stage(connection, "prompts", "worker", RetryPolicy(lease_s=600), 1_000_000)
     while count > 0:
         leases = (await stage.claim(min(count, AT_ONCE))).leases
         count -= len(leases)
