@@ -89,7 +89,7 @@ def read_identity(folder: Path) -> RunIdentity | None:
     file = folder / IDENTITY_FILE
     try:
         found = msgspec.json.decode(file.read_bytes(), type=_File)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _damaged(file, str(error)) from error

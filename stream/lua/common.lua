@@ -53,6 +53,10 @@
 --                       (number of the last stop request, only grows) and `stop_by`
 --   {NAME}:identity     hash, `id` of the run, `change:N` (accepted changes), and pinned values by name (settings, digests of
 --                       code, model and data); every process compares itself with it before it claims (`run_identity.py`)
+--   {NAME}:model_files  hash, tokenizer, chat template and configuration of the model, for workers without its folder: file
+--                       name -> SHA-256 and compressed content; the trainer writes it when it starts
+--   {NAME}:ledger_ends  string, the end of each prompt in the ledger, compressed, for a feeder without the run's folder; only
+--                       if the trainer started when feeding had not begun
 --   {NAME}:latest       hash, metrics of the last step, for display
 --   {NAME}:in_flight:S:WORKER string, what a worker's leases in S are doing (JSON, `GroupInFlight`); written at most once a
 --                       second, for people alone, and expires as a lease does

@@ -124,6 +124,8 @@ _TRAIN = (
     *_worker_rules("scored"),
     AclRule(("hset", "hdel"), ("scored:marked", "scored:counted", "policy", "meta", "counts", "latest")),
     AclRule(("hdel",), ("feed",)),
+    AclRule(("hset", "unlink"), ("model_files",)),
+    AclRule(("set", "unlink"), ("ledger_ends",)),
     AclRule(("hset", "hdel", "hsetnx"), ("dead_prompts",)),
     AclRule(("sadd", "srem"), ("dropped_dead",)),
     AclRule(("xdel",), ("unrecorded",)),

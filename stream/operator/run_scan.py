@@ -26,6 +26,8 @@ class RunScan(Struct, kw_only=True):
     """The feeder's cursor before anything else was read."""
     data_fingerprint: str = ""
     """The fingerprint of the prompt file that was fed; empty if the feeder has not stored one."""
+    rejected_rows: int = 0
+    """Rows that the feeder passed by, because they are no prompts."""
     unfinished: set[str] = field(default_factory=set)
     """Prompts without an outcome on the server."""
     entries: list[StreamEntry] = field(default_factory=list)
@@ -41,7 +43,11 @@ async def scan_run(connection: RunConnection) -> RunScan:
         PenstockError: the server has no run of that name.
     """
     status = await read_status(connection)
-    scan = RunScan(cursor=status.feed.get("cursor", ""), data_fingerprint=status.meta.get("data", ""))
+    scan = RunScan(
+        cursor=status.feed.get("cursor", ""),
+        data_fingerprint=status.meta.get("data", ""),
+        rejected_rows=int(status.feed.get("rejected_rows", 0)),
+    )
     scan.unfinished = await _members(connection, "unfinished", Redis.hscan)
     for stage in STAGES:
         async for entry in scan_stage(connection, stage):

@@ -33,6 +33,7 @@ from stream.queue.entry_scan import scan_dead_entries
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_ends import upload_ends
 from stream.trainer.outcomes import Dead, GroupOutcome, LedgerEntry, decode_outcome, encode_outcome
 from stream.trainer.recovery_facts import RecoveryFacts
 
@@ -174,6 +175,7 @@ class TrainerLease:
         counts_json = msgspec.json.encode(ledger.count_outcomes())
         ended = [item for prompt in facts.ended for item in (prompt, encode_outcome(ledger.outcomes[prompt]))]
         again = [item for pair in facts.again.items() for item in pair]
+        await upload_ends(self.connection, ledger)
         self._raise_if_fenced(
             await self.connection.run_script(
                 *("recover", self.token, ledger.resumed_bytes, counts_json, len(facts.ended)), *ended, *again

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stream.errors import DataError, SettingsError
 from workers.commands.prompt_index import PromptIndex
-from workers.feed.dataset_mix import Dataset, DatasetMix, open_dataset_mix
+from workers.feed.dataset_mix import Dataset, DatasetMix, open_dataset_mix, open_recorded_mix
 from workers.settings.toml_file import dump_settings, parse_settings
 
 
@@ -42,6 +42,19 @@ def test_without_weights_each_row_is_fed_once_and_datasets_are_spread_evenly(mak
     fed = names(mixture)
     assert [name.split(":")[0] for name in fed] == ["long", "short", "long"] * 4
     assert len(fed) == len(set(fed)) == 12
+
+
+def test_the_numbers_of_rows_suffice_to_know_which_prompts_were_fed(make, tmp_path):
+    mixture = make({"long": (8, {"weight": 2}), "short": (3, {"weight": 1})}, epochs=2)
+    lengths = {"long": (5, 8), "short": (3, 3)}
+    mixture = open_dataset_mix(mixture.settings, lengths)
+    for file in tmp_path.glob("*.jsonl"):
+        file.unlink()
+    recorded = open_recorded_mix(mixture.settings, lengths)
+    assert recorded.total_prompts == mixture.total_prompts
+    for cursor in range(mixture.total_prompts + 1):
+        assert recorded.consumed_ids(cursor) == mixture.consumed_ids(cursor)
+    assert open_recorded_mix(mixture.settings, {"long": (8,)}) is None
 
 
 def test_with_weights_smaller_datasets_repeat_until_all_rows_were_fed(make):

@@ -2,7 +2,9 @@
 
 import importlib.util
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import pytest
@@ -79,6 +81,34 @@ def test_a_missing_file_and_invalid_toml_are_refused(tmp_path):
     (tmp_path / "run.toml").write_text("[run\n")
     with pytest.raises(SettingsError, match="not TOML"):
         load_settings(tmp_path / "run.toml")
+
+
+def test_settings_come_from_a_url_and_no_message_shows_its_key(tmp_path):
+    answers = {"/run.toml": b'[model]\npath = "m"\n[environments]\nc = "calculator"\n', "/bad.toml": b"[run\n"}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            content = answers.get(self.path.partition("?")[0])
+            self.send_response(200 if content else 404)
+            self.end_headers()
+            self.wfile.write(content or b"")
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        base = f"http://127.0.0.1:{server.server_port}"
+        assert load_settings(f"{base}/run.toml?key=secret", ("run.name=other",)).run.name == "other"
+        for path, words in {"bad.toml": "not TOML", "none.toml": "could not be downloaded: HTTP Error 404"}.items():
+            with pytest.raises(SettingsError, match=rf"^{base}/{path}: .*{words}") as caught:
+                load_settings(f"{base}/{path}?key=secret")
+            assert "secret" not in str(caught.value)
+        server.shutdown()
+        thread.join()
+    with pytest.raises(SettingsError, match=r"refused\S*; check the URL"):
+        load_settings(f"{base}/run.toml")
 
 
 def test_overrides_reach_any_key_and_are_checked(tmp_path):

@@ -146,7 +146,7 @@ def serve(target: Path, host: str, port: int, runner: Any, dtype: str | None, ov
 
 def _role_command(role: str, text: str) -> click.Command:
     @click.command(role, help=text)
-    @click.argument("file", type=options.FILE)
+    @click.argument("file", metavar="FILE|URL", type=options.FILE_OR_URL)
     @click.option(
         "--redis", default="", metavar="URL", help="URL of the run's server; default: run.redis, $PENSTOCK_REDIS."
     )
@@ -161,7 +161,7 @@ def _role_command(role: str, text: str) -> click.Command:
     @options.accept_change
     @options.accept_data
     def command(
-        file: Path,
+        file: Path | str,
         redis: str,
         engines: tuple[str, ...],
         overrides: tuple[str, ...],

@@ -1,6 +1,6 @@
 """`penstock audit`: account for every prompt that was fed. Read-only; it creates no key."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.table import Table
 
 from stream.connection.run_connection import RunConnection
-from stream.connection.run_identity import read_identity
-from stream.errors import PenstockError, ServerError
+from stream.connection.run_identity import read_identity, read_server_identity
+from stream.errors import DataError, PenstockError, ServerError
 from stream.operator.audit import AuditInput, AuditReport, audit
 from stream.operator.run_scan import RunScan, scan_run
 from stream.trainer.ledger_records import read_ledger
 from workers.commands.output import print_json
 from workers.commands.prompt_index import PromptIndex
 from workers.commands.run_files import saved_settings
-from workers.feed.dataset_mix import DatasetMix, open_dataset_mix
+from workers.feed.dataset_mix import DatasetMix, open_dataset_mix, open_recorded_mix
 from workers.feed.dataset_rows import dataset_lengths
 from workers.run.run_info import RunLocation, find_run, with_run
 from workers.run.summary import latest_progress
@@ -39,6 +39,8 @@ class RunFiles(Struct, frozen=True):
     folder: Path
     dataset_mix: DatasetMix
     prompt_index: PromptIndex
+    has_rows: bool = True
+    """The prompt files are on this machine; otherwise only their numbers of rows are known."""
 
 
 def show_audit(target: str | None, redis: str, *, as_json: bool = False, show_all: bool = False) -> int:
@@ -62,13 +64,15 @@ def audit_run(location: RunLocation) -> AuditReport:
     Raises:
         PenstockError: the run has neither a server nor files, or its prompt file is missing.
     """
-    files = _read_run_files(location)
-    if not location.url and not (files.folder / "redis").is_dir():
-        return _audit_without_server(files, f"{files.folder / 'redis'} does not exist")
+    _, folder = saved_settings(location, "an audit")
+    if not location.url and not (folder / "redis").is_dir():
+        if not (folder / "ledger.jsonl").exists():
+            raise PenstockError(f"the run in {folder} has not begun: there is neither a server nor a ledger")
+        return _audit_without_server(_read_run_files(location, {}), f"{folder / 'redis'} does not exist")
     try:
-        return with_run(location, partial(_audit_on_server, files))
+        return with_run(location, partial(_audit_on_server, location))
     except ServerError as error:
-        return _audit_without_server(files, str(error))
+        return _audit_without_server(_read_run_files(location, {}), str(error))
 
 
 async def audit_until_stable(audit_once: Callable[[], Awaitable[AuditReport]]) -> AuditReport:
@@ -90,7 +94,10 @@ def _problem_prompts(report: AuditReport) -> tuple[set[str], set[str]]:
     return {each.prompt for each in report.lost}, {each.prompt for each in report.twice}
 
 
-async def _audit_on_server(files: RunFiles, connection: RunConnection) -> AuditReport:
+async def _audit_on_server(location: RunLocation, connection: RunConnection) -> AuditReport:
+    pinned = (await read_server_identity(connection)).pinned
+    files = await anyio.to_thread.run_sync(_read_run_files, location, pinned)
+
     async def audit_once() -> AuditReport:
         try:
             scan = await scan_run(connection)
@@ -103,13 +110,27 @@ async def _audit_on_server(files: RunFiles, connection: RunConnection) -> AuditR
     return await audit_until_stable(audit_once)
 
 
-def _read_run_files(location: RunLocation) -> RunFiles:
+def _read_run_files(location: RunLocation, server: Mapping[str, str]) -> RunFiles:
+    """Open the run's files.
+
+    Args:
+        location: the run.
+        server: values that the server has pinned; with those of the folder they say how many rows the data sets have.
+
+    Raises:
+        PenstockError: a prompt file is missing, and the number of its rows is not known.
+    """
     settings, folder = saved_settings(location, "an audit")
-    if not location.url and not any((folder / name).exists() for name in ("redis", "ledger.jsonl")):
-        raise PenstockError(f"the run in {folder} has not begun: there is neither a server nor a ledger")
     identity = read_identity(folder)
-    dataset_mix = open_dataset_mix(settings, dataset_lengths(identity.pinned) if identity else None)
-    return RunFiles(settings, folder, dataset_mix, PromptIndex(dataset_mix))
+    lengths = dataset_lengths((identity.pinned if identity else {}) | dict(server))
+    try:
+        dataset_mix, has_rows = open_dataset_mix(settings, lengths), True
+    except DataError:  # the feeder is on another machine
+        recorded = open_recorded_mix(settings, lengths)
+        if recorded is None:
+            raise
+        dataset_mix, has_rows = recorded, False
+    return RunFiles(settings, folder, dataset_mix, PromptIndex(dataset_mix), has_rows)
 
 
 def _audit_with_server(files: RunFiles, scan: RunScan) -> AuditReport:
@@ -126,19 +147,35 @@ def _audit_with_server(files: RunFiles, scan: RunScan) -> AuditReport:
         seen = fed | scan.unfinished | scan.dropped_dead | {line.record.prompt for line in lines}
         seen |= {letter.prompt for letter in scan.dead if letter.ends_prompt}
         before_cursor = files.prompt_index.ids_before(int(scan.cursor or 0))
-        fed |= before_cursor - files.prompt_index.invalid_ids(before_cursor - seen)
+        fed |= before_cursor - _rejected_ids(files, before_cursor - seen, scan.rejected_rows)
     report = audit(AuditInput(fed=fed, ledger=lines, checkpointed_bytes=checkpointed, scan=scan))
     report.notes += _ledger_notes(files, checkpointed, broken)
     if not is_own_feeder:
         report.notes.append(
             f"a custom feeder fed this run (cursor {scan.cursor!r}): prompts that left no trace cannot be missed"
         )
-    if report.lost and scan.data_fingerprint and scan.data_fingerprint != files.dataset_mix.fingerprint():
+    if not files.has_rows and scan.rejected_rows:
+        report.notes.append(
+            f"the prompt files are on another machine; {scan.rejected_rows} of their rows were rejected as no prompts"
+        )
+    if (
+        files.has_rows
+        and report.lost
+        and scan.data_fingerprint
+        and scan.data_fingerprint != files.dataset_mix.fingerprint()
+    ):
         report.notes.append(
             f"{files.dataset_mix.paths} has changed since the run read it, so some prompts may be reported lost by "
             "mistake"
         )
     return report
+
+
+def _rejected_ids(files: RunFiles, without_trace: set[str], rejected: int) -> set[str]:
+    """Return the prompts without a trace whose rows are no prompts. Without the files, all or none of them are."""
+    if files.has_rows:
+        return files.prompt_index.invalid_ids(without_trace)
+    return without_trace if len(without_trace) == rejected else set()
 
 
 def _audit_without_server(files: RunFiles, reason: str) -> AuditReport:

@@ -20,7 +20,15 @@ import msgspec
 from stream.errors import DataError
 from stream.records import Prompt
 from workers.feed.row_mapping import prompt_id, row_to_prompt
-from workers.feed.source import Row, Source, default_dataset_name, epoch_order, first_own_row, open_source
+from workers.feed.source import (
+    GeneratedSource,
+    Row,
+    Source,
+    default_dataset_name,
+    epoch_order,
+    first_own_row,
+    open_source,
+)
 from workers.settings import Settings
 from workers.settings.data import OWN_ROWS, DatasetSettings
 
@@ -265,6 +273,25 @@ def open_dataset_mix(
         source = open_source(its_settings.data, "[[data.sets]] path" if data.sets else setting)
         datasets[name] = Dataset(its_settings, source, name, each.weight)
     return DatasetMix(settings, list(datasets.values()), lengths)
+
+
+def open_recorded_mix(settings: Settings, lengths: Mapping[str, Sequence[int]]) -> DatasetMix | None:
+    """Return the mix of datasets of which only the lengths are known: which prompts there are, without their content.
+
+    Args:
+        settings: of the run.
+        lengths: number of rows of each dataset at the run's birth, and after each extension.
+
+    Returns:
+        None if the length of a dataset is not known.
+    """
+    names = {each.name or default_dataset_name(each.source): each for each in settings.datasets}
+    if not all(lengths.get(name) for name in names):
+        return None
+    datasets = [
+        Dataset(settings, GeneratedSource(lengths[name][-1]), name, each.weight) for name, each in names.items()
+    ]
+    return DatasetMix(settings, datasets, lengths)
 
 
 def _settings_for(dataset: DatasetSettings, settings: Settings) -> Settings:

@@ -12,13 +12,15 @@ import structlog
 from stream.cancellation import cancel_on
 from stream.connection.run_connection import MAX_BLOCK_S
 from stream.connection.run_identity import read_server_identity
-from stream.errors import DataError, RunFailedError
+from stream.errors import DataError
 from stream.queue.feed import CursorMovedError, Feed
+from stream.trainer.ledger_ends import download_ends
 from stream.trainer.ledger_records import read_contents
 from workers.feed.dataset_mix import DatasetMix, open_dataset_mix
 from workers.feed.dataset_rows import dataset_lengths
 from workers.feed.evaluation_prompts import upload_evaluation_prompts
 from workers.runtime.context import WorkerContext
+from workers.runtime.trainer_wait import wait_for_trainer
 
 log = structlog.get_logger()
 
@@ -96,20 +98,19 @@ async def _ended_prompts(context: WorkerContext, cursor: str) -> Mapping[str, st
 
     Only the part of the ledger that the trainer's checkpoint contains counts, so this waits for the trainer to start.
     """
-    path = context.settings.folder / "ledger.jsonl"
-    if cursor or not await anyio.Path(path).exists() or not (await anyio.Path(path).stat()).st_size:
+    if cursor:
         return {}
-    timeout_s = context.settings.abort.stall_timeout_s
-    deadline, logged = anyio.current_time() + timeout_s, False
-    while not (policy := await context.connection.read_hash("policy")).get("ledger"):
-        if anyio.current_time() > deadline:
-            raise RunFailedError(
-                f"{path} is from an earlier start of this run, but no trainer has resumed it within "
-                f"abort.stall_timeout_s = {timeout_s:g} s; start one"
-            )
-        if not logged:
-            log.info("trainer.waiting", why="the run has a ledger, but the server has no trainer's state")
-            logged = True
-        await context.connection.wait_for_change("$", MAX_BLOCK_S)
-        await context.connection.poll_stop()
-    return (await anyio.to_thread.run_sync(read_contents, path, int(policy["ledger"]))).ends()
+    path, connection = context.settings.folder / "ledger.jsonl", context.connection
+    if context.has_folder and not (await anyio.Path(path).exists() and (await anyio.Path(path).stat()).st_size):
+        return {}
+
+    async def read_ends() -> Mapping[str, str] | None:
+        if not (length := (await connection.read_hash("policy")).get("ledger")):
+            return None
+        if length == "0" or not context.has_folder:
+            return await download_ends(connection, int(length)) if length != "0" else {}
+        return (await anyio.to_thread.run_sync(read_contents, path, int(length))).ends()
+
+    return await wait_for_trainer(
+        context, read_ends, "feeding begins at the first prompt, and the run may have a ledger with prompts that ended"
+    )

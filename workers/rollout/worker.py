@@ -1,23 +1,25 @@
 """The rollout worker: claims prompts, rolls out many groups concurrently, and completes them."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import anyio
 import structlog
 
 from envs.factory import EnvironmentFactory
+from stream.cancellation import cancel_on
 from stream.errors import SettingsError
 from stream.queue.in_flight import Activity
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from workers.engine_api.discovery.discovery import EngineDiscovery
-from workers.rollout.chat.chat_setup import load_chat_setups
+from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.evaluation import open_evaluation
 from workers.rollout.group import GroupRunner, open_group_runner, with_attempt
+from workers.rollout.model_folder import open_model_folder
 from workers.rollout.stale_canceller import StaleCanceller
 from workers.runtime import metrics
 from workers.runtime.concurrency import ConcurrencyLimit
@@ -81,7 +83,11 @@ async def rollout(context: WorkerContext) -> None:
         )
     factories = await anyio.to_thread.run_sync(load_factories, settings)
     _check_rewards(settings, factories)
-    chats = await anyio.to_thread.run_sync(load_chat_setups, settings, Path(settings.model.path), factories)
+    chats: Mapping[str | None, ChatSetup] | None = None
+    async with cancel_on(context.stopping), open_model_folder(context) as folder:
+        chats = await anyio.to_thread.run_sync(load_chat_setups, settings, folder, factories)
+    if chats is None:  # stopped while it waited for the trainer
+        return
     with_greedy = settings.estimator.name == "remax"
     concurrency = ConcurrencyLimit(settings.rollout.groups_in_flight)
     max_episodes = concurrency.limit * (settings.rollout.group_size + with_greedy)

@@ -6,7 +6,7 @@ import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,7 @@ from stream.connection.run_connection import connect
 from stream.errors import PenstockError, SettingsError
 from stream.operator.run_status import read_status
 from stream.parent_death import die_with_parent
+from workers.feed.environment_rows import temporary_folder
 from workers.run.identity_check import NOTHING, Accept, join_run
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.runtime.context import RoleMain, WorkerContext
@@ -30,6 +31,7 @@ from workers.runtime.loop_watchdog import LoopWatchdog
 from workers.runtime.recycling import WorkerRecycler
 from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
+from workers.settings.download import display_source
 from workers.settings.toml_file import load_settings
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ in many threads at a time; with Python's 5 ms the event loop waits for its turn 
 
 def run_role(
     role: str,
-    file: Path,
+    file: Path | str,
     overrides: tuple[str, ...],
     redis: str,
     engines: tuple[str, ...],
@@ -55,7 +57,7 @@ def run_role(
 
     Args:
         role: `feed`, `rollout`, `score` or `train`.
-        file: settings file.
+        file: settings file, or its URL.
         overrides: values of single settings, as `--set` takes them; they take precedence over the file.
         redis: URL of the Redis server; default: `run.redis` of the settings.
         engines: URLs of engines; default: `engine.urls` of the settings.
@@ -73,11 +75,13 @@ def run_role(
     if role in ("rollout", "score"):
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
     faulthandler.enable(2, all_threads=False)  # user code may crash in C; the supervisor reads where
-    return run_to_exit_code(partial(_run_connected, role, settings, url, role_main, accept))
+    has_folder = os.path.isdir(settings.folder)  # noqa: PTH112  (`Path.is_dir` raises where a parent is not ours to read)
+    with temporary_folder(settings) if role == "feed" and not has_folder else nullcontext(settings) as its:
+        return run_to_exit_code(partial(_run_connected, role, its, url, role_main, accept, has_folder=has_folder))
 
 
 def run_trainer(
-    file: Path,
+    file: Path | str,
     overrides: tuple[str, ...],
     redis: str,
     engines: tuple[str, ...],
@@ -90,7 +94,7 @@ def run_trainer(
     rank in its environment: rank 0 is the trainer, the others execute its commands.
 
     Args:
-        file: settings file.
+        file: settings file, or its URL.
         overrides: values of single settings; they take precedence over the file.
         redis: URL of the Redis server; default: `run.redis` of the settings.
         engines: URLs of engines; default: `engine.urls` of the settings.
@@ -122,13 +126,13 @@ def run_trainer(
     return launch_ranks(ranks, command)
 
 
-def _load_for_role(role: str, file: Path, overrides: tuple[str, ...], redis: str) -> tuple[Settings, str]:
+def _load_for_role(role: str, file: Path | str, overrides: tuple[str, ...], redis: str) -> tuple[Settings, str]:
     """Return the settings, and the URL of the Redis server.
 
     Raises:
         SettingsError: the settings are invalid, or they name no run, or neither they nor `redis` name a server.
     """
-    settings = load_settings(file, overrides)
+    settings, file = load_settings(file, overrides), display_source(file)
     if not settings.run.name:
         raise SettingsError(f"{file}: run.name is empty: the roles of a run find each other by its name; set it")
     url = redis or settings.run.redis or read_secret(REDIS)
@@ -139,7 +143,9 @@ def _load_for_role(role: str, file: Path, overrides: tuple[str, ...], redis: str
     return settings, url
 
 
-async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain, accept: Accept) -> ExitCode:
+async def _run_connected(
+    name: str, settings: Settings, url: str, main: RoleMain, accept: Accept, *, has_folder: bool
+) -> ExitCode:
     consumer = f"{name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     queue = settings.queue
     structlog.contextvars.bind_contextvars(run=settings.run.name)
@@ -151,6 +157,7 @@ async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain
             connection=connection,
             consumer=consumer,
             stopping=stopping,
+            has_folder=has_folder,
             health=RoleHealth(queue.lease_s),
         )
         recycler = WorkerRecycler(queue, stopping)

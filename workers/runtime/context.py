@@ -20,6 +20,8 @@ class WorkerContext(Struct, kw_only=True, eq=False):
     """This process's name in the streams; no other process ever has the same."""
     stopping: anyio.Event
     """Set by a signal or `penstock stop`: the worker claims nothing more, and finishes or gives back what it holds."""
+    has_folder: bool = True
+    """The run's folder is on this machine. Only the trainer needs it."""
     health: RoleHealth = field(default_factory=RoleHealth)
     """What `/health` and `/ready` answer; the role says when it is ready."""
 

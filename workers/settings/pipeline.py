@@ -23,7 +23,8 @@ class Run(Section, frozen=True):
     """Name of the run; prefix of all its Redis keys, in braces. Empty: the name of `folder`; without a folder, every
     `penstock run` starts a new run, named after file and time. Roles that are started one by one need a name."""
     folder: str = ""
-    """Folder for checkpoints, ledger and logs; empty: `runs/NAME`. Relative to the working directory."""
+    """Folder for checkpoints, ledger and logs; empty: `runs/NAME`. Relative to the working directory.
+    Only the trainer needs it."""
     redis: str = ""
     """URL of a Redis >= 7 or Valkey server (`redis://`, `rediss://`, `unix://`); empty: start a private server."""
     seed: int = 0
@@ -67,7 +68,8 @@ class Model(Section, frozen=True):
     """`[model]`: the policy that the run starts from."""
 
     path: str
-    """Folder in Hugging Face format: config, safetensors, tokenizer with a chat template."""
+    """Folder in Hugging Face format: config, safetensors, tokenizer with a chat template. Rollout workers on machines
+    without it get what they need from the trainer."""
     tool_format: Literal["auto", "deepseek", "hermes", "llama3_json", "mistral", "pythonic"] = "auto"
     """Format of the model's tool calls; `auto`: detect it from the chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -14,6 +14,7 @@ import tomli_w
 from stream.errors import SettingsError
 from workers.settings.cross_checks import check_combinations
 from workers.settings.data import DatasetSettings, EnvironmentSettings, RewardSettings
+from workers.settings.download import display_source, download_text, is_url
 from workers.settings.estimators import Grpo
 from workers.settings.losses import Clipped
 from workers.settings.renamed_keys import explain_renamed
@@ -29,23 +30,29 @@ _DEFAULT_OPTIONS: Final[dict[str, type[Section]]] = {"estimator": Grpo, "loss": 
 """Tables whose `name` may be left out."""
 
 
-def load_settings(path: Path, overrides: tuple[str, ...] = ()) -> Settings:
-    """Read a settings file and apply overrides such as `train.learning_rate=0`.
+def load_settings(source: Path | str, overrides: tuple[str, ...] = ()) -> Settings:
+    """Read a settings file and apply overrides such as `train.learning_rate=0`. Blocks.
+
+    Args:
+        source: a file; or a URL that begins with `http://` or `https://`.
+        overrides: values of single settings.
 
     Raises:
         SettingsError: names the key, what is wrong with it, and what is allowed.
     """
+    name = display_source(source)
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = download_text(source) if is_url(source) else Path(source).read_text(encoding="utf-8")
+        table = tomllib.loads(text)
     except FileNotFoundError as error:
-        raise SettingsError(f"{path}: no such file") from error
+        raise SettingsError(f"{name}: no such file") from error
     except PermissionError as error:
-        raise SettingsError(f"{path}: permission denied: only another user may read it") from error
+        raise SettingsError(f"{name}: permission denied: only another user may read it") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: not TOML: {error}") from error
+        raise SettingsError(f"{name}: not TOML: {error}") from error
     for override in overrides:
         _apply_override(table, override)
-    return parse_settings(table, str(path))
+    return parse_settings(table, name)
 
 
 def settings_for_model(folder: Path, overrides: tuple[str, ...] = ()) -> Settings:

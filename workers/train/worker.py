@@ -10,11 +10,13 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import anyio
 import structlog
 from msgspec import Struct
 
+from stream.connection.model_files import upload_model_files
 from stream.queue.stage import Stage
 from stream.trainer.annotations import FOLDER, AnnotationFiles
 from stream.trainer.archive import Archive
@@ -83,6 +85,7 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
     ):
         tasks.start_soon(discovery.watch)
         import_early(settings)  # while the model is loaded
+        await upload_model_files(context.connection, Path(settings.model.path))
         files = await anyio.to_thread.run_sync(_open_files, settings, folder_lock, make_learner)
         checker = GroupChecker(settings, files.learner.vocab_size, files.progress)
         async with _open_consumer(context, trainer_lease, folder_lock, files, checker) as consumer:
