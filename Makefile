@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --root-us
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-nightly test-gpu test-vllm test-compose docs clean
+.PHONY: help setup demo check test test-nightly test-gpu test-vllm test-compose reference docs clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -52,6 +52,10 @@ test-vllm: setup  ## On the real vLLM, on the CPU; creates its virtual environme
 
 test-compose: setup  ## The images and compose.yaml on a Docker engine; skipped without one
 	$(BIN)/pytest -m compose -s tests/compose
+
+reference: setup  ## The pages of docs/ that are generated from the code
+	for page in settings records algorithms commands http; do $(BIN)/python docs/$${page}_page.py > docs/$$page.md || exit 1; done
+	$(BIN)/python docs/events_page.py > docs/log-events.md
 
 docs: setup  ## The docs site, into build/docs/site; a broken link fails
 	$(BIN)/python docs/site/build_site.py

@@ -54,6 +54,7 @@ class Prompt(Struct, kw_only=True):
     group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)] = 1
     """Completions to sample and train. A greedy completion, if the estimator needs one, is additional."""
     epoch: int = 0
+    """How often the data set was fed before."""
     row: int = 0
     """Index of the row in the prompt file, from 0, before shuffling."""
     seed: Annotated[int, Meta(ge=0, lt=2**62)] = 0
@@ -66,8 +67,11 @@ class Span(Struct, frozen=True, array_like=True):
     """Tokens [start, end) of a row's `tokens` were sampled by this policy version."""
 
     version: Count
+    """The policy version; 0 is the initial model."""
     start: int
+    """Index of the first token in `token_ids`."""
     end: int
+    """Index after the last token."""
 
 
 class Row(Struct, kw_only=True):
@@ -137,7 +141,9 @@ class RewardPart(Struct, kw_only=True):
     name: str
     """`env` (or `env.KEY` for a mapping), or the reward function's name."""
     reward: Reward
+    """The measured value, or why there is none."""
     weight: Finite = 1.0
+    """Factor of the part in the completion's reward."""
     turn: int | None = None
     """The model's turn, from 0, for a reward per turn; None for a reward of the whole completion."""
 
@@ -146,7 +152,9 @@ class Failure(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The episode failed, so its tokens are not a sample of the policy's behaviour."""
 
     reason: RolloutReason
+    """Why the episode failed."""
     detail: str = ""
+    """The error's text."""
     cause: ErrorCause | None = None
     """Where the environment's code raised or hung, if it did."""
 
@@ -171,6 +179,7 @@ class Interval(Struct, frozen=True, array_like=True):
     began_at: float
     """Unix time in seconds."""
     seconds: float
+    """How long it went on."""
 
 
 class Completion(Struct, kw_only=True):
@@ -187,8 +196,11 @@ class Completion(Struct, kw_only=True):
     messages: list[Message] = field(default_factory=list)
     """What followed: assistant turns and tool results, for people and reward functions."""
     failure: Failure | None = None
+    """Why the episode failed; None if it did not. A failed episode is not trained."""
     truncated: TruncationReason | None = None
+    """Which limit ended the episode; None if the model or the environment ended it."""
     parts: list[RewardPart] = field(default_factory=list)
+    """What each reward function, or turn of the environment, contributed."""
     reward: Reward | None = None
     """The merged parts; None before scoring."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -196,8 +208,11 @@ class Completion(Struct, kw_only=True):
     snapshot: bytes | None = None
     """The environment's attributes at the end of the episode, frozen (`envs.snapshot`)."""
     turns: Count = 0
+    """Answers of the model."""
     tool_calls: Count = 0
+    """Calls that the model made, malformed ones included."""
     tool_errors: Count = 0
+    """Calls whose error the model read."""
     tool_runs: list[ToolRun] = field(default_factory=list)
     """One for each tool message of `messages`, in their order; empty if the environment ran its own loop."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -250,7 +265,9 @@ class Group(Struct, kw_only=True):
     """All completions of one prompt, including the greedy one if there is one."""
 
     prompt: Prompt
+    """The prompt as it was fed."""
     completions: list[Completion]
+    """In the order of `Completion.index`."""
     attempt: int = 0
     """How often the prompt was delivered before; 0 at the first attempt."""
     cancelled_attempts_s: list[float] = field(default_factory=list)
@@ -260,11 +277,15 @@ class Group(Struct, kw_only=True):
     logged_metrics: dict[str, list[float]] = field(default_factory=dict)
     """Numbers that reward functions passed to `log_metric`, by name."""
     worker: str = ""
+    """Name of the rollout worker."""
     claimed_at: float = 0.0
+    """Unix time in seconds, like the three below, at which the rollout worker claimed the prompt."""
     rolled_out_at: float = 0.0
+    """When its last completion ended."""
     score_claimed_at: float = 0.0
+    """When a scorer claimed the group."""
     scored_at: float = 0.0
-    """Unix times in seconds."""
+    """When its rewards were complete."""
 
     @property
     def oldest_version(self) -> int | None:

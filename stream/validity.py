@@ -51,10 +51,10 @@ class TruncationReason(StrEnum):
 
     LENGTH = "length"  # the turn or the completion reached its token limit
     CONTEXT = "context"  # the model's context is full
-    MAX_TURNS = "max_turns"
-    TOOL_CALLS = "tool_calls"
-    TOOL_ERRORS = "tool_errors"
-    WALL_CLOCK = "wall_clock"
+    MAX_TURNS = "max_turns"  # rollout.max_turns
+    TOOL_CALLS = "tool_calls"  # rollout.max_tool_calls
+    TOOL_ERRORS = "tool_errors"  # rollout.max_tool_errors
+    WALL_CLOCK = "wall_clock"  # rollout.episode_timeout_s
 
 
 class DropReason(StrEnum):
@@ -75,6 +75,7 @@ class Measured(Struct, frozen=True, tag="measured", omit_defaults=True):
     """A reward with a value, which is a finite float of at most `MAX_REWARD`."""
 
     value: float
+    """The reward."""
     reason: RewardReason | None = None
     """Why the value is the worst one: the answer itself could not be judged. None for any other value."""
     detail: str = ""
@@ -85,7 +86,9 @@ class Unmeasured(Struct, frozen=True, tag="unmeasured", omit_defaults=True):
     """A reward without a value, with the reason and the error's text."""
 
     reason: RewardReason
+    """Why there is no value."""
     detail: str = ""
+    """The error's text."""
     cause: ErrorCause | None = None
     """Where user code raised or hung; None if it returned something that is no reward."""
 

@@ -15,7 +15,7 @@ class CommandGroup(click.Group):
     """A click group with its commands in sections, which turns every `PenstockError` into a `CommandError`."""
 
     @cached_property
-    def _sections(self) -> dict[str, list[str]]:
+    def sections(self) -> dict[str, list[str]]:
         """Names of commands by title."""
         return {}
 
@@ -23,16 +23,16 @@ class CommandGroup(click.Group):
         """Add commands, listed below a title in the help text."""
         for command in commands:
             self.add_command(command)
-        self._sections[title] = [str(command.name) for command in commands]
+        self.sections[title] = [str(command.name) for command in commands]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands of each section."""
-        if not self._sections:
+        if not self.sections:
             super().format_commands(ctx, formatter)
             return
-        width = max(len(name) for names in self._sections.values() for name in names)
+        width = max(len(name) for names in self.sections.values() for name in names)
         limit = formatter.width - 6 - width
-        for title, names in self._sections.items():
+        for title, names in self.sections.items():
             with formatter.section(title):
                 rows = [(name.ljust(width), self.commands[name].get_short_help_str(limit)) for name in names]
                 formatter.write_dl(rows)

@@ -49,12 +49,17 @@ class AlgorithmEntry(Struct, kw_only=True):
     source: str
 
 
-def show_algorithms(*, as_json: bool) -> None:
-    """Print all entries of all registries."""
-    found = {
+def registered_algorithms() -> dict[str, list[AlgorithmEntry]]:
+    """Return the entries of each registry, by the settings key that selects from it."""
+    return {
         kind: [_entry(kind, registry[name]) for name in _names_in_settings_order(kind, registry)]
         for kind, registry in _KINDS
     }
+
+
+def show_algorithms(*, as_json: bool) -> None:
+    """Print all entries of all registries."""
+    found = registered_algorithms()
     presets = {name: preset._asdict() | {"reject": dict(preset.reject)} for name, preset in PRESETS.items()}
     if as_json:
         click.echo(msgspec.json.encode(found | {"correction.preset": presets}))
@@ -62,7 +67,7 @@ def show_algorithms(*, as_json: bool) -> None:
     console = Console()
     for kind, entries in found.items():
         _print(console, kind, {entry.name: _lines(entry) for entry in entries})
-    _print(console, "correction.preset", {name: _preset_lines(preset) for name, preset in PRESETS.items()})
+    _print(console, "correction.preset", {name: preset_lines(preset) for name, preset in PRESETS.items()})
 
 
 def _print(console: Console, kind: str, entries: Mapping[str, list[str]]) -> None:
@@ -82,7 +87,8 @@ def _lines(entry: AlgorithmEntry) -> list[str]:
     return [entry.formula, *([options] if options else []), entry.source]
 
 
-def _preset_lines(preset: Preset) -> list[str]:
+def preset_lines(preset: Preset) -> list[str]:
+    """Describe what a preset of the correction does."""
     low, high = preset.weight_range
     weights = f"{preset.weights}, {preset.out_of_range} outside {low:g} ... {high:g}"
     rules = [f"reject {rule} {low:g} ... {high:g}" for rule, (low, high) in preset.reject.items()]

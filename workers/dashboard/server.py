@@ -195,6 +195,7 @@ def _error_page(status: int, title: str, text: str) -> web.Response:
 
 
 async def _send_static(static: dict[str, bytes], request: web.Request) -> web.StreamResponse:
+    """Send a script, style or picture of the pages."""
     name = request.match_info["name"]
     if name not in static:
         raise web.HTTPNotFound(text="There is no such file.")
@@ -204,6 +205,7 @@ async def _send_static(static: dict[str, bytes], request: web.Request) -> web.St
 
 
 async def _answer_health(_: web.Request) -> web.StreamResponse:
+    """Answer 200, without a token."""
     return web.Response(text="ok\n")
 
 

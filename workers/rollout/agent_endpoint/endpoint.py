@@ -67,9 +67,11 @@ class _Routes:
         return app
 
     async def _models(self, _: web.Request) -> web.Response:
+        """List the policy as the only model."""
         return web.json_response({"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
+        """Sample a turn; its tokens become part of the completion."""
         recorder = self._recorders.get(http.match_info["secret"])
         if recorder is None:
             return error_response(404, "no such episode, or it has ended")

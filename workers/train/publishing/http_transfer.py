@@ -96,6 +96,7 @@ class WeightServer:
         return next((offered for offered in self._offered.values() if offered.folder == folder), None)
 
     async def _serve_file(self, request: web.Request) -> web.StreamResponse:
+        """Send a weight file; 404 without the secret."""
         offered = self._offered.get(request.match_info["offer"])
         name = request.match_info["file"]
         has_secret = secrets.compare_digest(request.match_info["secret"].encode(), self._secret.encode())
