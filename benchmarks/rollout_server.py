@@ -1,6 +1,6 @@
-"""An engine that answers every turn after exactly 50 ms, from prepared bytes, so that it is never what limits.
+"""An engine that answers every turn after the same time, from prepared bytes, so that it is never what limits.
 
-    python -m benchmarks.rollout_server CASE.json --api generate
+    python -m benchmarks.rollout_server CASE.json --api generate [--delay-ms 50]
 
 It prints its URL. `GET /answered` returns the number of turns that it has answered.
 """
@@ -12,8 +12,6 @@ from pathlib import Path
 
 import msgspec
 import uvloop
-
-DELAY_S = 0.05
 
 
 class _Generate(msgspec.Struct):
@@ -31,10 +29,12 @@ class Server:
         turns: sampled tokens of each turn of an episode.
         start_id: token that begins a message.
         has_generate: whether the route `/inference/v1/generate` is there.
+        delay_s: how long a turn takes.
     """
 
-    def __init__(self, turns: list[list[int]], start_id: int, *, has_generate: bool) -> None:
+    def __init__(self, turns: list[list[int]], start_id: int, *, has_generate: bool, delay_s: float) -> None:
         self.answered = 0
+        self._delay_s = delay_s
         self._start_id, self._has_generate = start_id, has_generate
         self._generated = [_http(_generate_body(ids)) for ids in turns]
         self._completed = [_http(_completions_body(ids)) for ids in turns]
@@ -64,7 +64,7 @@ class Server:
         answers = self._generated if is_generate else self._completed
         if b'"probe-' in body:
             return _http((_generate_body if is_generate else _completions_body)([5], "length")), 0.0
-        return answers[min(self._turn(ids), len(answers) - 1)], DELAY_S
+        return answers[min(self._turn(ids), len(answers) - 1)], self._delay_s
 
     def _turn(self, ids: list[int]) -> int:
         """Return the turn, from 0: each adds a tool's message and the start of the next answer."""
@@ -138,9 +138,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", type=Path)
     parser.add_argument("--api", choices=("generate", "completions"), default="generate")
+    parser.add_argument("--delay-ms", type=float, default=50.0)
     arguments = parser.parse_args()
     case = json.loads(arguments.case.read_text())
-    uvloop.run(_serve(Server(case["turns"], case["start_id"], has_generate=arguments.api == "generate")))
+    uvloop.run(
+        _serve(
+            Server(
+                case["turns"],
+                case["start_id"],
+                has_generate=arguments.api == "generate",
+                delay_s=arguments.delay_ms / 1000,
+            )
+        )
+    )
 
 
 if __name__ == "__main__":
