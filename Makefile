@@ -54,8 +54,8 @@ test-compose: setup  ## The images and compose.yaml on a Docker engine; skipped 
 	$(BIN)/pytest -m compose -s tests/compose
 
 reference: setup  ## The pages of docs/ that are generated from the code
-	for page in settings records algorithms commands http; do $(BIN)/python docs/$${page}_page.py > docs/$$page.md || exit 1; done
-	$(BIN)/python docs/events_page.py > docs/log-events.md
+	for page in settings records algorithms commands http log-events; do \
+		$(BIN)/python docs/$$(echo $$page | tr - _)_page.py > .page.md && mv .page.md docs/$$page.md || exit 1; done
 
 docs: setup  ## The docs site, into build/docs/site; a broken link fails
 	$(BIN)/python docs/site/build_site.py

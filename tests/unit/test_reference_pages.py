@@ -14,7 +14,7 @@ PAGES = {
     "records": "records",
     "algorithms": "algorithms",
     "commands": "commands",
-    "events": "log-events",
+    "log_events": "log-events",
     "http": "http",
 }
 
@@ -32,10 +32,10 @@ def test_the_page_is_current(script, page):
 
 
 def test_every_log_event_has_a_meaning():
-    page = generator("events")
+    page = generator("log_events")
     events = {call.event for call in page["log_calls"]()}
     assert len(events) > 100
-    assert events == set(page["MEANINGS"]), "add, or remove, a meaning in docs/events_page.py"
+    assert events == set(page["MEANINGS"]), "add, or remove, a meaning in docs/log_events_page.py"
 
 
 def test_every_command_and_option_is_described():

@@ -1,4 +1,4 @@
-"""Generate docs/log-events.md from the code and the meanings below: `python docs/events_page.py > docs/log-events.md`.
+"""Generate docs/log-events.md: `python docs/log_events_page.py > docs/log-events.md`, or `make reference`.
 
 A test fails for an event that has no meaning here, and for a meaning whose event is gone.
 """
@@ -74,6 +74,7 @@ MEANINGS = {
     "metrics.listening": "This process serves Prometheus metrics here.",
     "metrics.not_served": "The address is taken; the role works without metrics.",
     "metrics.read_failed": "One scrape could not read the run's status.",
+    "model.downloaded": "The tokenizer and chat template came from the trainer, through the server.",
     "model.exported": "A model was copied out of a checkpoint.",
     "packing.disabled": "Sequences are padded instead of packed, with the reasons.",
     "packing.enabled": "Sequences are packed, with this attention.",
@@ -207,7 +208,7 @@ def page() -> str:
     for event, places in sorted(calls.items()):
         levels = ", ".join(dict.fromkeys(place.level for place in places))
         keys = ", ".join(f"`{key}`" for key in dict.fromkeys(key for place in places for key in place.keys))
-        rows.append(f"| `{event}` | {levels} | {keys} | {MEANINGS[event]} |")
+        rows.append(f"| `{event}` | {levels} | {keys} | {MEANINGS.get(event, '')} |")
     return "\n".join(rows) + "\n"
 
 
