@@ -35,7 +35,7 @@ from workers.rollout.messages import (
 )
 from workers.rollout.row_builder import MultiRowBuilder
 from workers.rollout.token_ids import TokenIds
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn
 from workers.rollout.tool_formats.reasoning import reasoning_end
 
 _LONG_TURN_CHARACTERS = 20_000
@@ -131,9 +131,9 @@ class ConversationEpisode(BaseEpisode):
             return ParsedTurn(turn.text)
         parse = partial(self._tool_format.parse, turn.text, starts_in_reasoning=bool(turn.open_reasoning))
         parsed = parse() if len(turn.text) < _LONG_TURN_CHARACTERS else await anyio.to_thread.run_sync(parse)
-        new_id = self._replies.new_call_id
-        calls = [call if call.id else ToolCall(call.name, call.arguments, call.raw, new_id()) for call in parsed.calls]
-        return ParsedTurn(parsed.content, calls, parsed.errors)
+        for call in parsed.calls:
+            call.id = call.id or self._replies.new_call_id()
+        return parsed
 
     async def _extend_context(self) -> TruncationReason | None:
         """Append the last turn's replies to the context, if a token is left for the model's next turn."""

@@ -16,11 +16,13 @@ class ConcurrencyLimit:
         self.limit = limit
         self.parent = parent
         self.in_use = 0
-        self._released = anyio.Event()
+        self._released: anyio.Event | None = None
+        """Set while a task waits for it."""
 
     async def wait_available(self) -> int:
         """Wait for a free slot, and return the number of free slots."""
         while self.in_use >= self.limit:
+            self._released = self._released or anyio.Event()
             await self._released.wait()
         return self.limit - self.in_use
 
@@ -35,5 +37,6 @@ class ConcurrencyLimit:
         self.in_use -= 1
         if self.parent is not None:
             self.parent.release()
-        self._released.set()
-        self._released = anyio.Event()
+        if self._released is not None:
+            self._released.set()
+            self._released = None

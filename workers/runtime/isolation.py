@@ -17,12 +17,13 @@ class Isolation:
         self.is_closed = False
         """Exclusive work is running or waiting."""
         self._shared = 0
-        self._changed = anyio.Event()
+        self._changed: anyio.Event | None = None
+        """Set while a task waits for it."""
 
     async def wait_open(self) -> None:
         """Wait until no exclusive work is running or waiting."""
         while self.is_closed:
-            await self._changed.wait()
+            await self._wait_for_change()
 
     def close(self) -> None:
         """Announce exclusive work, which `exclusive` runs; until it ends, start nothing."""
@@ -43,12 +44,17 @@ class Isolation:
         """Run the body alone, once `close` has been called and the shared work has ended; then open again."""
         try:
             while self._shared:
-                await self._changed.wait()
+                await self._wait_for_change()
             yield
         finally:
             self.is_closed = False
             self._notify()
 
+    async def _wait_for_change(self) -> None:
+        self._changed = self._changed or anyio.Event()
+        await self._changed.wait()
+
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None

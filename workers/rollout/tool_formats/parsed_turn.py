@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ToolCall:
     """One well-formed call.
 
@@ -12,7 +12,7 @@ class ToolCall:
         name: as the model wrote it; there may be no such tool.
         arguments: by name.
         raw: the call's text, without its tags.
-        id: the model's own id of nine letters and digits; None if it gave none.
+        id: the model's own id of nine letters and digits; None if it gave none, until it is given one.
     """
 
     name: str
@@ -21,7 +21,7 @@ class ToolCall:
     id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ParsedTurn:
     """One turn of the model.
 

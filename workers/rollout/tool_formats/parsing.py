@@ -5,9 +5,12 @@ import re
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import msgspec
+
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
 from workers.rollout.tool_formats.reasoning import reasoning_end
 
+_encoder = msgspec.json.Encoder()
 _SPACE = re.compile(r"\s*")
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 _MAX_ERROR = 300
@@ -88,6 +91,10 @@ def to_tool_call(value: Any, raw: str, argument_names: tuple[str, ...] = ("argum
 
 def make_tool_call(name: str, arguments: dict[str, Any], raw: str, call_id: object = None) -> ToolCall | str:
     """Make a call, or a message that says why it cannot be stored and shown."""
+    has_id = isinstance(call_id, str) and _ID.fullmatch(call_id) is not None
+    call = ToolCall(name, arguments, raw, str(call_id) if has_id else None)
+    if _is_plainly_valid(name, arguments):
+        return call
     try:
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
@@ -96,8 +103,15 @@ def make_tool_call(name: str, arguments: dict[str, Any], raw: str, call_id: obje
         return "it is nested too deeply"
     except ValueError as error:
         return f"it contains a number that is not finite ({error})"
-    has_id = isinstance(call_id, str) and _ID.fullmatch(call_id) is not None
-    return ToolCall(name, arguments, raw, str(call_id) if has_id else None)
+    return call
+
+
+def _is_plainly_valid(name: str, arguments: dict[str, Any]) -> bool:
+    """Return whether a call certainly can be written as JSON, several times as fast as `json` finds out."""
+    try:
+        return b"null" not in _encoder.encode((name, arguments))  # which it also writes for infinity
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        return False
 
 
 def skip_whitespace(text: str, position: int) -> int:
