@@ -35,9 +35,9 @@ class Run(Section, frozen=True):
     """`penstock run` serves the run's pages to this machine (`penstock dashboard`): `on` at a free port, a number at
     that port, `off` not at all."""
     address: str = "127.0.0.1"
-    """`HOST` or `HOST:PORT` by which other machines reach this process: engines that download weights from the trainer
-    (`weights.transport = "http"`, at this port, else at a free one), and environment servers that request turns from a
-    rollout worker."""
+    """`HOST` or `HOST:PORT` by which other machines reach this process. Engines download weights from the trainer
+    (`weights.transport = "http"`, at this port, else at a free one). Environment servers request turns from a rollout
+    worker."""
     metrics_address: Annotated[str, Meta(pattern=r"^(.+:[0-9]{1,5})?$")] = ""
     """`HOST:PORT` at which each process serves `/metrics` for Prometheus, `/health` and `/ready`, without a password;
     empty: it serves none. With `penstock run` the supervisor has this port and its processes the next ones, which
