@@ -7,6 +7,7 @@ be reordered, added, split into rows and removed.
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import torch
 from hypothesis import strategies as st
@@ -178,7 +179,7 @@ def build(
 
 def drawn(key: int, what: str, number: int) -> float:
     """Return a fixed number in [0, 1), a multiple of 1/256, for these arguments."""
-    return random.Random(f"{key} {what} {number}").randrange(256) / 256
+    return blake2b(f"{key} {what} {number}".encode(), digest_size=1).digest()[0] / 256
 
 
 def _turn_rewards(made: Made, row: MadeRow) -> list[float]:

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,19 @@ def write_small_qwen3(folder: Path, vocabulary: int, *, layers: int, tied: bool,
 
 @contextmanager
 def loaded_once() -> Iterator[None]:
-    """Read each folder only once while this is open: a small model's files take as long to load as a step to train.
+    """Read a small model's files once while this is open, and again if they change: it takes as long as a step.
 
-    Every learner still has a model of its own. No file may change meanwhile.
+    Every learner still has a model of its own.
     """
-    load = cache(trainable_model.load_policy)
+    load = trainable_model.load_policy
+    loaded: dict[tuple[object, ...], Any] = {}
 
     def copied(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-        return copy.deepcopy(load(folder, dtype))
+        files = [(path, path.stat()) for path in sorted(folder.glob("*"))]
+        key = (folder, dtype, *((path, at.st_ino, at.st_size, at.st_mtime_ns) for path, at in files))
+        if key not in loaded:
+            loaded[key] = load(folder, dtype)
+        return copy.deepcopy(loaded[key])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainable_model, "load_policy", copied)

@@ -57,7 +57,7 @@ def run(name, case, chosen, aggregation="token-mean", *, junk=0.0, taken=None, s
         split: number of the micro-batch of each completion; by default all are in one.
         how: options of the sheet.
     """
-    sheet, network = Sheet(case, **how), Network(0)
+    sheet, network = Sheet(case, **how), Network.made(0).reset()
     if taken is not None:
         sheet.mask_RT[taken] = False
     lengths = Sequences(sheet.mask_RT, sheet.ids_R)

@@ -148,7 +148,7 @@ def test_only_known_names_are_counters():
 def test_metrics_of_a_rule_cover_the_log_probs_that_it_checked(table, case):
     """The metrics include log-probs that the rule rejected."""
     settings, seen = SETTINGS[table], []
-    network = Network(0)
+    network = Network.made(0).reset()
     critic = network.value if settings.estimator.name == "gae" else None
     runner = ModelRunner(LogprobModel.from_whole(network), None, critic, settings, Ranks())
 

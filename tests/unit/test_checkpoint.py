@@ -18,7 +18,7 @@ from stream.errors import FencedError, RunFailedError, RunMismatchError
 from stream.records import Completion, Group, Prompt
 from stream.trainer.folder_lock import RunFolderLock
 from stream.validity import Measured
-from tests.cases.models import write_small_qwen3
+from tests.cases.models import loaded_once, write_small_qwen3
 from tests.cases.rows import sampled_row
 from workers import settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
@@ -37,7 +37,8 @@ def write_model(folder, hidden=16):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("base"))
+    with loaded_once():
+        yield write_model(tmp_path_factory.mktemp("base"))
 
 
 def make_learner(base, dtype="float32"):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from stream.errors import RunMismatchError, SettingsError
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
-from tests.cases.models import write_small_qwen3
+from tests.cases.models import loaded_once, write_small_qwen3
 from workers.local_engine.weight_loader import load_weights
 from workers.runtime.token_columns import annotated_row, token_columns
 from workers.settings.toml_file import parse_settings
@@ -33,7 +33,8 @@ def base(tmp_path_factory):
     folder = write_small_qwen3(tmp_path_factory.mktemp("base"), VOCABULARY, layers=2, tied=True)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "notes.txt").write_text("not of the model")
-    return folder
+    with loaded_once():
+        yield folder
 
 
 def learner(base, *, dtype="float32", learning_rate=1e-2, train=None, **sections):

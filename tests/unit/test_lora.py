@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from stream.errors import RunMismatchError, SettingsError
 from stream.validity import Measured
-from tests.cases.models import write_small_qwen3
+from tests.cases.models import loaded_once, write_small_qwen3
 from tests.unit.test_learner import VOCABULARY, completion, group, learner
 from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.run.model_server import run_engine
@@ -36,7 +36,8 @@ TIED = pytest.mark.parametrize("base", [True, False], indirect=True, ids=["tied"
 def bases(tmp_path_factory):
     """A model whose output layer is its embedding, and one whose output layer is separate."""
     home = tmp_path_factory.mktemp("bases")
-    return {tied: write_small_qwen3(home / str(tied), VOCABULARY, layers=2, tied=tied) for tied in (True, False)}
+    with loaded_once():
+        yield {tied: write_small_qwen3(home / str(tied), VOCABULARY, layers=2, tied=tied) for tied in (True, False)}
 
 
 @pytest.fixture

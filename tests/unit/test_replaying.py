@@ -19,7 +19,7 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord, content_hash, encode_record, read_ledger
 from stream.trainer.outcomes import Dropped, Trained
 from stream.validity import Measured
-from tests.cases.models import write_small_qwen3
+from tests.cases.models import loaded_once, write_small_qwen3
 from tests.cases.rows import sampled_row
 from workers.commands.replay import show_replay
 from workers.settings import Settings
@@ -37,7 +37,8 @@ STEPS, EACH = 6, 3
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return write_small_qwen3(tmp_path_factory.mktemp("base"), VOCABULARY, layers=2, tied=True)
+    with loaded_once():
+        yield write_small_qwen3(tmp_path_factory.mktemp("base"), VOCABULARY, layers=2, tied=True)
 
 
 def group(number: int, version: int) -> Group:
