@@ -2,6 +2,10 @@
 
 from typing import Literal, get_args
 
+LAYOUT = 2
+"""Number of this arrangement of keys and of what scripts keep in them; raised with every change that a process of the
+previous version would misread. Processes with different numbers do not work in one run."""
+
 CONSUMER_GROUP = "penstock"
 """The consumer group of every stage."""
 

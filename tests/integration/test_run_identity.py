@@ -11,6 +11,7 @@ import anyio
 import msgspec
 import pytest
 
+from stream.connection.keys import LAYOUT
 from stream.connection.run_connection import connect
 from stream.connection.run_identity import read_identity, read_server_identity
 from stream.errors import RunMismatchError
@@ -123,6 +124,20 @@ def test_a_role_of_another_run_exits_permanently_and_claims_nothing(make, redis_
     assert "error: the server of run" in (told := capsys.readouterr().err)
     assert "rewards.exact.code: changed reward.py" in told
     assert "--accept-change rewards.exact.code" in told
+
+
+def test_a_role_with_another_arrangement_of_keys_claims_nothing(
+    make, redis_url, run_name, tmp_path, capsys, monkeypatch
+):
+    ours = make("ours")
+    anyio.run(partial(_on, redis_url, run_name, start, ours))
+    (tmp_path / "ours.toml").write_text(dump_settings(ours))
+    monkeypatch.setattr("workers.run.pinned.LAYOUT", LAYOUT + 1)
+    code = run_role("score", tmp_path / "ours.toml", (), "", ())
+    assert code == ExitCode.PERMANENT
+    told = capsys.readouterr().err
+    assert f"another version of Penstock started it (penstock.keys is {LAYOUT} there and {LAYOUT + 1} here)" in told
+    assert "--accept-change" not in told
 
 
 async def _on(url, name, call, *arguments):

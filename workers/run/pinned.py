@@ -1,6 +1,7 @@
 """What is pinned when a run is born: values by which a group of one start means the same as a group of another.
 
 =====================================  ================================================================================
+`penstock.keys`                        number of the arrangement of keys on the server (`LAYOUT`)
 `run.seed`, `data.*`                   settings that decide which prompts there are, and in which order
 `rewards.*`, `rollout.*`, `loss.*` ..  settings that decide how a group is sampled, rewarded and trained
 `environments.NAME.code` ..            digests of source files (`code_digest.py`)
@@ -24,6 +25,7 @@ from msgspec import Struct
 from envs.factory import ENTRY_POINT_GROUP as ENVIRONMENTS
 from envs.rewards.loading import ENTRY_POINT_GROUP as REWARDS
 from stream.connection.address import redact_url
+from stream.connection.keys import LAYOUT
 from stream.connection.run_identity import AcceptedChange
 from stream.errors import RunMismatchError
 from workers.feed.dataset_rows import dataset_name, is_rows
@@ -32,7 +34,8 @@ from workers.settings import Settings
 from workers.settings.data import EnvironmentSettings, RewardSettings
 from workers.settings.section import Section
 
-_UNCHANGEABLE: Final = ("run.name", "run.seed", "data", "model.files", "model.weights", "model.dtype")
+_LAYOUT: Final = "penstock.keys"
+_UNCHANGEABLE: Final = (_LAYOUT, "run.name", "run.seed", "data", "model.files", "model.weights", "model.dtype")
 """No change of these can be accepted: prompts would be fed twice or never, or the checkpoint would not fit."""
 _CHANGEABLE: Final = ("data.system", "data.chat_template_kwargs")
 _PINNED_SECTIONS: Final = ("estimator", "loss", "algorithm", "filter", "correction")
@@ -60,7 +63,7 @@ class Difference(Struct, frozen=True):
 def pinned_settings(settings: Settings) -> dict[str, str]:
     """Return the pinned settings."""
     names, rewards = list(settings.environments), {_reward_name(each): each for each in settings.rewards}
-    found: dict[str, Any] = {"run.name": settings.run.name, "run.seed": settings.run.seed}
+    found: dict[str, Any] = {_LAYOUT: LAYOUT, "run.name": settings.run.name, "run.seed": settings.run.seed}
     found |= {"model.path": Path(settings.model.path).name, "model.dtype": settings.model.dtype}
     found["model.tool_format"] = settings.model.tool_format
     found |= dict(_section("data", settings.data, ("path", "rows", "sets", "max_queued_prompts")))
@@ -196,6 +199,10 @@ _PORTABLE: Final[Mapping[str, Callable[[Any], Any]]] = {"ref": _portable, "args"
 
 
 def _describe(name: str, before: str, after: str) -> str:
+    if name == _LAYOUT:
+        return (
+            f"another version of Penstock started it ({name} is {before} there and {after} here): end it with that one"
+        )
     if name.endswith((".code", ".files", ".weights", ".args")):
         old, new = json.loads(before), json.loads(after)
         changed = [file for file in sorted(old.keys() | new.keys()) if old.get(file) != new.get(file)]
