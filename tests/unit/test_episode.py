@@ -1,3 +1,4 @@
+import gc
 import random
 import sys
 import threading
@@ -761,6 +762,24 @@ async def test_p20_reusing_an_environment_changes_no_stored_reward_or_snapshot()
     assert rewards == [[[Measured(2.0)]] * 2, [[Measured(5.0)]] * 2]
     seen = [[len(thaw(c.snapshot, factories["box"]).seen) for c in group.completions] for group in (first, second)]
     assert seen == [[2, 2], [5, 5]]
+
+
+async def test_an_ended_group_leaves_nothing_to_the_garbage_collector():
+    """Its tokens would stay in memory until the collector runs, which a busy worker lets it do rarely."""
+    factories, chats = {"box": factory_of(Box)}, {"box": ChatSetup(make_chat(), TOOL_FORMATS["hermes"])}
+    async with EnvironmentPool(factories, size=2) as pool:
+        script = Scripted([call("put"), call("put"), "Done."])
+        runner = GroupRunner(chats=chats, sampler=script, pool=pool, limits=Rollout(), factories=factories)
+        await runner.run(make_prompt(group_size=2))  # what is made once may be cyclic
+        gc.collect()
+        gc.disable()
+        try:
+            await runner.run(make_prompt(id="train:1:0", group_size=2))
+            await anyio.lowlevel.checkpoint()
+            script.asked.clear()
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
 
 
 async def test_a_prompt_without_an_environment_is_one_turn_without_tools():

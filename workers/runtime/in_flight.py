@@ -111,6 +111,7 @@ class GroupProgress:
             yield progress
         finally:
             del self.completions[index]
+            progress.episode = None  # it refers back; the garbage collector would find its tokens only much later
             self.ended += 1
 
     def describe(self, lease: Lease, now: float) -> GroupInFlight:

@@ -99,8 +99,11 @@ def validate_sample(
 
 def _known_logprobs(logprobs: Sequence[float | None]) -> list[float]:
     """Return the log-probs, with minus infinity for unknown ones; mostly all are known, and the list is returned."""
-    if isinstance(logprobs, list) and None not in logprobs and min(logprobs, default=0.0) > UNKNOWN_LOGPROB:
-        return logprobs
+    try:
+        if isinstance(logprobs, list) and min(logprobs, default=0.0) > UNKNOWN_LOGPROB:
+            return logprobs
+    except TypeError:  # None has no order; to look for it first would take longer than everything else
+        pass
     return [-math.inf if logprob is None or logprob <= UNKNOWN_LOGPROB else logprob for logprob in logprobs]
 
 
