@@ -192,7 +192,7 @@ async def long(folder: Path, tokenizer: Tokenizer, text: str, turns: int, tokens
         (messages,) = conversations(tokenizer, 1)
         timer = LoopTimer()
         group = await runner.run(Prompt(id="long:0:0", messages=messages, environment="it"))
-        encode(group)
+        await anyio.to_thread.run_sync(encode, group)  # as `Stage.complete` does
         await anyio.sleep(0.01)
     _check(group, turns)
     length = sum(len(row.tokens) for row in group.completions[0].rows)

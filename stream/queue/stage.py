@@ -36,6 +36,8 @@ _INCOMING_S = 60.0
 """When a record expires whose entry is not added: the script that adds it arrives together with it."""
 _RECORD_ABSENT = -1
 _COMPLETE_ATTEMPTS = 3
+_MANY_COMPLETIONS = 64
+_LONG_RECORD_BYTES = 1_000_000
 
 
 class RetryPolicy(Struct, frozen=True, kw_only=True):
@@ -194,7 +196,7 @@ class Stage:
             LeaseLostError: it is not; the output is discarded.
             ServerError: the server cannot take the output.
         """
-        payload = await anyio.to_thread.run_sync(encode, group) if len(group.completions) > 64 else encode(group)
+        payload = await anyio.to_thread.run_sync(encode, group) if _is_long(group) else encode(group)
         token = uuid.uuid4().hex
         arguments = ("complete", self.name, self.consumer, lease.id, next_stage, lease.prompt_id, token)
         for _ in range(_COMPLETE_ATTEMPTS):
@@ -307,6 +309,16 @@ class Stage:
         if answer == 0:
             lease.lost = True
             raise LeaseLostError(f"the lease on {lease.prompt_id or lease.id} in {self.name} expired")
+
+
+def _is_long(group: Group) -> bool:
+    """Return whether encoding a group would hold the event loop for milliseconds."""
+    if len(group.completions) > _MANY_COMPLETIONS:
+        return True
+    rows = (row for completion in group.completions for row in completion.rows)
+    size = sum(len(row.prompt_ids) + len(row.token_ids) + len(row.logprobs) for row in rows)
+    texts = (message.get("content") for completion in group.completions for message in completion.messages)
+    return size + sum(len(text) for text in texts if isinstance(text, str)) > _LONG_RECORD_BYTES
 
 
 def _parse_version(value: bytes | None) -> int | None:

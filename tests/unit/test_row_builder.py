@@ -21,8 +21,10 @@ def test_ids_and_their_json_grow_together(start, pieces):
         whole += piece
     assert (list(ids), json.loads(ids.json), ids.tolist(), len(ids)) == (whole, whole, whole, len(whole))
     assert ids[-3:] == whole[-3:]
-    assert ids.is_prefix_of([*whole, 7])
-    assert not TokenIds([*whole, 7]).is_prefix_of(whole)
+    assert ids.is_prefix_of(TokenIds([*whole, 7]))
+    assert not TokenIds([*whole, 7]).is_prefix_of(ids)
+    ids.extend(TokenIds(start))
+    assert (ids.tolist(), json.loads(ids.json)) == ([*whole, *start], [*whole, *start])
 
 
 def test_a_copy_of_a_row_grows_on_its_own():

@@ -22,6 +22,7 @@ from stream.errors import EngineError, EngineUnavailableError
 from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, Row
 from stream.validity import RolloutReason, TruncationReason
+from workers.rollout.chat.chat_tokenizer import KnownParts
 from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampled_turn import SampledTurn
 from workers.rollout.engine_client.sampling import end_after_error
@@ -63,6 +64,7 @@ class ConversationEpisode(BaseEpisode):
         self._limits = context.limits
         self._builder = MultiRowBuilder()
         self._turns: list[AssistantTurn] = []
+        self._known = KnownParts()
         self._replies = EnvironmentReplies(context, self.completion)
 
     def prompt_messages(self, observation: Observation) -> list[Message]:
@@ -138,18 +140,18 @@ class ConversationEpisode(BaseEpisode):
     async def _extend_context(self) -> TruncationReason | None:
         """Append the last turn's replies to the context, if a token is left for the model's next turn."""
         chat, last = self._chat, self._turns[-1]
+        left = self._limits.max_tokens - self._builder.token_count
         if chat.rewrites_history:
-            ids, new_count = await chat.encode_conversation(self.completion.prompt_messages, self._turns)
-        else:
-            ended_with_eos = list(last.token_ids[-1:]) == [chat.end_of_turn_id]
-            ids = await chat.encode_continuation(last.replies, ended_with_eos)
-            new_count = len(ids)
-        if self._builder.token_count + new_count >= self._limits.max_tokens:
+            whole, new_count = await chat.encode_conversation(self.completion.prompt_messages, self._turns, self._known)
+            if new_count >= left:
+                return TruncationReason.LENGTH
+            self._builder.set_context(whole, new_count)
+            return None
+        ended_with_eos = list(last.token_ids[-1:]) == [chat.end_of_turn_id]
+        ids = await chat.encode_continuation(last.replies, ended_with_eos)
+        if len(ids) >= left:
             return TruncationReason.LENGTH
-        if chat.rewrites_history:
-            self._builder.set_context(ids, new_count)
-        else:
-            self._builder.append_context(ids)
+        self._builder.append_context(ids)
         return None
 
 

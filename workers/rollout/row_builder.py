@@ -104,8 +104,10 @@ class MultiRowBuilder:
         self._current.append_context(ids)
         self.token_count += len(ids)
 
-    def set_context(self, ids: Sequence[int], new_count: int) -> None:
+    def set_context(self, ids: TokenIds, new_count: int) -> None:
         """Replace what the model sees: extends the current row if `ids` starts with its tokens, otherwise starts a row.
+
+        The row may keep `ids`, and lets them grow.
 
         Args:
             ids: the whole context.

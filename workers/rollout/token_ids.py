@@ -54,8 +54,12 @@ class TokenIds(Sequence[int]):
             return
         if self._ids:
             self._json += b","
-        self._json += _encode(ids if type(ids) is list else list(ids))[1:-1]
-        self._ids.extend(ids)
+        if isinstance(ids, TokenIds):
+            self._json += memoryview(ids._json)[1:]  # noqa: SLF001  (its own class)
+            self._ids += ids._ids  # noqa: SLF001
+        else:
+            self._json += _encode(ids if type(ids) is list else list(ids))[1:-1]
+            self._ids.extend(ids)
 
     def copy(self) -> "TokenIds":
         """Return a copy, which grows on its own."""
@@ -63,9 +67,9 @@ class TokenIds(Sequence[int]):
         copied._ids[:], copied._json[:] = self._ids, self._json
         return copied
 
-    def is_prefix_of(self, ids: Sequence[int]) -> bool:
-        """Return whether others start with these ids."""
-        return array("i", ids[: len(self)]) == self._ids
+    def is_prefix_of(self, ids: "TokenIds") -> bool:
+        """Return whether others start with these ids; compares memory."""
+        return self._ids == ids._ids[: len(self)]  # noqa: SLF001  (its own class)
 
     def tobytes(self, start: int, end: int) -> bytes:
         """Return the ids of a range as int32."""

@@ -151,7 +151,9 @@ class ChatTokenizer:
             )
         return ids[1:] if ended_with_eos else ids
 
-    def conversation_ids(self, messages: Sequence[Message], turns: Sequence[AssistantTurn]) -> tuple[list[int], int]:
+    def conversation_ids(
+        self, messages: Sequence[Message], turns: Sequence[AssistantTurn], known: "KnownParts | None" = None
+    ) -> tuple[list[int], int]:
         """Encode the whole conversation as the template writes it now, and the start of the next turn.
 
         Turns that the template leaves unchanged keep their sampled ids.
@@ -159,6 +161,7 @@ class ChatTokenizer:
         Args:
             messages: the prompt.
             turns: everything after it.
+            known: parts of this conversation that were encoded before its earlier turns, and are not encoded again.
 
         Returns:
             The ids, and how many of them follow the last turn.
@@ -168,17 +171,19 @@ class ChatTokenizer:
         """
         ids: list[int] = []
         last, ended_with_eos = 0, False
+        known = known or KnownParts()
         for text, marked in self.renderer.render_pieces(messages, turns):
-            new = self._encoder.encode(text)
+            new = known.text_ids(text, self._encoder.encode)
             if ended_with_eos:  # the turn's last token is the template's end of turn
                 new = new[1:] if new[:1] == [self.end_of_turn_id] else new
             ids += new
             last = len(new)
             if marked is not None:
                 turn, cut = marked
-                sampled = self._ids_from(turn, cut)
+                sampled = known.turn_ids(turn, cut, self._ids_from)
                 ended_with_eos = sampled[-1:] == [self.end_of_turn_id]
                 ids += sampled
+        known.drop_unused()
         return ids, last
 
     def open_reasoning(self, context: Sequence[int]) -> str:
@@ -193,10 +198,14 @@ class ChatTokenizer:
             return await _in_thread(partial(self._prompt, messages))
 
     async def encode_conversation(
-        self, messages: Sequence[Message], turns: Sequence[AssistantTurn]
-    ) -> tuple[list[int], int]:
+        self, messages: Sequence[Message], turns: Sequence[AssistantTurn], known: "KnownParts"
+    ) -> tuple[TokenIds, int]:
         """Run `conversation_ids`, in a thread if the conversation is long."""
-        work = partial(self.conversation_ids, messages, turns)
+
+        def work() -> tuple[TokenIds, int]:
+            ids, new_count = self.conversation_ids(messages, turns, known)
+            return TokenIds(ids), new_count
+
         size = self._tool_characters + _characters(messages)
         size += sum(len(turn.text) + _characters(turn.replies) for turn in turns)
         return work() if size < _LONG_TEXT_CHARACTERS else await _in_thread(work)
@@ -205,11 +214,11 @@ class ChatTokenizer:
         """Run `decode`, in a thread if the turn is long."""
         return self.decode(ids) if len(ids) < _LONG_TURN_TOKENS else await _in_thread(partial(self.decode, ids))
 
-    async def encode_continuation(self, new_messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
+    async def encode_continuation(self, new_messages: Sequence[Message], ended_with_eos: bool) -> Sequence[int]:
         """Run `continuation_ids`, in a thread if the messages are long."""
         if _characters(new_messages) < _LONG_TEXT_CHARACTERS:
             return self.continuation_ids(new_messages, ended_with_eos)
-        return await _in_thread(partial(self.continuation_ids, new_messages, ended_with_eos))
+        return await _in_thread(lambda: TokenIds(self.continuation_ids(new_messages, ended_with_eos)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode a turn: special tokens stay, except for one stop token at the end."""
@@ -253,6 +262,34 @@ class ChatTokenizer:
             return None
         self.renderer.set_end_of_turn(str(token.content))
         return ids[0]
+
+
+class KnownParts:
+    """The ids of the parts of one conversation, for a template that writes everything anew before each turn.
+
+    Most parts are the same each time; only those of the last time are kept.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str | tuple[int, int], list[int]] = {}
+        self._now: dict[str | tuple[int, int], list[int]] = {}
+
+    def text_ids(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Return the ids of a text of the template."""
+        ids = self._last.get(text)
+        self._now[text] = ids = encode(text) if ids is None else ids
+        return ids
+
+    def turn_ids(self, turn: AssistantTurn, cut: int, find: Callable[[AssistantTurn, int], list[int]]) -> list[int]:
+        """Return the ids of a turn from a character on. The conversation keeps the turn, so its `id` is unique."""
+        key = (id(turn), cut)
+        ids = self._last.get(key)
+        self._now[key] = ids = find(turn, cut) if ids is None else ids
+        return ids
+
+    def drop_unused(self) -> None:
+        """Forget parts that were not asked for since the last time."""
+        self._last, self._now = self._now, {}
 
 
 def _reply(role: str, text: str) -> Message:
