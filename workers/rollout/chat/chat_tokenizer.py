@@ -152,8 +152,8 @@ class ChatTokenizer:
         return ids[1:] if ended_with_eos else ids
 
     def conversation_ids(
-        self, messages: Sequence[Message], turns: Sequence[AssistantTurn], known: "KnownParts | None" = None
-    ) -> tuple[list[int], int]:
+        self, messages: Sequence[Message], turns: Sequence[AssistantTurn], known: "KnownParts"
+    ) -> tuple[TokenIds, int]:
         """Encode the whole conversation as the template writes it now, and the start of the next turn.
 
         Turns that the template leaves unchanged keep their sampled ids.
@@ -161,7 +161,7 @@ class ChatTokenizer:
         Args:
             messages: the prompt.
             turns: everything after it.
-            known: parts of this conversation that were encoded before its earlier turns, and are not encoded again.
+            known: the parts that were encoded before earlier turns, which are not encoded again.
 
         Returns:
             The ids, and how many of them follow the last turn.
@@ -169,22 +169,24 @@ class ChatTokenizer:
         Raises:
             DataError: the template refuses the conversation.
         """
-        ids: list[int] = []
+        ids = TokenIds()
         last, ended_with_eos = 0, False
-        known = known or KnownParts()
         for text, marked in self.renderer.render_pieces(messages, turns):
-            new = known.text_ids(text, self._encoder.encode)
-            if ended_with_eos:  # the turn's last token is the template's end of turn
-                new = new[1:] if new[:1] == [self.end_of_turn_id] else new
-            ids += new
+            new = known.text(text, self._encode_after_eos if ended_with_eos else self._encoder.encode)
+            ids.extend(new)
             last = len(new)
             if marked is not None:
                 turn, cut = marked
-                sampled = known.turn_ids(turn, cut, self._ids_from)
+                sampled = known.turn(turn, cut, self._ids_from)
                 ended_with_eos = sampled[-1:] == [self.end_of_turn_id]
-                ids += sampled
+                ids.extend(sampled)
         known.drop_unused()
         return ids, last
+
+    def _encode_after_eos(self, text: str) -> list[int]:
+        """Encode a text after a turn whose last token is the template's end of turn."""
+        ids = self._encoder.encode(text)
+        return ids[1:] if ids[:1] == [self.end_of_turn_id] else ids
 
     def open_reasoning(self, context: Sequence[int]) -> str:
         """Return the start of a reasoning block that these ids end with; what is sampled next is then reasoning."""
@@ -201,11 +203,7 @@ class ChatTokenizer:
         self, messages: Sequence[Message], turns: Sequence[AssistantTurn], known: "KnownParts"
     ) -> tuple[TokenIds, int]:
         """Run `conversation_ids`, in a thread if the conversation is long."""
-
-        def work() -> tuple[TokenIds, int]:
-            ids, new_count = self.conversation_ids(messages, turns, known)
-            return TokenIds(ids), new_count
-
+        work = partial(self.conversation_ids, messages, turns, known)
         size = self._tool_characters + _characters(messages)
         size += sum(len(turn.text) + _characters(turn.replies) for turn in turns)
         return work() if size < _LONG_TEXT_CHARACTERS else await _in_thread(work)
@@ -271,25 +269,25 @@ class KnownParts:
     """
 
     def __init__(self) -> None:
-        self._last: dict[str | tuple[int, int], list[int]] = {}
-        self._now: dict[str | tuple[int, int], list[int]] = {}
+        self._last: dict[tuple[object, ...], TokenIds] = {}
+        self._now: dict[tuple[object, ...], TokenIds] = {}
 
-    def text_ids(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    def text(self, text: str, encode: Callable[[str], list[int]]) -> TokenIds:
         """Return the ids of a text of the template."""
-        ids = self._last.get(text)
-        self._now[text] = ids = encode(text) if ids is None else ids
-        return ids
+        return self._get((text, encode.__name__), lambda: encode(text))
 
-    def turn_ids(self, turn: AssistantTurn, cut: int, find: Callable[[AssistantTurn, int], list[int]]) -> list[int]:
+    def turn(self, turn: AssistantTurn, cut: int, find: Callable[[AssistantTurn, int], list[int]]) -> TokenIds:
         """Return the ids of a turn from a character on. The conversation keeps the turn, so its `id` is unique."""
-        key = (id(turn), cut)
-        ids = self._last.get(key)
-        self._now[key] = ids = find(turn, cut) if ids is None else ids
-        return ids
+        return self._get((id(turn), cut), lambda: find(turn, cut))
 
     def drop_unused(self) -> None:
         """Forget parts that were not asked for since the last time."""
         self._last, self._now = self._now, {}
+
+    def _get(self, key: tuple[object, ...], make: Callable[[], list[int]]) -> TokenIds:
+        ids = self._last.get(key)
+        self._now[key] = ids = TokenIds(make()) if ids is None else ids
+        return ids
 
 
 def _reply(role: str, text: str) -> Message:

@@ -129,20 +129,24 @@ class ConversationRenderer:
             text = mark if as_calls else turn.open_reasoning + turn.text[:cut] + mark
             answers = self._contents.adapt(turn.replies)
             conversation += [_assistant_message(text, answers, as_calls=as_calls), *answers]
-        rest = self.template.render(conversation, self.tools, add_generation_prompt=True)
+        whole = self.template.render(conversation, self.tools, add_generation_prompt=True)
+        start = 0
         for turn, mark, cut in zip(turns, marks, cuts, strict=True):
-            before, found, after = rest.partition(mark)
-            if not found:
+            found = whole.find(mark, start)
+            if found < 0:
                 continue  # the template no longer shows this turn
-            rest = after
+            before, start = whole[start:found], found + len(mark)
             if self._shows_calls(turn.replies):
-                rest = self.end_of_turn + after.partition(self.end_of_turn)[2]
                 yield before.removesuffix(self._before_call), (turn, 0)
+                start = whole.find(self.end_of_turn, start)
+                if start < 0:
+                    yield self.end_of_turn, None
+                    return
             elif cut and before.endswith(turn.text[:cut]):
                 yield before[:-cut], (turn, 0)
             else:
                 yield before, (turn, cut)
-        yield rest, None
+        yield whole[start:], None
 
     def _shows_calls(self, replies: Sequence[Message]) -> bool:
         """Return whether the turn before these messages must be rendered with tool calls."""
