@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --root-us
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-nightly test-gpu test-vllm test-compose reference docs clean
+.PHONY: help setup demo check test test-nightly test-gpu test-vllm test-compose reference docs dist clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -60,5 +60,14 @@ reference: setup  ## The pages of docs/ that are generated from the code
 docs: setup  ## The docs site, into build/docs/site; a broken link fails
 	$(BIN)/python docs/site/build_site.py
 
+dist: setup  ## Wheels, source archives and a list of dependencies (SBOM), into dist/
+	rm -rf dist build/dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m build --outdir dist plugins/vllm
+	$(PYTHON) -m venv build/dist
+	build/dist/bin/python -m pip install -qq --disable-pip-version-check "$$(echo dist/penstock-*.whl)[rollout,dashboard]"
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+		--output-file dist/penstock.cdx.json build/dist/bin/python
+
 clean:  ## Remove everything that setup, tests and demos created
-	rm -rf $(VENV) runs build .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) runs build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache *.egg-info

@@ -149,3 +149,15 @@ def test_files_in_code_of_the_pages_exist():
     }
     assert len(named) > 50
     assert not {each for each in named if each[1] not in tracked | folders | USERS_OWN}
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_code():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    table = page.split("## By message\n")[1].split("\n## ")[0]
+    messages = [
+        text for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)
+    ]
+    assert len(messages) >= 8
+    code = "".join(file.read_text() for package in OURS for file in (ROOT / package).rglob("*.py"))
+    joined = re.sub(r"\"\s*\n\s*f?\"", "", code)  # a message over several lines
+    assert not [message for message in messages if message not in joined]
