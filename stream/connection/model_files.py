@@ -31,7 +31,9 @@ async def upload_model_files(connection: RunConnection, folder: Path) -> None:
         return
 
     async def upload() -> None:
-        pipeline = connection.redis.pipeline(transaction=True)
+        pipeline = connection.redis.pipeline(
+            transaction=False
+        )  # MULTI is not allowed; a reader waits for an empty hash
         pipeline.unlink(connection.key(_KEY))
         pipeline.hset(connection.key(_KEY), mapping=cast("dict[Any, Any]", packed))
         pipeline.xadd(connection.key("wake"), {"e": ""}, maxlen=1, approximate=False)

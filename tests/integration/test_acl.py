@@ -10,6 +10,7 @@ from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from stream.connection.keys import STAGES
+from stream.connection.model_files import download_model_files, upload_model_files
 from stream.connection.run_connection import connect
 from stream.errors import ServerError
 from stream.operator.acl import ACL_ROLES, acl_rules, acl_user
@@ -32,6 +33,7 @@ from stream.records import Prompt
 from stream.server_process import find_server
 from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_ends import download_ends
 from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Dropped, Duplicate, Trained
 from workers.cli import penstock
@@ -188,6 +190,16 @@ async def test_groups_pass_all_stages_with_one_user_per_role(links, admin, pipe_
     await trainer_lease.release()
     ledger.close()
     assert denied(admin) == []
+
+
+async def test_the_trainer_uploads_what_roles_without_its_folders_read(links, admin, tmp_path):
+    admin.acl_log_reset()
+    await anyio.Path(tmp_path / "config.json").write_text("{}")
+    for _ in range(2):
+        await upload_model_files(links["train"], tmp_path)
+    assert await download_model_files(links["rollout"]) == {"config.json": b"{}"}
+    assert await download_ends(links["feed"], 7) is None
+    assert not denied(admin)
 
 
 async def test_every_role_may_extend_the_leases_after_a_restart(server, links, admin, run_name, pipe_on):
