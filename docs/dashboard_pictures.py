@@ -1,4 +1,4 @@
-"""Make the pictures on docs/dashboard.md: a real run of the demo's model, each page light and dark, wide and narrow.
+"""Make the pictures on docs/dashboard.md and docs/index.md: a real run's pages, light and dark, wide and narrow.
 
     python docs/dashboard_pictures.py            # into docs/images; takes about three minutes
 
@@ -206,6 +206,8 @@ def take_all(folder: Path, out: Path) -> None:
                     (folder / "hang").touch()
                     time.sleep(4)
                 sheet(driver, url).save(out / f"dashboard-{name}.webp", quality=50, method=6)
+            for theme in THEMES:
+                picture(driver, page, max(SIZES), theme).save(out / f"landing-{theme}.webp", quality=60, method=6)
         finally:
             (folder / "hang").unlink(missing_ok=True)
             driver.quit()

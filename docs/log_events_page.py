@@ -161,7 +161,7 @@ jq -c 'select(.level != "info")' runs/my-run/logs/*.log    # needs jq
 
 On a terminal the same events are lines for people. An event is named `noun.verb`. The table is generated from the code.
 
-| event | level | keys | meaning |
+| event | meaning | level | keys |
 |---|---|---|---|"""
 
 
@@ -208,7 +208,7 @@ def page() -> str:
     for event, places in sorted(calls.items()):
         levels = ", ".join(dict.fromkeys(place.level for place in places))
         keys = ", ".join(f"`{key}`" for key in dict.fromkeys(key for place in places for key in place.keys))
-        rows.append(f"| `{event}` | {levels} | {keys} | {MEANINGS.get(event, '')} |")
+        rows.append(f"| `{event}` | {MEANINGS.get(event, '')} | {levels} | {keys} |")
     return "\n".join(rows) + "\n"
 
 
