@@ -5,6 +5,7 @@
     PenstockError
     ├── SettingsError
     ├── ServerError
+    ├── StorageError
     ├── RecordError
     │   └── NewerSchemaError
     ├── LeaseLostError
@@ -40,6 +41,10 @@ class SettingsError(PenstockError):
 
 class ServerError(PenstockError):
     """The Redis server cannot be reached, refuses us, is too old, or is configured so that it would lose work."""
+
+
+class StorageError(PenstockError):
+    """Object storage cannot be reached, refuses us, or holds something damaged."""
 
 
 class RecordError(PenstockError):

@@ -99,7 +99,10 @@ async def open_consumer(
     )
     try:
         requeued = await trainer_lease.recover(
-            ledger, keep_cut=not resume.is_newest, has_checkpoint=resume != ResumePoint()
+            ledger,
+            keep_cut=not resume.is_newest,
+            has_checkpoint=resume != ResumePoint(),
+            is_restored=resume.is_restored,
         )
         await anyio.to_thread.run_sync(_record_changes, ledger, ledger_path.parent, resume.step)
         async with anyio.create_task_group() as tasks:

@@ -140,7 +140,9 @@ class TrainerLease:
         """Give up the lease, so that the next trainer need not wait."""
         await self.connection.run_script("renew_trainer", self.token, 0)
 
-    async def recover(self, ledger: Ledger, *, keep_cut: bool = False, has_checkpoint: bool = False) -> int:
+    async def recover(
+        self, ledger: Ledger, *, keep_cut: bool = False, has_checkpoint: bool = False, is_restored: bool = False
+    ) -> int:
         """Make the server agree with the ledger.
 
         Marked groups that the ledger has are acknowledged, all others that a previous trainer held are delivered again,
@@ -152,6 +154,7 @@ class TrainerLease:
             ledger: if it is not cut to the checkpoint yet, it is cut here, after it was compared with the server.
             keep_cut: keep what is cut off in a file, since the checkpoint is not the newest one.
             has_checkpoint: the weights come from a checkpoint, even if its part of the ledger is empty.
+            is_restored: ledger and weights come from a copy, which may be older than what the server has.
 
         Returns:
             The number of marked groups that are delivered again.
@@ -160,14 +163,14 @@ class TrainerLease:
             RunMismatchError: the server has ended prompts of which the ledger's file knows nothing. Nothing is changed.
         """
         await self._index_dead_letters()
-        facts = await self._read_recovery(ledger, has_checkpoint)
+        facts = await self._read_recovery(ledger, has_checkpoint, is_restored)
         starts = not self._has_recovered
         if facts.must_rebuild:
             log.warning("server.rebuilt", why="the checkpoint is older than what the server has deleted", **facts.log())
             self._raise_if_fenced(await self.connection.run_script("rebuild", self.token, ledger.length))
         if not ledger.is_cut:
             await anyio.to_thread.run_sync(lambda: ledger.cut(keep_aside=keep_cut or facts.must_rebuild))
-        facts = await self._read_recovery(ledger, has_checkpoint)
+        facts = await self._read_recovery(ledger, has_checkpoint, is_restored)
         await self._revoke_dead_letters(ledger)
         if starts:  # later the ledger has records that no checkpoint contains
             recorded = [entry for entry, prompt in facts.marked.items() if prompt in ledger.outcomes]
@@ -184,7 +187,7 @@ class TrainerLease:
         self._has_recovered, self.lost_recovery = True, False
         return len(facts.again)
 
-    async def _read_recovery(self, ledger: Ledger, has_checkpoint: bool) -> RecoveryFacts:
+    async def _read_recovery(self, ledger: Ledger, has_checkpoint: bool, is_restored: bool) -> RecoveryFacts:
         """Compare the server with the ledger, by sets of prompts.
 
         Raises:
@@ -195,7 +198,9 @@ class TrainerLease:
         facts = await anyio.to_thread.run_sync(RecoveryFacts.compare, answer, ledger)
         run, path = self.connection.run, ledger.path
         file_bytes = await anyio.to_thread.run_sync(lambda: ledger.file_bytes)
-        if self._has_recovered:  # the ledger fitted the server, which was then set back to an earlier state
+        if (
+            self._has_recovered or is_restored
+        ):  # the ledger fitted the server, which was set back, or was set back itself
             return facts
         if facts.acknowledged > file_bytes:
             raise RunMismatchError(

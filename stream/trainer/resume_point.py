@@ -17,3 +17,6 @@ class ResumePoint(Struct, frozen=True, kw_only=True):
     is_newest: bool = True
     """False if a newer checkpoint exists and cannot be read. What is cut from the ledger is then kept, so that the
     newer one is used if it can be read again."""
+    is_restored: bool = False
+    """Ledger and weights come from a copy that may be older than what the server has deleted: instead of being refused,
+    the prompts that the ledger lacks are fed again."""

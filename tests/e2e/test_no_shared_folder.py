@@ -26,7 +26,7 @@ from workers.settings import Settings
 from workers.settings.toml_file import dump_settings
 from workers.testing.scripted_engine import ScriptedEngine
 
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("preloaded"), pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.usefixtures("preloaded"), pytest.mark.timeout(150)]
 
 GROUPS = 48
 NOWHERE = "/proc/nowhere"
@@ -75,6 +75,7 @@ def with_file(role: Watched, file: str) -> Watched:
     )
 
 
+@pytest.mark.full
 async def test_light_roles_work_without_a_folder_and_after_the_server_was_emptied(tmp_path, make_server):
     settings = project.write_project(tmp_path, GROUPS, seed=1)
     server = make_server()

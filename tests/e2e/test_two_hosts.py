@@ -37,7 +37,6 @@ def _can_make_hosts() -> bool:
 
 
 pytestmark = [
-    pytest.mark.full,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(not _can_make_hosts(), reason="needs root and namespaces: ip, unshare, nsenter, mount"),
 ]
@@ -133,6 +132,7 @@ def start_b(b: Host) -> None:
     b.start_role("score", "run.toml", "--redis", REDIS)
 
 
+@pytest.mark.full
 def test_the_demo_learns_on_two_hosts_of_which_one_vanishes_and_returns(tmp_path):
     with two_hosts(tmp_path) as (a, b):
         prepare_run(a.folder / "runs/demo", 1, STEPS)

@@ -23,6 +23,7 @@ from stream.parent_death import die_with_parent
 from workers.feed.environment_rows import temporary_folder
 from workers.run.identity_check import NOTHING, Accept, join_run
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
+from workers.run.restore import restore_if_lost
 from workers.runtime.context import RoleMain, WorkerContext
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.health import RoleHealth
@@ -67,9 +68,13 @@ def run_role(
     configure_logging(role)
     try:
         settings, url = _load_for_role(role, file, overrides, redis)
+        if role == "train" and (restored := restore_if_lost(settings)) is not None:
+            log.warning("run.restored", url=restored.url, step=restored.step, bytes=restored.bytes)
         role_main = role_main or _role_main(role)
     except SettingsError as error:
         return report_error(error, ExitCode.USAGE)
+    except PenstockError as error:
+        return report_error(error)
     if engines:
         settings = msgspec.structs.replace(settings, engine=msgspec.structs.replace(settings.engine, urls=engines))
     if role in ("rollout", "score"):

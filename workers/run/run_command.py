@@ -18,6 +18,7 @@ from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight_process import print_report, run_preflight_process
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import choose_display, format_duration
+from workers.run.restore import restore_if_lost
 from workers.run.role_specs import LIGHT_MODULES, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs, torch_modules
 from workers.run.run_folder import lock_folder, write_atomically, write_settings
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
@@ -70,6 +71,8 @@ def run(
     """
     start = prepare_start(target, overrides)
     settings = start.settings
+    if (restored := restore_if_lost(settings)) is not None:
+        print_start([f"{settings.folder} was lost: restored step {restored.step} from {restored.url}"])
     finished = finished_summary(settings) if accept == NOTHING else None
     if finished is not None:
         check_folder(settings, accept)  # an edit of data, rewards or code is named, also after the end

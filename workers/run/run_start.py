@@ -79,7 +79,8 @@ def start_lines(settings: Settings, check: FolderCheck, earlier: Path | None = N
         return lines
     step, limit = latest_progress(settings.folder).step, settings.train.max_steps
     changes = [f"accepted: {change.name} changed" for change in check.changes]
-    changes += free_changes(load_settings(settings.folder / "run.toml"), settings)
+    if (file := settings.folder / "run.toml").exists():  # a copy in object storage has none with a password
+        changes += free_changes(load_settings(file), settings)
     what = f"resuming run {settings.run.name} at step {step}" + (f" of {limit}" if limit else "")
     return [f"{what}; {'; '.join(changes)}" if changes else what]
 

@@ -2,7 +2,7 @@
 
 ::
 
-    section        base class of every table        pipeline    [run], [model], [score], [archive], [queue], [abort]
+    section        base class of every table        pipeline    [run], [model], [score], [archive], [queue] ..
     settings       Settings: the whole file         data        [data], [environments], [[rewards]]
     toml_file      reading and writing TOML         rollout     [rollout], [eval], [pacing]
     renamed_keys   old keys and their new names     engine      [engine]

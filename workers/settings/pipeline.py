@@ -100,6 +100,14 @@ class Archive(Section, frozen=True):
         return self.keep != "none" and self.annotations > 0
 
 
+class Storage(Section, frozen=True):
+    """`[storage]`: a copy of checkpoints, ledger and archive, from which a run is restored whose folder was lost."""
+
+    url: Annotated[str, Meta(pattern=r"^([a-z0-9]+://.+)?$")] = ""
+    """Object storage: `s3://BUCKET/PREFIX`, `gs://..`, `az://..`, or a folder `file:///PATH`. The trainer copies each
+    checkpoint below `URL/NAME` while training continues. Credentials come from the environment. Empty: no copy."""
+
+
 class Queue(Section, frozen=True):
     """`[queue]`: leases, retries and restarts."""
 

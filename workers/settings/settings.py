@@ -16,7 +16,7 @@ from workers.settings.data import OWN_ROWS, Data, DatasetSettings, EnvironmentSe
 from workers.settings.engine import Engine
 from workers.settings.estimators import Estimator, Grpo
 from workers.settings.losses import Clipped, Loss
-from workers.settings.pipeline import Abort, Archive, Model, Queue, Run, Score
+from workers.settings.pipeline import Abort, Archive, Model, Queue, Run, Score, Storage
 from workers.settings.rollout import Eval, Pacing, Rollout
 from workers.settings.section import Section
 from workers.settings.training import Lora, Train, Weights
@@ -55,6 +55,7 @@ class Settings(Section, frozen=True, kw_only=True):
     correction: Correction = field(default_factory=Correction)
     pacing: Pacing = field(default_factory=Pacing)
     archive: Archive = field(default_factory=Archive)
+    storage: Storage = field(default_factory=Storage)
     queue: Queue = field(default_factory=Queue)
     abort: Abort = field(default_factory=Abort)
 

@@ -10,13 +10,16 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
 import structlog
 from msgspec import Struct
 
+from stream.connection.address import has_secret
 from stream.connection.model_files import upload_model_files
+from stream.connection.run_identity import RunIdentity, read_identity
 from stream.queue.stage import Stage
 from stream.trainer.annotations import FOLDER, AnnotationFiles
 from stream.trainer.archive import Archive
@@ -29,6 +32,9 @@ from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.runtime.context import WorkerContext
 from workers.runtime.metrics import count_step
 from workers.settings import Settings
+from workers.storage.bucket import Bucket
+from workers.storage.download import RESTORED
+from workers.storage.uploader import SnapshotUploader
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.evaluation.results import EvaluationLog
 from workers.train.evaluation.scheduler import EvaluationScheduler
@@ -95,7 +101,10 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
                 version=files.progress.version,
                 groups_again=consumer.requeued_groups,
             )
-            async with open_trackers(settings, files.progress.step + 1) as trackers:
+            async with (
+                _open_uploader(settings, folder_lock, files.checkpoints),
+                open_trackers(settings, files.progress.step + 1) as trackers,
+            ):
                 files.metrics_log.subscribe(trackers.log)
                 files.metrics_log.subscribe(count_step)
                 context.health.mark_ready()
@@ -140,13 +149,14 @@ async def _open_consumer(
     checker: GroupChecker,
 ) -> AsyncIterator[Consumer[CheckedGroup]]:
     """Open the run's consumer at the checkpoint's resume point."""
-    progress = files.progress
+    progress, restored = files.progress, context.settings.folder / RESTORED
     resume = ResumePoint(
         ledger_bytes=progress.ledger_bytes,
         ledger_digest=progress.ledger_digest,
         version=progress.version,
         step=progress.step,
         is_newest=not files.checkpoints.damaged,
+        is_restored=await anyio.Path(restored).exists(),
     )
     stage = Stage(context.connection, "scored", context.consumer, context.retry_policy)
     ledger_path = context.settings.folder / "ledger.jsonl"
@@ -156,10 +166,36 @@ async def _open_consumer(
             archive=files.archive,
         ) as consumer:
             await anyio.to_thread.run_sync(files.cut_logs)
+            await anyio.to_thread.run_sync(partial(restored.unlink, missing_ok=True))
             yield consumer
     finally:
         if files.archive is not None:
             files.archive.close()
+
+
+@asynccontextmanager
+async def _open_uploader(
+    settings: Settings, folder_lock: RunFolderLock, checkpoints: CheckpointStore
+) -> AsyncIterator[None]:
+    """Copy checkpoints to object storage, beginning with the newest; at the end wait for the last."""
+    if not settings.storage.url:
+        yield
+        return
+
+    def start() -> SnapshotUploader:
+        bucket = Bucket(f"{settings.storage.url.rstrip('/')}/{settings.run.name}")
+        identity = read_identity(settings.folder) or RunIdentity()
+        excluded = frozenset({"run.toml"} if has_secret(settings.run.redis) else set[str]())
+        checkpoints.uploader = SnapshotUploader(
+            bucket, settings.folder, settings.run.name, identity.id, folder_lock, excluded
+        )
+        if (newest := checkpoints.latest()) is not None:
+            checkpoints.upload(newest)
+        return checkpoints.uploader
+
+    uploader = await anyio.to_thread.run_sync(start)
+    yield
+    await anyio.to_thread.run_sync(uploader.close, abandon_on_cancel=True)
 
 
 def _open_files(

@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from stream.durable import create_folder_atomically, remove_folder, remove_leftovers
 from stream.errors import RunFailedError, RunMismatchError
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
+from workers.storage.uploader import SavedCheckpoint, SnapshotUploader
 from workers.train.progress import Progress
 
 if TYPE_CHECKING:
@@ -124,6 +125,8 @@ class CheckpointStore:
         self.damaged: list[Path] = []
         """Checkpoints that `require_latest` could not use."""
         self._folder_lock = folder_lock
+        self.uploader: SnapshotUploader | None = None
+        """Gets each saved checkpoint; a checkpoint that it still reads is not removed."""
 
     @property
     def is_empty(self) -> bool:
@@ -166,9 +169,19 @@ class CheckpointStore:
                 "Make room on that disk and run again: the run resumes from there"
             ) from error
         log.info("checkpoint.saved", step=step, version=progress.version, folder=str(target))
+        saved = Checkpoint(folder=target, manifest=msgspec.json.decode(written, type=Manifest))
+        self.upload(saved)
         with hold_optional(self._folder_lock):
             self._prune()
-        return Checkpoint(folder=target, manifest=msgspec.json.decode(written, type=Manifest))
+        return saved
+
+    def upload(self, checkpoint: Checkpoint) -> None:
+        """Have a checkpoint copied to object storage, if the run has one; returns immediately."""
+        if self.uploader is not None:
+            progress = checkpoint.progress
+            self.uploader.request(
+                SavedCheckpoint(checkpoint.folder, progress.step, progress.ledger_bytes, progress.metrics_bytes)
+            )
 
     def latest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint; None if there is none."""
@@ -226,6 +239,8 @@ class CheckpointStore:
         kept = {c.folder for c in found[-self.keep_last :]} | {
             max(reversed(rewarded), key=_reward).folder for _ in rewarded[:1]
         }
+        if self.uploader is not None:
+            kept |= self.uploader.in_use
         for checkpoint in found:
             if checkpoint.folder not in kept:
                 remove_folder(checkpoint.folder)
