@@ -32,7 +32,7 @@ _READ_COMMANDS = (
     *("hget", "hgetall", "hexists", "hkeys", "hlen", "hmget", "hscan"),
     *("xlen", "xpending", "xrange", "xread", "xrevrange", "zcard", "zrange", "zrangebyscore"),
 )
-_SERVER_COMMANDS = ("info", "time", "evalsha", "script|load", "cluster|slots", "select")
+_SERVER_COMMANDS = ("info", "ping", "time", "evalsha", "script|load", "cluster|slots", "select")
 """Commands without a key, except EVALSHA, whose first key is the run's prefix and holds nothing."""
 _SUBKEYS = ("leases", "retries", "attempts", "rate")
 

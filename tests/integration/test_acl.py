@@ -192,6 +192,10 @@ async def test_groups_pass_all_stages_with_one_user_per_role(links, admin, pipe_
     assert denied(admin) == []
 
 
+async def test_every_user_may_ask_whether_the_server_answers(links):
+    assert [role for role, link in links.items() if not await link.ping()] == []  # else /ready is 503 for ever
+
+
 async def test_the_trainer_uploads_what_roles_without_its_folders_read(links, admin, tmp_path):
     admin.acl_log_reset()
     await anyio.Path(tmp_path / "config.json").write_text("{}")
