@@ -2,8 +2,6 @@
 
 REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Opening and closing tags."""
-_TAG_ENDS = ("think>", "THINK]")
-"""In every tag; most turns have none."""
 
 
 def reasoning_end(text: str, *, starts_in_reasoning: bool = False) -> int:
@@ -16,7 +14,7 @@ def reasoning_end(text: str, *, starts_in_reasoning: bool = False) -> int:
         text: the turn.
         starts_in_reasoning: the prompt opened the block.
     """
-    if not any(name in text for name in _TAG_ENDS):
+    if "think>" not in text and "THINK]" not in text:  # as in most turns
         return len(text) if starts_in_reasoning else 0
     start = text.lstrip()
     opened = [closing for opening, closing in REASONING_TAGS if start.startswith(opening)]
