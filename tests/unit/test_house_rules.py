@@ -7,6 +7,7 @@ import ast
 import functools
 import importlib
 import re
+import runpy
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -202,6 +203,14 @@ def test_no_retired_word_stands_in_a_message_or_on_a_page(retired):
         for match in retired.finditer(line)
     ]
     assert not found, "\n".join(found)
+
+
+def test_every_log_event_is_in_the_reference():
+    page = (ROOT / "docs" / "log-events.md").read_text()
+    events = {call.event for call in runpy.run_path(str(ROOT / "docs" / "log_events_page.py"))["log_calls"]()}
+    assert len(events) > 100
+    missing = sorted(event for event in events if f"| `{event}` |" not in page)
+    assert not missing, f"give {missing} a meaning in docs/log_events_page.py, then run `make reference`"
 
 
 def toml_tables() -> list[tuple[str, str, object]]:
