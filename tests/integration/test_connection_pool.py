@@ -1,6 +1,7 @@
 """The HTTP client of engines against servers that behave well, badly, and not at all."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ import anyio
 import pytest
 
 from stream.errors import EngineError
+from tests.cases.authority import Authority
 from tests.cases.ports import free_port
 from workers.engine_api.connection import ConnectionPool, RequestTimeoutError, UnreachableError
 
@@ -47,7 +49,7 @@ async def never(_server: RawServer, _writer: asyncio.StreamWriter) -> None:
 
 
 @asynccontextmanager
-async def serving(answer: Answer, port: int = 0) -> AsyncIterator[RawServer]:
+async def serving(answer: Answer, port: int = 0, tls: ssl.SSLContext | None = None) -> AsyncIterator[RawServer]:
     server = RawServer()
     tasks: set[asyncio.Task] = set()
 
@@ -71,8 +73,8 @@ async def serving(answer: Answer, port: int = 0) -> AsyncIterator[RawServer]:
             server.open -= 1
             writer.close()
 
-    listener = await asyncio.start_server(handle, "127.0.0.1", port)
-    server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    listener = await asyncio.start_server(handle, "127.0.0.1", port, ssl=tls)
+    server.url = f"http{'s' if tls else ''}://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     try:
         yield server
     finally:
@@ -193,7 +195,7 @@ async def test_requests_below_a_url_are_aborted_together():
                 tasks.start_soon(ask, path)
             while server.open < 3:
                 await asyncio.sleep(0.01)
-            pool.abort_requests(f"{server.url}/one", UnreachableError("gone"))
+            pool.abort_requests(f"{server.url}/one", "gone")
         assert sorted(errors[:2]) == [("/one/a", "gone"), ("/one/b", "gone")]
         assert errors[2][0] == "/oneself"
 
@@ -274,6 +276,21 @@ async def test_a_server_that_takes_over_an_address_does_not_continue_the_one_bef
             assert pool.continuity(server.url) is None
             await get(pool, server.url)
             assert pool.continuity(server.url) not in (None, before)
+
+
+async def test_a_server_with_tls_is_asked_if_its_certificate_is_trusted(tmp_path, monkeypatch):
+    authority = await anyio.to_thread.run_sync(Authority, tmp_path, "ours")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*await anyio.to_thread.run_sync(authority.issue, "server"))
+    async with serving(sends(OK), tls=context) as server:
+        async with ConnectionPool() as pool:
+            with pytest.raises(UnreachableError, match="certificate verify failed"):
+                await get(pool, server.url)
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+        async with ConnectionPool() as pool:
+            for _ in range(2):
+                assert await get(pool, server.url) == (200, b"hi")
+    assert len(server.requests) == 2
 
 
 async def test_what_is_sent():

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from stream.errors import EngineError
+from stream.errors import EngineError, EngineUnavailableError
 from stream.records import Span
 from tests.cases.ports import free_port
 from tests.integration.test_engine_client import reply
@@ -172,6 +172,24 @@ async def test_another_server_at_the_same_address_is_probed_again():
             with pytest.raises(EngineError, match="raw logits"):
                 await client.sample([5], WARM, min_policy_version=1)
         assert engine.request_count == 0
+
+
+async def test_another_server_over_completions_gets_no_request_before_it_has_weights(monkeypatch):
+    """It takes over the address while the version of the server before it is still fresh."""
+    monkeypatch.setattr("workers.rollout.engine_client.engine_state._VERSION_KEPT_S", 60.0)
+    port = free_port()
+    async with client_of(f"http://127.0.0.1:{port}", attempts=3, reconnect_s=0.5) as client:
+        async with ScriptedEngine(reply, version="1", port=port) as engine:
+            engine.missing_routes = {GenerateApi.path}
+            await client.sample([5], PLAIN, min_policy_version=1)
+            before = engine.query_counts["/weight_info"]
+            await client.sample([5], PLAIN, min_policy_version=1)
+            assert engine.query_counts["/weight_info"] == before + 1, "the version after a turn serves the next one"
+        async with ScriptedEngine(reply, version=None, port=port) as engine:
+            engine.missing_routes = {GenerateApi.path}
+            with pytest.raises(EngineUnavailableError):
+                await client.sample([5], PLAIN, min_policy_version=1)
+            assert engine.request_count == 0
 
 
 async def test_many_concurrent_requests_probe_an_engine_once():

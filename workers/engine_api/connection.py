@@ -145,12 +145,12 @@ class ConnectionPool:
             raise EngineError(f"{url} redirects to {answer.location}; redirects are not followed: name that address")
         return answer.status, answer.payload
 
-    def abort_requests(self, base_url: str, error: EngineError) -> None:
-        """End every request in progress below this URL with an error, and close its connection."""
+    def abort_requests(self, base_url: str, why: str) -> None:
+        """End every request in progress below this URL with an `UnreachableError`, and close its connection."""
         for server in self._servers.values():
             for connection in tuple(server.busy):
                 if connection.url.startswith(f"{base_url}/"):
-                    connection.abort(error)
+                    connection.abort(UnreachableError(why))
 
     def continuity(self, base_url: str) -> int | None:
         """Return a number that stays the same while connections to the server live on; None if there is none now.

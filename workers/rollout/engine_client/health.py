@@ -220,4 +220,4 @@ class HealthMonitor:
     def _eject_and_move_requests(self, engine: EngineState, error: EngineError) -> None:
         engine.eject(error)
         if self._router.healthy:
-            self._connections.abort_requests(engine.url, UnreachableError(f"{engine.url} stopped answering"))
+            self._connections.abort_requests(engine.url, f"{engine.url} stopped answering")
