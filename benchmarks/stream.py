@@ -33,6 +33,7 @@ import structlog
 from stream.codec import decode, encode
 from stream.connection.run_connection import RunConnection, connect
 from stream.queue.feed import Feed
+from stream.queue.scored_record import decode_group
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.server_process import private_server
@@ -94,7 +95,7 @@ async def score(connection: RunConnection, groups: int) -> None:
 
     async def do(leases):
         for lease in leases:
-            await stage.complete(lease, "scored", decode(lease.payload, Group))
+            await stage.complete_scored(lease, decode_group(lease.payload, lease.scores))
 
     async with anyio.create_task_group() as tasks:
         for _ in range(AT_ONCE):
@@ -106,7 +107,7 @@ async def train(connection: RunConnection, groups: int) -> None:
 
     async def do(leases):
         for lease in leases:
-            decode(lease.payload, Group)
+            decode_group(lease.payload, lease.scores)
         await trainer_lease.commit(stage, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
         marked.extend(lease.id for lease in leases)
         if len(marked) >= 64:

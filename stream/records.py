@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, field
 
 from stream.causes import ErrorCause
+from stream.errors import RecordError
 from stream.validity import Reward, RolloutReason, TruncationReason
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -292,3 +293,47 @@ class Group(Struct, kw_only=True):
         """The oldest policy version that sampled a token of this group; None if nothing was sampled."""
         versions = [s.version for c in self.completions for r in c.rows for s in r.spans]
         return min(versions, default=None)
+
+    def set_scores(self, scores: "Scores") -> None:
+        """Set what scoring has found.
+
+        Raises:
+            RecordError: the scores are of another number of completions.
+        """
+        if len(scores.completions) != len(self.completions):
+            raise RecordError(f"scores of {len(scores.completions)} completions for a group of {len(self.completions)}")
+        for completion, found in zip(self.completions, scores.completions, strict=True):
+            completion.parts, completion.reward, completion.extra = found.parts, found.reward, found.extra
+        self.logged_metrics = scores.logged_metrics
+        self.score_claimed_at, self.scored_at = scores.score_claimed_at, scores.scored_at
+
+
+class CompletionScores(Struct, kw_only=True, omit_defaults=True):
+    """What scoring sets in one completion; see there."""
+
+    parts: list[RewardPart] = field(default_factory=list)
+    reward: Reward | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Scores(Struct, kw_only=True):
+    """What scoring adds to a group; the scored group is the group of the rollout with its scores.
+
+    The rollout's record stays on the server, so a scorer does not send back the tokens that it has read.
+    """
+
+    completions: list[CompletionScores]
+    """In the order of the group's completions."""
+    logged_metrics: dict[str, list[float]] = field(default_factory=dict)
+    score_claimed_at: float = 0.0
+    scored_at: float = 0.0
+
+    @classmethod
+    def of_group(cls, group: Group) -> "Scores":
+        """Return the scores of a scored group."""
+        return cls(
+            completions=[CompletionScores(parts=c.parts, reward=c.reward, extra=c.extra) for c in group.completions],
+            logged_metrics=group.logged_metrics,
+            score_claimed_at=group.score_claimed_at,
+            scored_at=group.scored_at,
+        )

@@ -220,7 +220,10 @@ class Pipe:
     async def _pass_on(self, stage: StageName, into: StageName, count: int) -> None:
         worker = self.stage(stage, f"passing-{stage}")
         for lease in (await worker.claim(count)).leases:
-            await worker.complete(lease, into, self.group(lease.prompt_id))
+            if into == "scored":
+                await worker.complete_scored(lease, self.group(lease.prompt_id))
+            else:
+                await worker.complete(lease, into, self.group(lease.prompt_id))
 
     @staticmethod
     def group(prompt_id: str, tokens: tuple[int, ...] = (1, 2, 3)) -> Group:

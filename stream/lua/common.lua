@@ -6,7 +6,8 @@
 --
 -- KEYS[1] is the run's prefix, `{NAME}`. The braces keep all keys of a run in one slot of a cluster, so a script may build
 -- the other key names itself. For each stage S of prompts, groups, scored:
---   {NAME}:S            stream with consumer group `penstock`; an entry has `prompt` (id); in prompts also `payload` (record)
+--   {NAME}:S            stream with consumer group `penstock`; an entry has `prompt` (id); in prompts also `payload` (record);
+--                       in scored also `scores`, if the record is that of the rollout
 --   {NAME}:S:payload:ID string, record of an entry of groups or scored. A group has hundreds of kilobytes or more, which cost
 --                       a script a microsecond for each kilobyte that it touches; so no script reads or writes them
 --   {NAME}:S:incoming:TOKEN string, such a record that was sent together with the script that adds its entry. The script

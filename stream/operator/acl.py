@@ -108,6 +108,7 @@ _ROLLOUT = (
 _SCORE = (
     *_worker_rules("groups"),
     *_output_rules("scored"),
+    AclRule(("rename",), ("groups:payload:*", "scored:payload:*")),
     *_worker_rules("eval:groups"),
     AclRule(("hset",), ("eval:results",)),
     AclRule(("set",), ("in_flight:groups:*", "in_flight:eval:groups:*")),

@@ -10,6 +10,7 @@ from stream.causes import ErrorCause, parse_cause
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.queue.entry_scan import read_payload
+from stream.queue.scored_record import join_record
 
 
 class DeadLetter(Struct, kw_only=True):
@@ -41,9 +42,10 @@ async def list_dead_letters(
     low, high = (_check_id(connection, letter_id), letter_id) if letter_id else ("-", "+")
     found: Any = await connection.with_retry(lambda: connection.redis.xrange(connection.key("dead"), low, high, count))
     letters = [_parse_letter(entry_id.decode(), fields) for entry_id, fields in found]
-    for letter in letters:
+    for letter, (_, fields) in zip(letters, found, strict=True):
         if not letter.payload:
             letter.payload = await read_payload(connection, "dead", letter.id) or b""
+        letter.payload = join_record(letter.payload, fields.get(b"f:scores", b""))
     return letters
 
 

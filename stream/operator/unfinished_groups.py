@@ -8,10 +8,10 @@ from typing import Any, Literal
 import anyio.to_thread
 from msgspec import Struct
 
-from stream.codec import decode
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError, RecordError
 from stream.queue.entry_scan import read_payload, scan_stage
+from stream.queue.scored_record import decode_group
 from stream.records import Group
 
 UnfinishedStage = Literal["scored", "groups"]
@@ -106,11 +106,11 @@ async def _read_group(connection: RunConnection, stage: UnfinishedStage, found: 
         return None
     entry_id, fields = found[0]
     payload = fields.get(b"payload") or await read_payload(connection, stage, entry_id.decode())
-    return await anyio.to_thread.run_sync(_decode_group, payload or b"")
+    return await anyio.to_thread.run_sync(_decode_group, payload or b"", fields.get(b"scores", b""))
 
 
-def _decode_group(payload: bytes) -> Group | None:
+def _decode_group(payload: bytes, scores: bytes) -> Group | None:
     try:
-        return decode(payload, Group)
+        return decode_group(payload, scores)
     except RecordError:
         return None

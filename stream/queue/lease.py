@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import anyio
 from msgspec import Struct
 
-from stream.codec import decode
+from stream.codec import decode, encode
 from stream.errors import RecordError
+from stream.queue.scored_record import decode_group
 from stream.records import Group, Prompt
 
 
@@ -19,6 +20,8 @@ class Lease(Struct, kw_only=True, eq=False):
     prompt_id: str
     """The entry's plain field beside the payload; empty for foreign junk."""
     payload: bytes
+    """The record. Of a scored group that of the rollout, if `scores` has the rest."""
+    scores: bytes = b""
     infra_failures: int = 0
     data_failures: int = 0
     expired_leases: int = 0
@@ -85,9 +88,13 @@ class Lease(Struct, kw_only=True, eq=False):
             NewerSchemaError: a newer major version wrote it; release the lease.
             RecordError: it is not a group, or not of the prompt that the entry names; dead-letter the lease.
         """
-        group = decode(self.payload, Group)
+        group = decode_group(self.payload, self.scores)
         self._check_name(group.prompt.id)
         return group
+
+    def record(self) -> bytes:
+        """Return the whole record of an entry, with its scores."""
+        return encode(decode_group(self.payload, self.scores)) if self.scores else self.payload
 
     def _check_name(self, prompt_id: str) -> None:
         """Ending an entry ends the prompt that the entry names, so the record must be of that prompt."""

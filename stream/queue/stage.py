@@ -23,7 +23,7 @@ from stream.errors import LeaseLostError, PenstockError, RecordError, ServerErro
 from stream.logger import log
 from stream.queue.in_flight import GroupInFlight
 from stream.queue.lease import Lease
-from stream.records import Completion, Group
+from stream.records import Completion, Group, Scores
 
 ReleaseReason = Literal["infra", "data", "none", "stale"]
 """Why an entry is given back. `infra`: the worker, an engine or a service failed. `data`: the record is at fault.
@@ -35,6 +35,8 @@ _DEATHS_OF_SUSPECTS = 2
 _INCOMING_S = 60.0
 """When a record expires whose entry is not added: the script that adds it arrives together with it."""
 _RECORD_ABSENT = -1
+_MAX_SCORES_BYTES = 64 * 1024
+"""Longer scores are stored with the whole record: a script takes a microsecond for each kilobyte that it touches."""
 _COMPLETE_ATTEMPTS = 3
 _MANY_COMPLETIONS = 64
 _LONG_RECORD_BYTES = 1_000_000
@@ -131,6 +133,7 @@ class Stage:
                 id=entry_id.decode(),
                 prompt_id=fields.get(b"prompt", b"").decode(errors="replace"),
                 payload=fields.get(b"payload") or payloads.get(entry_id.decode()) or b"",
+                scores=fields.get(b"scores", b""),
                 infra_failures=infra,
                 data_failures=data,
                 expired_leases=expired,
@@ -207,6 +210,26 @@ class Stage:
             if answer != _RECORD_ABSENT:
                 return self._check_held(lease, answer)
         raise ServerError(f"the group of {lease.prompt_id} expired {_COMPLETE_ATTEMPTS} times before it could be added")
+
+    async def complete_scored(self, lease: Lease, group: Group) -> None:
+        """Complete an entry of `groups` with the group of its lease, in which scoring has changed only `Scores`.
+
+        The rollout's record stays on the server, so half of the bytes are not sent, stored and logged again.
+
+        Raises:
+            LeaseLostError: the lease is not held any more; the scores are discarded.
+            ServerError: the server cannot take the scores.
+        """
+        scores = encode(Scores.of_group(group))
+        if len(scores) <= _MAX_SCORES_BYTES:
+            with self.ending([lease]):
+                answer = await self.connection.run_script(
+                    *("complete", self.name, self.consumer, lease.id, "scored", lease.prompt_id, "", scores)
+                )
+            if answer != _RECORD_ABSENT:
+                self._check_held(lease, answer)
+                return
+        await self.complete(lease, "scored", group)
 
     async def record_evaluation(self, lease: Lease, result: bytes) -> None:
         """End a scored group of an evaluation: store its result (JSON) and delete the group.

@@ -341,7 +341,7 @@ class Consumer(Generic[Checked]):
                 for each, outcome in ended
             ]
             if self._archive is not None:
-                payloads = [each.lease.payload for each, _ in ended]
+                payloads = [each.lease.record() for each, _ in ended]
                 self._archive.write(zip(records, payloads, strict=True), completions)
             self.ledger.append(records)
 

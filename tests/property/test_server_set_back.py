@@ -107,7 +107,8 @@ class Run:
         for name, into in (("groups", "scored"), ("prompts", "groups")):
             stage = Stage(self.connection, name, "worker", TERMS)
             for lease in (await stage.claim(self.chance.randint(0, 4))).leases:
-                await stage.complete(lease, into, self.pipe.group(lease.prompt_id))
+                group = self.pipe.group(lease.prompt_id)
+                await (stage.complete_scored(lease, group) if into == "scored" else stage.complete(lease, into, group))
 
     async def dead_letter(self) -> None:
         name = self.chance.choice(("prompts", "groups"))

@@ -48,7 +48,7 @@ async def score(context: WorkerContext) -> None:
                 count_rewards(group.completions)
                 group.scored_at = time.time()
                 progress.activity = Activity.COMPLETE
-                await stage.complete(lease, "scored", group)
+                await stage.complete_scored(lease, group)
 
         async def evaluate(lease: Lease, _version: int) -> None:
             group = lease.group()
