@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("role")
     parser.add_argument("file", type=Path)
     parser.add_argument("--redis", required=True)
-    parser.add_argument("--engine", action="append", required=True)
+    parser.add_argument("--engine", action="append", default=[])  # the first roles start before an engine listens
     options = parser.parse_args()
     result = watched(main_of(options.role))
     return run_role(options.role, options.file, (), options.redis, tuple(options.engine), result)
