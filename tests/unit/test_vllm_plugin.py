@@ -229,8 +229,8 @@ def test_an_unsupported_vllm_is_refused_with_the_tested_version(monkeypatch):
         find_internals()
 
 
-def test_registering_twice_has_no_effect_and_vllm_starts_without_weight_transfer(monkeypatch, caplog):
-    result = {}
+def test_registering_twice_has_no_effect_and_vllm_starts_without_weight_transfer(monkeypatch):
+    result, warned = {}, []
 
     class Factory:
         @staticmethod
@@ -244,7 +244,10 @@ def test_registering_twice_has_no_effect_and_vllm_starts_without_weight_transfer
         register()
         register()
     assert result == {BACKEND: ("penstock_vllm.engine", "CheckpointTransfer")}
-    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+    with monkeypatch.context() as patched:
+        patched.setattr(logging.getLogger("penstock_vllm"), "handle", warned.append)
         patched.setitem(sys.modules, "vllm", None)
         register()
-    assert TESTED_VLLM_VERSION in caplog.text
+    (record,) = warned
+    assert record.levelno == logging.WARNING
+    assert TESTED_VLLM_VERSION in record.getMessage()
