@@ -61,7 +61,12 @@ def staged_page(file: Path) -> str:
     for match, target in reversed(list(links(file))):
         place = os.path.relpath(staged_name(target), folder)
         text = text[: match.start()] + place + (match["anchor"] or "") + text[match.end() :]
-    return text
+    return re.sub(r"^\|.*", lambda row: without_escapes(row[0]), text, flags=re.MULTILINE)
+
+
+def without_escapes(row: str) -> str:
+    """Return a row of a table with plain bars in code: GitHub wants an escape, which Zensical would show."""
+    return re.sub(r"`[^`]+`", lambda code: code[0].replace("\\|", "|"), row)
 
 
 def stage() -> None:

@@ -52,6 +52,10 @@ def test_a_broken_link_is_seen(tmp_path):
     assert list(broken_links(page)) == ["b.md#c: no such heading", "c.md: no such file", "#a: no such heading"]
 
 
+def test_a_bar_in_code_of_a_table_has_no_escape_on_the_site():
+    assert SITE["without_escapes"](r"| `a \| b` | c \| d |") == r"| `a | b` | c \| d |"
+
+
 def nav_pages(nav: list[dict[str, object]]) -> Iterator[str]:
     for entry in nav:
         for target in entry.values():
