@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stream.connection.run_connection import connect
 from stream.operator.acl import acl_user, aclfile_line
 from tests.cases.ports import free_port
-from tests.chart.rendered import CHART, EXAMPLES, KUBERNETES, Chart, leaves
+from tests.chart.rendered import CHART, EXAMPLES, KUBERNETES, leaves
 from workers.settings.toml_file import load_settings
 from workers.vllm.launch_command import build_command
 
@@ -43,14 +43,6 @@ NEEDS = {
     "metrics.podMonitor.engines": {"metrics": {"podMonitor": {"enabled": True}}},
 }
 """What a value needs to have an effect."""
-
-
-@pytest.fixture(scope="module")
-def chart():
-    try:
-        return Chart()
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"tests/chart/setup.sh cannot fetch Helm and the schemas: {error}")
 
 
 def nested(path, value):
