@@ -198,9 +198,7 @@ class TrainerLease:
         facts = await anyio.to_thread.run_sync(RecoveryFacts.compare, answer, ledger)
         run, path = self.connection.run, ledger.path
         file_bytes = await anyio.to_thread.run_sync(lambda: ledger.file_bytes)
-        if (
-            self._has_recovered or is_restored
-        ):  # the ledger fitted the server, which was set back, or was set back itself
+        if self._has_recovered or is_restored:  # the ledger fitted the server until one of the two was set back
             return facts
         if facts.acknowledged > file_bytes:
             raise RunMismatchError(

@@ -117,6 +117,22 @@ async def test_an_older_checkpoint_has_what_lies_behind_it_fed_again_and_the_new
         assert await pipe.balance() == {"fed": 3, "trained": 2, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
+async def test_a_restored_folder_that_is_older_than_what_the_server_deleted_has_the_rest_fed_again(pipe, tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    await pipe.scored("a", "b", "c")
+    older, _ = await end_groups(pipe, path, 2)
+    await aside(lambda: path.write_bytes(path.read_bytes()[: older.ledger_bytes]))  # the copy of the first checkpoint
+    refused = pytest.RaisesExc(RunMismatchError, match="Restore the run's folder")
+    with pytest.RaisesGroup(refused, flatten_subgroups=True):
+        async with consume(pipe.connection, path, older):
+            pass
+    async with consume(pipe.connection, path, msgspec.structs.replace(older, is_restored=True)):
+        ended = (await aside(read_contents, path, older.ledger_bytes)).ends()
+        rows = [Prompt(id=name, messages=[]) for name in "abc"]
+        assert await Feed(pipe.connection, 10).put(rows, "", "3", ended=ended) == 2
+        assert await pipe.balance() == {"fed": 3, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 2}
+
+
 @pytest.mark.parametrize("harm", ["another run's", "removed", "shorter", "altered"])
 async def test_a_ledger_that_does_not_fit_is_refused_and_left_as_it_is(pipe, tmp_path, harm):
     path = tmp_path / "ledger.jsonl"

@@ -132,6 +132,25 @@ def test_the_newest_checkpoints_and_the_best_are_kept(base, tmp_path):
     assert checkpoints.at_step(30) is None
 
 
+def test_a_checkpoint_that_is_being_copied_is_kept(base, tmp_path):
+    class Slow:
+        def __init__(self):
+            self.requested = []
+
+        @property
+        def in_use(self):
+            return {each.folder for each in self.requested[:1]}
+
+        def request(self, checkpoint):
+            self.requested.append(checkpoint)
+
+    checkpoints = CheckpointStore(tmp_path, keep_last=1)
+    checkpoints.uploader = Slow()
+    saved(checkpoints, make_learner(base), 1, 2, 3)
+    assert names(tmp_path) == ["step-000001", "step-000003"]
+    assert [each.step for each in checkpoints.uploader.requested] == [1, 2, 3]
+
+
 def test_a_repeated_step_gets_a_checkpoint_of_its_own(base, tmp_path):
     checkpoints, learner = CheckpointStore(tmp_path), make_learner(base)
     saved(checkpoints, learner, 7)
