@@ -340,7 +340,7 @@ async def test_the_first_signal_does_not_interrupt_a_drain_after_a_stop(pipe, re
 
     settings = settings_in(tmp_path, pipe.connection.run, queue={"shutdown_timeout_s": 5.0})
     with anyio.fail_after(4):
-        await _run_connected("score", settings, redis_url, main, NOTHING)
+        await _run_connected("score", settings, redis_url, main, NOTHING, has_folder=True)
     assert finished == finishes
 
 
@@ -352,4 +352,4 @@ async def test_a_drain_after_a_stop_ends_with_the_shutdown_timeout(pipe, redis_u
 
     settings = settings_in(tmp_path, pipe.connection.run, queue={"shutdown_timeout_s": 0.2})
     with anyio.fail_after(4):
-        await _run_connected("score", settings, redis_url, main, NOTHING)
+        await _run_connected("score", settings, redis_url, main, NOTHING, has_folder=True)
