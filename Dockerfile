@@ -46,7 +46,7 @@ COPY --from=build-light /opt/penstock /opt/penstock
 FROM build-light AS build-train
 ARG PIP_EXTRA_INDEX_URL=""
 ARG EXTRAS="rollout,dashboard"
-RUN pip install "torch==2.13.0" && pip install ".[${EXTRAS},train]"
+RUN pip install "torch==2.13.0" && pip install ".[${EXTRAS},train,storage]"
 
 FROM base AS train
 COPY --from=build-train /opt/penstock /opt/penstock
