@@ -1,7 +1,12 @@
 """What the probe of an engine detects, and which engines it refuses."""
 
+import gc
+import socket
+from contextlib import suppress
+
 import aiohttp
 import anyio
+import anyio.lowlevel
 import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
@@ -287,3 +292,17 @@ async def test_the_models_generation_defaults_are_overridden():
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "temperature": 1.0, "repetition_penalty": 1.0}
     neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1, "min_tokens": 0}
     assert neutral.items() <= seen[-1].items()
+
+
+async def test_a_connection_accepted_just_before_a_server_closes_is_closed(recwarn):
+    """asyncio forgets a connection that is not quite accepted when the server closes, so `listen` waits for it."""
+    for rounds in range(6):
+        with socket.socket() as client:
+            client.setblocking(False)
+            async with listen(web.Application(), "127.0.0.1", 0) as url:
+                with suppress(BlockingIOError):
+                    client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+                for _ in range(rounds):
+                    await anyio.lowlevel.checkpoint()
+    gc.collect()
+    assert [str(each.message) for each in recwarn if "unclosed transport" in str(each.message)] == []

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 from aiohttp import web
+from anyio.lowlevel import checkpoint
 
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.wire import error_body
@@ -12,6 +13,9 @@ from workers.engine_api.wire import error_body
 _BACKLOG = 1024
 _SHUTDOWN_TIMEOUT_S = 2.0
 """Seconds for requests in flight when the server closes."""
+_ROUNDS_OF_ACCEPTING = 5
+"""Rounds of the event loop before a server closes. asyncio never closes a connection whose acceptance was not finished
+then; these suffice for clients that connected before and left already."""
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -39,7 +43,12 @@ async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[st
             await web.TCPSite(runner, host, port, backlog=_BACKLOG).start()
         except OSError as error:
             raise EngineError(f"cannot listen on {host}:{port}: {error}; choose another port") from error
-        yield server_url(host, runner.addresses[0][1])
+        try:
+            yield server_url(host, runner.addresses[0][1])
+        finally:
+            with anyio.CancelScope(shield=True):
+                for _ in range(_ROUNDS_OF_ACCEPTING):
+                    await checkpoint()
     finally:
         with anyio.CancelScope(shield=True):
             await runner.cleanup()
