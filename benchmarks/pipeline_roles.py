@@ -25,7 +25,7 @@ LENGTH = 8
 
 
 async def serve_scripted(port: int, seconds: float, slots: int) -> None:
-    """Answer each request after exactly so many seconds; `slots` requests at a time, the others wait."""
+    """Answer each request after the given seconds. Only `slots` requests run at a time; others wait."""
     from workers.testing.scripted_engine import ScriptedEngine
 
     reply = [0] * (LENGTH - 1) + [END]
@@ -35,7 +35,7 @@ async def serve_scripted(port: int, seconds: float, slots: int) -> None:
 
 
 async def serve_paced(file: Path, port: int, seconds: float) -> None:
-    """Serve the settings' model with the local engine, no decode step of which takes less than so many seconds."""
+    """Serve the settings' model with the local engine; each decode step takes at least the given number of seconds."""
     from workers.local_engine import server
     from workers.local_engine.scheduler import Scheduler
     from workers.run.model_server import choose_server
@@ -55,7 +55,7 @@ async def serve_paced(file: Path, port: int, seconds: float) -> None:
 
 
 def paced(step: Any, seconds: float) -> Any:
-    """Make a learner's step take at least so many seconds."""
+    """Make a learner whose step takes at least the given number of seconds."""
 
     def padded(*arguments: Any, **named: Any) -> Any:
         began = time.perf_counter()

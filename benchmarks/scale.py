@@ -14,9 +14,9 @@ whatever process; above 0.9 the figures say nothing.
 `floor` is the same requests by as many processes of `benchmarks/rollout_floor.py`, which share nothing: what they lose
 from the first point to the last, the machine loses (its caches, and CPUs that other processes use too).
 
-The points take turns: while one runs, the workers of the others are suspended, in `--rounds` rounds. CPU seconds are
-those of the workers with their threads, and of the server's process, without its forks. `--check` exits with 1 if the
-last point does less than 90 % of the first point's groups per CPU-second.
+The points take turns: while one runs, the workers of the others are suspended, in `--rounds` rounds. CPU seconds
+are counted for the workers, threads included, and for the server's process, but not for its forks.
+`--check` exits with 1 if the last point does less than 90 % of the first point's groups per CPU-second.
 """
 
 import argparse

@@ -36,6 +36,7 @@ from redis.exceptions import RedisError
 
 from stream.connection.run_connection import RunConnection, connect
 from stream.queue.feed import Feed
+from stream.queue.lease import Lease
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
 from stream.server_process import private_server
@@ -47,6 +48,8 @@ PENSTOCK = (sys.executable, "-P", "-m", "workers")
 POLL_S = 0.01
 TIMEOUT_S = 120.0
 AT_ONCE = 250
+_UNLIMITED = 1_000_000
+"""Bound on claimed and waiting groups that never holds a claim back."""
 
 
 class Cost(Struct):
@@ -125,27 +128,32 @@ async def waiting_prompts(folder: Path, count: int) -> AsyncIterator[tuple[RunCo
         yield connection, url
 
 
-async def move_to_trainer(connection: RunConnection, count: int) -> None:
-    """Complete the prompts as small groups that wait to be trained."""
-    stage = Stage(connection, "prompts", "worker", RetryPolicy(lease_s=600), 1_000_000)
+async def end_prompts(connection: RunConnection, count: int, end: Callable[[Stage, Lease], Awaitable[object]]) -> None:
+    """Claim that many prompts, and end each with `end`."""
+    stage = Stage(connection, "prompts", "worker", RetryPolicy(lease_s=600), _UNLIMITED)
     while count > 0:
         leases = (await stage.claim(min(count, AT_ONCE))).leases
         count -= len(leases)
         async with anyio.create_task_group() as tasks:
             for lease in leases:
-                completions = [Completion(index=0, rows=[], reward=Measured(1.0))]
-                tasks.start_soon(stage.complete, lease, "scored", Group(prompt=lease.prompt(), completions=completions))
+                tasks.start_soon(end, stage, lease)
+
+
+async def move_to_trainer(connection: RunConnection, count: int) -> None:
+    """Complete prompts as small groups that wait to be trained."""
+
+    async def complete(stage: Stage, lease: Lease) -> None:
+        completions = [Completion(index=0, rows=[], reward=Measured(1.0))]
+        await stage.complete(lease, "scored", Group(prompt=lease.prompt(), completions=completions))
+
+    await end_prompts(connection, count, complete)
 
 
 async def dead_letter(connection: RunConnection, count: int) -> None:
     """Make dead letters of prompts."""
-    stage = Stage(connection, "prompts", "worker", RetryPolicy(lease_s=600), 1_000_000)
-    while count > 0:
-        leases = (await stage.claim(min(count, AT_ONCE))).leases
-        count -= len(leases)
-        async with anyio.create_task_group() as tasks:
-            for lease in leases:
-                tasks.start_soon(stage.dead_letter, lease, "data", "the row does not render")
+    await end_prompts(
+        connection, count, lambda stage, lease: stage.dead_letter(lease, "data", "the row does not render")
+    )
 
 
 async def measure_queues(folder: Path, repeats: int, groups: int, dead: int) -> list[Cost]:

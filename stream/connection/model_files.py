@@ -25,7 +25,7 @@ _DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
 
 async def upload_model_files(connection: RunConnection, folder: Path) -> None:
-    """Replace the model's files on the server by those of a folder, and wake all waiting workers."""
+    """Replace the model's files on the server with the files of a folder, and wake all waiting workers."""
     packed = await anyio.to_thread.run_sync(_pack, folder)
     if not packed:
         return
