@@ -122,7 +122,7 @@ async def waiting_prompts(folder: Path, count: int) -> AsyncIterator[tuple[RunCo
                     fields=columns,
                     group_size=8,
                 )
-                for number in range(start, start + AT_ONCE)
+                for number in range(start, min(start + AT_ONCE, count))
             ]
             await feed.put(prompts, str(start or ""), str(start + AT_ONCE))
         yield connection, url
