@@ -44,7 +44,7 @@ from workers.settings import Settings
 
 SAMPLES = 300
 """Fewest samples of a run; a short run has fewer."""
-RESTS = (0.35, 0.6, 0.85)
+RESTS = (0.3, 0.55, 0.8)
 """Fractions of the groups at which the run is paused until nothing is in progress, to count the objects that remain."""
 
 
@@ -118,12 +118,13 @@ async def _watch(folder: Path, groups: int, samples: list[tuple[int, Sample]]) -
                 continue
             if ended == last or ended < last + groups / SAMPLES / 2:
                 continue
-            last = ended
-            rest = await anyio.to_thread.run_sync(lambda: {**sample_processes(), **sample_folder(folder)})
-            samples.append((ended, {**result, **rest}))
-            if rests and ended >= rests[0]:
+            if rests and ended >= rests[0]:  # at once: a sample takes so long that the run might finish meanwhile
                 samples.append(await _at_rest(connection, folder, len(RESTS) + 1 - len(rests)))
                 last = rests.pop(0)
+            else:
+                rest = await anyio.to_thread.run_sync(lambda: {**sample_processes(), **sample_folder(folder)})
+                samples.append((ended, {**result, **rest}))
+                last = ended
             await anyio.to_thread.run_sync(_note, folder.parent / "samples.jsonl", samples[-1])
 
 
