@@ -15,8 +15,9 @@ To feed prompts: `Feed`. To work on a stage: `Stage`. To train: `consume`; it is
 `Archive`. To inspect a run: `read_status`, `list_dead_letters`, `ArchivedGroups`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stream.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from stream.codec import decode, encode
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from stream.server_process import private_server
     from stream.trainer.archive import Archive, ArchivedGroups
     from stream.trainer.consume import consume, open_consumer, open_trainer_lease
-    from stream.trainer.consumer import Consumer, LeasedGroup
+    from stream.trainer.consumer import Consumer, DroppedGroup, LeasedGroup
     from stream.trainer.lease import EndedGroup, TrainerLease
     from stream.trainer.ledger import Ledger
     from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, Trained
@@ -46,6 +47,7 @@ __all__ = [
     "Consumer",
     "DeadLetter",
     "Dropped",
+    "DroppedGroup",
     "Duplicate",
     "EndedGroup",
     "Feed",
@@ -91,19 +93,12 @@ _NAMES = {
     "stream.server_process": ("private_server",),
     "stream.trainer.archive": ("Archive", "ArchivedGroups"),
     "stream.trainer.consume": ("consume", "open_consumer", "open_trainer_lease"),
-    "stream.trainer.consumer": ("Consumer", "LeasedGroup"),
+    "stream.trainer.consumer": ("Consumer", "DroppedGroup", "LeasedGroup"),
     "stream.trainer.lease": ("EndedGroup", "TrainerLease"),
     "stream.trainer.ledger": ("Ledger",),
     "stream.trainer.outcomes": ("AlreadyEnded", "Dropped", "Duplicate", "Trained"),
     "stream.trainer.resume_point": ("ResumePoint",),
     "stream.validity": ("Measured", "Unmeasured", "measure"),
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name at its first use: a command that needs only the errors does not load a Redis client."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    return found
+# A command that needs only the errors does not load a Redis client.
+__getattr__ = lazy_names(__name__, _NAMES)

@@ -66,5 +66,5 @@ def decode(payload: bytes, kind: type[T]) -> T:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:
         return decoder.decode(body)  # type: ignore[return-value]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"not a {kind.__name__}: {error}") from error

@@ -6,10 +6,12 @@
     ├── SettingsError
     ├── ServerError
     ├── StorageError
+    │   └── DamagedObjectError
     ├── RecordError
     │   └── NewerSchemaError
     ├── LeaseLostError
     ├── FencedError
+    ├── NoRunError
     ├── RunMismatchError
     ├── ReferenceNotFoundError
     ├── EnvironmentFailure
@@ -47,6 +49,10 @@ class StorageError(PenstockError):
     """Object storage cannot be reached, refuses us, or holds something damaged."""
 
 
+class DamagedObjectError(StorageError):
+    """An object in storage is missing, or is not what was written."""
+
+
 class RecordError(PenstockError):
     """Bytes that are not a valid record: wrong checksum, not msgpack, or a field of the wrong type."""
 
@@ -61,6 +67,10 @@ class LeaseLostError(PenstockError):
 
 class FencedError(PenstockError):
     """Another trainer has taken over this run."""
+
+
+class NoRunError(PenstockError):
+    """The server knows no run of this name, or not yet."""
 
 
 class RunMismatchError(PenstockError):

@@ -53,7 +53,7 @@ class TruncationReason(StrEnum):
     CONTEXT = "context"  # the model's context is full
     MAX_TURNS = "max_turns"  # rollout.max_turns
     TOOL_CALLS = "tool_calls"  # rollout.max_tool_calls
-    TOOL_ERRORS = "tool_errors"  # rollout.max_tool_errors
+    TOOL_ERRORS = "tool_errors"  # half of rollout.max_tool_calls
     WALL_CLOCK = "wall_clock"  # rollout.episode_timeout_s
 
 

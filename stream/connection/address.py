@@ -1,8 +1,8 @@
-"""A server's URL in redis-py's form: how to show it without secrets, and clients for it."""
+"""A server's URL in redis-py's form, and clients for it."""
 
 import ssl
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import anyio
 from redis.asyncio import ConnectionPool, Redis, SSLConnection
@@ -11,11 +11,17 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from stream.connection.url import redact_url
 from stream.errors import ServerError
 
 _MAX_CONNECTIONS = 1000
 _PROBE_TIMEOUT_S = 2.0
 _URL_HINT = "write redis://, rediss:// (TLS) or unix://; escape user and password with %"
+SENTINEL_HINT = (
+    "Sentinel names the master but holds no data, and Penstock does not ask it: name the master itself, or an address "
+    "that follows it, such as a proxy or a Kubernetes service"
+)
+_CLUSTER_HINT = "name one node of a cluster, as redis://HOST:PORT; Penstock finds the others"
 
 
 class RedisAddress:
@@ -34,7 +40,7 @@ class RedisAddress:
         try:
             options: dict[str, Any] = dict(parse_url(url))
         except ValueError as error:  # its text may hold a part of a password
-            raise ServerError(f"{self.display_url} is not a Redis URL: {_URL_HINT}") from error
+            raise ServerError(f"{self.display_url} is not a Redis URL: {_url_hint(url)}") from error
         self._options = options | {
             "retry": Retry(NoBackoff(), 0),
             "socket_timeout": None,  # `RunConnection` limits the time of each call
@@ -100,36 +106,14 @@ class RedisAddress:
         return None
 
 
-def has_secret(url: str) -> bool:
-    """Return whether a URL has a password, or might have one: a URL that cannot be parsed counts as one that has."""
-    if not url:
-        return False
-    try:
-        options = parse_url(url)
-    except ValueError:
-        return True
-    return bool({"password", "ssl_password"} & options.keys()) or not _is_unambiguous(url)
-
-
-def redact_url(url: str) -> str:
-    """Return the URL without user, password and options; only the scheme if it cannot be parsed."""
-    scheme, separator, _ = url.partition("://")
-    if not separator:
-        return "the URL"
-    if not _is_unambiguous(url):
-        return f"{scheme}://..."
-    parts = urlsplit(url)
-    return f"{scheme}://{parts.netloc.rpartition('@')[2]}{unquote(parts.path)}"
-
-
-def _is_unambiguous(url: str) -> bool:
-    """Return whether a password's position is certain; an unescaped / ? # in a password moves everything after it."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError:
-        return False
-    return "@" not in parts.path + parts.query + parts.fragment
+def _url_hint(url: str) -> str:
+    """Return how to write a URL that redis-py does not know; says nothing of its content."""
+    scheme, _, rest = url.partition("://")
+    if "sentinel" in scheme.lower():
+        return SENTINEL_HINT
+    if "cluster" in scheme.lower() or "," in rest.rpartition("@")[2]:
+        return _CLUSTER_HINT
+    return _URL_HINT
 
 
 def _connection_class(context: Any) -> type[SSLConnection]:

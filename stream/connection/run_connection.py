@@ -8,8 +8,6 @@ scripts are written so that a call whose reply was lost can be repeated.
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio
@@ -20,9 +18,10 @@ from redis.exceptions import MovedError, NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from stream.backoff import Backoff
-from stream.connection.address import RedisAddress
+from stream.connection.address import SENTINEL_HINT, RedisAddress
 from stream.connection.cluster import ClusterRouter
 from stream.connection.keys import CONSUMER_GROUP, STAGES, key, key_prefix
+from stream.connection.scripts import load_scripts
 from stream.connection.server_errors import (
     GARBLED_REPLY_ERRORS,
     HANDLED_ERRORS,
@@ -39,7 +38,6 @@ MAX_BLOCK_S = 5.0
 news."""
 _ANSWER_TIMEOUT_S = 15.0
 """How long one attempt at a call may take, connecting included."""
-_SCRIPTS = Path(__file__).parents[1] / "lua"
 _MIN_VERSION = (7, 0)
 _MAX_GARBLED_REPLIES = 3
 """Unreadable replies from a server that never sent a readable one: it is not Redis."""
@@ -69,6 +67,11 @@ class RunConnection:
     def redis(self) -> "Redis":
         """The client of the server that has the run; in a cluster a different one after the run has moved."""
         return self._cluster.redis
+
+    @property
+    def display_url(self) -> str:
+        """The server's URL without secrets, for messages."""
+        return self._address.display_url
 
     def key(self, name: str) -> str:
         """Return the full name of one of the run's keys."""
@@ -135,7 +138,7 @@ class RunConnection:
     def _script(self, name: str) -> AsyncScript:
         script = self._scripts.get(name)
         if script is None:
-            script = self._scripts[name] = self.redis.register_script(_load_scripts()[name])
+            script = self._scripts[name] = self.redis.register_script(load_scripts()[name])
         return script
 
     async def ignore_earlier_stops(self) -> None:
@@ -199,9 +202,9 @@ class RunConnection:
         Raises:
             ServerError: the server was down for `reconnect_s`, refuses us, or does not know the run any more.
         """
-        deadline = time.monotonic() + self.reconnect_s
-        failures = moves = 0
+        failures, moves, waited_s = 0, 0, 0.0
         while True:
+            began = time.monotonic()
             try:
                 result = await _within_deadline(call)
             except MovedError as error:
@@ -220,19 +223,20 @@ class RunConnection:
                 self._reached = True
                 if failures and self._waiting:
                     self._waiting = False
-                    log.info("redis.recovered", server=self._address.display_url)
+                    log.info("redis.recovered", server=self.display_url)
                 if moves:
                     await self._cluster.refresh()
                 return result
             delay_s = _BACKOFF.delay_s(failures + max(0, moves - 1))
-            if time.monotonic() + delay_s > deadline:
+            # A process that was suspended, with its container or its machine, has not waited for the server meanwhile.
+            waited_s += min(time.monotonic() - began, _ANSWER_TIMEOUT_S) + delay_s
+            if waited_s > self.reconnect_s:
                 raise ServerError(
-                    f"Redis at {self._address.display_url} did not answer for {self.reconnect_s:g} s: "
-                    f"{describe_error(problem)}"
+                    f"Redis at {self.display_url} did not answer for {self.reconnect_s:g} s: {describe_error(problem)}"
                 ) from problem
             if failures and not self._waiting:
                 self._waiting = True
-                log.warning("redis.waiting", server=self._address.display_url, error=describe_error(problem))
+                log.warning("redis.waiting", server=self.display_url, error=describe_error(problem))
             await anyio.sleep(delay_s)
 
     async def _raise_if_fatal(self, error: Exception, failures: int) -> None:
@@ -244,12 +248,12 @@ class RunConnection:
             elif isinstance(error, GARBLED_REPLY_ERRORS) and failures == _MAX_GARBLED_REPLIES:
                 reason = f"the server that answers is not Redis: {error}"
         if reason is not None:
-            raise ServerError(f"Redis at {self._address.display_url}: {reason}") from error
+            raise ServerError(f"Redis at {self.display_url}: {reason}") from error
         if is_retryable(error):
             return
         if str(error).startswith("NOGROUP"):
             raise ServerError(
-                f"Redis at {self._address.display_url} does not know run {self.run!r} any more: it was "
+                f"Redis at {self.display_url} does not know run {self.run!r} any more: it was "
                 "emptied, or restarted without its data. Started again, the run is rebuilt from ledger and checkpoint"
             ) from error
         raise error
@@ -302,7 +306,7 @@ async def connect(
     """
     address = RedisAddress(url)
     await address.prepare()
-    await anyio.to_thread.run_sync(_load_scripts)
+    await anyio.to_thread.run_sync(load_scripts)
     connection = RunConnection(address, run, reconnect_s)
     try:
         await connection.find_node()
@@ -341,6 +345,8 @@ async def _check_server(connection: RunConnection) -> bool:
         Whether the server is, or may be, a node of a cluster.
     """
     info = await connection.with_retry(lambda: connection.redis.info("server", "memory", "persistence", "cluster"))
+    if info.get("redis_mode") == "sentinel":
+        raise ServerError(f"the server at {connection.display_url} is a Sentinel: {SENTINEL_HINT}")
     version = info.get("valkey_version") or info.get("redis_version")
     if version is not None and tuple(int(part) for part in str(version).split(".")[:2]) < _MIN_VERSION:
         raise ServerError(f"the server's version is {version}; Penstock needs Redis >= 7.0 or Valkey")
@@ -359,11 +365,3 @@ async def _check_server(connection: RunConnection) -> bool:
     if persistent == 0:
         log.warning("redis.persistence_off", why="appendonly is off: a crash loses everything since the last snapshot")
     return in_cluster != 0
-
-
-@cache
-def _load_scripts() -> dict[str, str]:
-    """Return the scripts, each with `common.lua` inserted after its first line, which holds its flags."""
-    texts = {file.name.removesuffix(".lua"): file.read_text() for file in _SCRIPTS.glob("*.lua")}
-    common = texts.pop("common")
-    return {name: text.replace("\n", f"\n{common}", 1) for name, text in texts.items()}

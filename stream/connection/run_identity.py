@@ -91,7 +91,7 @@ def read_identity(folder: Path) -> RunIdentity | None:
         found = msgspec.json.decode(file.read_bytes(), type=_File)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise _damaged(file, str(error)) from error
     if found.digest != _digest(found.identity):
         raise _damaged(file, "its digest is another one")

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
-from stream.errors import PenstockError
+from stream.errors import NoRunError, PenstockError
 
 MAX_ENGINES = 1000
 """The most URLs in the list; beyond that the oldest removals are deleted."""
@@ -75,7 +75,7 @@ def apply_engine_overrides(configured: Sequence[str], overrides: Sequence[Engine
 async def _set_override(connection: RunConnection, url: str, action: Literal["add", "remove"], by: str) -> bool:
     (status,) = await connection.run_script("set_engine_override", url, action, by, MAX_ENGINES)
     if status == -2:
-        raise PenstockError(f"the server has no run named {connection.run!r}")
+        raise NoRunError(f"the server has no run named {connection.run!r}")
     if status == -3:
         raise PenstockError(f"run {connection.run!r} has {MAX_ENGINES} engines on its list; remove one first")
     return bool(status)

@@ -39,7 +39,7 @@ def groups_in_flight(status: RunStatus) -> list[GroupInFlight]:
     for report in status.in_flight:
         try:
             groups = _DECODER.decode(report.groups)
-        except msgspec.DecodeError:
+        except ValueError:
             continue
         for group in groups:
             if group.entry in leases.get(report.stage, ()):

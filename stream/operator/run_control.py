@@ -9,7 +9,7 @@ and `RunConnection.observe_stop` sets `RunConnection.stopping`.
 from typing import Literal
 
 from stream.connection.run_connection import RunConnection
-from stream.errors import PenstockError
+from stream.errors import NoRunError, PenstockError
 from stream.operator.run_status import Pause
 
 ControlCommand = Literal["pause", "resume", "stop"]
@@ -57,4 +57,4 @@ async def _send_command(connection: RunConnection, command: ControlCommand, by: 
                 f"run {connection.run!r} has finished ({rest[0].decode()}); there is nothing to {command}"
             )
         case _:
-            raise PenstockError(f"the server has no run named {connection.run!r}")
+            raise NoRunError(f"the server has no run named {connection.run!r}")

@@ -1,15 +1,19 @@
 """The status of a run, read in one atomic step. Changes nothing."""
 
 import hashlib
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct, field
 
 from stream.connection.keys import EVALUATION_STAGES
-from stream.connection.run_connection import RunConnection
-from stream.errors import PenstockError
+from stream.connection.single_call import call_script_once
+from stream.errors import NoRunError
+
+if TYPE_CHECKING:  # a command that reads one status does not load a Redis client
+    from stream.connection.run_connection import RunConnection
 
 _EVALUATION_FACTS = ("version", "step", "total", "unfinished", "results", "finished", "latest")
 """What a snapshot's id covers of an evaluation, besides its stages."""
@@ -169,7 +173,17 @@ def describe_stages(status: RunStatus) -> str:
     return "; ".join(parts)
 
 
-async def read_status(connection: RunConnection, *, with_in_flight: bool = False) -> RunStatus:
+def read_status_once(url: str, run: str, *, with_in_flight: bool = False) -> RunStatus | None:
+    """Read the status of a run without a connection; None if that needs one (`call_script_once`). Blocks.
+
+    Raises:
+        NoRunError: the server has no run of that name.
+    """
+    answer = call_script_once(url, run, "run_status", *_arguments(with_in_flight))
+    return _parse_status(answer, run) if isinstance(answer, list) else None
+
+
+async def read_status(connection: "RunConnection", *, with_in_flight: bool = False) -> RunStatus:
     """Read the status of the run.
 
     Args:
@@ -177,14 +191,23 @@ async def read_status(connection: RunConnection, *, with_in_flight: bool = False
         with_in_flight: also read what workers report about their leases, at the same moment.
 
     Raises:
-        PenstockError: the server has no run of that name.
+        NoRunError: the server has no run of that name.
     """
-    answer, *reports = await connection.run_script("run_status", *(["in_flight"] if with_in_flight else []))
+    answer = await connection.run_script("run_status", *_arguments(with_in_flight))
+    return _parse_status(answer, connection.run)
+
+
+def _arguments(with_in_flight: bool) -> list[str]:
+    return ["in_flight"] if with_in_flight else []
+
+
+def _parse_status(answers: Sequence[bytes], run: str) -> RunStatus:
+    answer, *reports = answers
     status = msgspec.json.decode(answer, type=RunStatus, strict=False)
     for stage, worker, groups in zip(*[iter(reports)] * 3, strict=True):
         status.in_flight.append(WorkerReport(stage.decode(), worker.decode(errors="replace"), groups))
     if not status.meta and not status.counts and not status.policy:
-        raise PenstockError(f"the server has no run named {connection.run!r}")
+        raise NoRunError(f"the server has no run named {run!r}")
     for name in [name for name in status.counts if name.startswith(_DEAD_LETTERS)]:
         status.dead_reasons[name.removeprefix(_DEAD_LETTERS)] = status.counts.pop(name)
     if status.evaluation is not None:  # in the order of the flow

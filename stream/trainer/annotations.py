@@ -53,10 +53,11 @@ class AnnotationFiles:
 
     Args:
         folder: of the files; created with the first one.
-        max_bytes: bytes to keep at most; the files of the oldest steps are removed first, never the newest.
+        max_bytes: bytes to keep at most; the files of the oldest steps are removed first, never the newest. None: keep
+            all.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int | None) -> None:
         self.folder = folder
         self._max_bytes = max_bytes
         self._sizes = {path: path.stat().st_size for path in folder.glob(f"*{_SUFFIX}")}
@@ -83,8 +84,7 @@ class AnnotationFiles:
                 temporary.unlink(missing_ok=True)
             raise RunFailedError(
                 f"the annotations of step {step} could not be written to {self.folder}: {error}. Free space on that "
-                "disk, or switch them off (archive.annotations = 0), and run again: the run resumes from its last "
-                "checkpoint"
+                "disk, or store less (archive.keep), and run again: the run resumes from its last checkpoint"
             ) from error
         return temporary
 
@@ -97,7 +97,7 @@ class AnnotationFiles:
             leftover.unlink(missing_ok=True)
         total = sum(self._sizes.values())
         for oldest in sorted(self._sizes.keys() - {path}, key=_step):
-            if total <= self._max_bytes:
+            if self._max_bytes is None or total <= self._max_bytes:
                 break
             oldest.unlink(missing_ok=True)
             total -= self._sizes.pop(oldest)
@@ -125,7 +125,7 @@ def read_annotations(folder: Path, record: LedgerRecord) -> list[TrainedCompleti
             file.seek(offset, os.SEEK_CUR)
             data = file.read(size)
             return _decoder.decode(data) if zlib.crc32(data) == checksum else None
-    except (OSError, OverflowError, ValueError, msgspec.MsgspecError):
+    except (OSError, OverflowError, ValueError):
         return None
 
 

@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 import msgspec
 from msgspec import Struct
@@ -80,15 +81,17 @@ class Archive:
 
         Args:
             groups: ledger record and payload of each.
-            completions: what the step did with the completions of a group that are not greedy, by prompt id.
+            completions: what the trainer did with the completions of a group that are not greedy, by prompt id. Those
+                with rows are annotated.
 
         Raises:
             RunFailedError: the disk is full or fails. An incomplete last group is skipped by readers.
         """
         ended, annotated = list(groups), None
-        if self._annotations is not None and completions and ended:
+        with_rows = {prompt: each for prompt, each in (completions or {}).items() if any(found.rows for found in each)}
+        if self._annotations is not None and with_rows and ended:
             step, version = ended[0][0].step, ended[0][0].version
-            annotated = step, self._annotations.write_unpublished(step, version, completions)
+            annotated = step, self._annotations.write_unpublished(step, version, with_rows)
         with hold_optional(self._folder_lock):
             try:
                 for record, payload in ended:
@@ -195,10 +198,14 @@ class ArchiveOffset(Struct, frozen=True):
                 return file.read(size)
         except FileNotFoundError as error:
             raise PenstockError(f"{self.file} was removed while it was read (archive.keep)") from error
+        except OSError as error:
+            raise PenstockError(f"{self.file} cannot be read: {error}") from error
 
 
 class ArchivedGroups:
-    """The groups in an archive, by prompt id and `content_hash`. Lookups read no payload; nothing is changed.
+    """The groups in an archive, by prompt id and `content_hash`. For threads; nothing is changed.
+
+    A lookup scans segments until it has found its group, each segment once, and reads no payload.
 
     Args:
         folder: of the segments; it need not exist.
@@ -206,13 +213,42 @@ class ArchivedGroups:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._offsets = {(record.prompt, record.hash): offset for record, offset in scan_archive(folder)}
+        self._lock = Lock()
+        self._offsets: dict[tuple[str, str], ArchiveOffset] = {}
+        self._ends: dict[Path, int] = {}
+        """End of the last complete record of each segment that was scanned."""
+        self._unscanned: dict[Path, int | None] = {}
+        """The first step in each of the other segments, the newest first; None: it was not read so far."""
+        self.refresh()
 
     def __len__(self) -> int:
+        while self._unscanned:
+            self._scan_next(None)
         return len(self._offsets)
 
     def __contains__(self, key: tuple[str, str]) -> bool:
-        return key in self._offsets
+        return self.find(*key) is not None
+
+    def refresh(self) -> None:
+        """Let lookups find what was added to the archive since the last call."""
+        with self._lock:
+            segments = _segments(self.folder)
+            for path in filter(self._ends.__contains__, segments):
+                self._scan(path)
+            self._unscanned = {path: self._unscanned.get(path) for path in segments[::-1] if path not in self._ends}
+
+    def find(self, prompt: str, content: str, step: int | None = None) -> ArchiveOffset | None:
+        """Return the position of the group with this prompt id and content hash; None if the archive does not have it.
+
+        Args:
+            prompt: its id.
+            content: its `content_hash`.
+            step: of its ledger record, if that is known: the segment that has the step is scanned first.
+        """
+        key = prompt, content
+        while key not in self._offsets and self._unscanned:
+            self._scan_next(step)
+        return self._offsets.get(key)
 
     def read(self, prompt: str, content: str) -> Group:
         """Return the group with this prompt id and content hash.
@@ -222,7 +258,9 @@ class ArchivedGroups:
             RecordError: the payload is damaged, or of another group; the message has file and offset.
             PenstockError: the segment was removed meanwhile.
         """
-        at = self._offsets[prompt, content]
+        at = self.find(prompt, content)
+        if at is None:
+            raise KeyError((prompt, content))
         try:
             group = decode(at.read_payload(), Group)
         except RecordError as error:
@@ -231,33 +269,33 @@ class ArchivedGroups:
             raise RecordError(f"{at.file}, byte {at.offset}: not the group of prompt {prompt} with hash {content}")
         return group
 
+    def _scan_next(self, step: int | None) -> None:
+        """Scan the newest segment that may have a step, or else the newest one."""
+        with self._lock:
+            path = next((path for path in self._unscanned if step is None or self._begins_by(path, step)), None)
+            path = path or next(iter(self._unscanned), None)
+            if path is not None:
+                try:
+                    self._scan(path)
+                finally:
+                    del self._unscanned[path]
 
-class ArchiveScan:
-    """Scans an archive that is being written, segment by segment and each record once.
+    def _begins_by(self, path: Path, step: int) -> bool:
+        """Whether a segment begins with this step or an earlier one: its steps ascend, since one trainer wrote it."""
+        first = self._unscanned[path]
+        if first is None:
+            first = self._unscanned[path] = next((record.step for record, _ in _scan_segment(path)), 0)
+        return first <= step
 
-    Args:
-        folder: of the segments; it need not exist.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._ends: dict[Path, int] = {}
-        """End of the last complete record of each segment that was read."""
-
-    def segments(self) -> list[Path]:
-        """Return the segments, the newest first."""
-        return _segments(self._folder)[::-1]
-
-    def is_read(self, segment: Path) -> bool:
-        """Whether records of a segment were read."""
-        return segment in self._ends
-
-    def read_new(self, segment: Path) -> Iterator[tuple[LedgerRecord, ArchiveOffset]]:
-        """Yield a segment's records that were completed since the last call, as `scan_archive` does."""
-        self._ends.setdefault(segment, 0)
-        for record, offset in _scan_segment(segment, self._ends[segment]):
-            self._ends[segment] = offset.offset + offset.size
-            yield record, offset
+    def _scan(self, path: Path) -> None:
+        end = self._ends.get(path, 0)
+        for record, offset in _scan_segment(path, end):
+            key = record.prompt, record.hash
+            known = self._offsets.get(key)
+            if known is None or _segment_number(known.file) <= _segment_number(path):  # of a repeated step, the newest
+                self._offsets[key] = offset
+            end = offset.offset + offset.size
+        self._ends[path] = end
 
 
 def scan_archive(folder: Path) -> Iterator[tuple[LedgerRecord, ArchiveOffset]]:
@@ -279,6 +317,8 @@ def _scan_segment(path: Path, begin: int = 0) -> Iterator[tuple[LedgerRecord, Ar
                 yield from ((record, ArchiveOffset(path, *position)) for record, *position in _scan(data, begin))
     except FileNotFoundError:  # removed meanwhile
         return
+    except OSError as error:
+        raise PenstockError(f"{path} cannot be read: {error}") from error
 
 
 def _scan(data: mmap.mmap, begin: int) -> Iterator[tuple[LedgerRecord, int, int, int]]:

@@ -24,7 +24,7 @@ from stream.logger import log
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group
 from stream.trainer.archive import Archive
-from stream.trainer.consumer import Checked, Consumer
+from stream.trainer.consumer import Checked, Consumer, DroppedGroup
 from stream.trainer.folder_lock import RunFolderLock, last_token
 from stream.trainer.lease import TrainerLease
 from stream.trainer.ledger import Ledger
@@ -71,7 +71,7 @@ async def open_consumer(
     stage: Stage,
     ledger_path: Path,
     resume: ResumePoint,
-    check: Callable[[Group, int], Checked | Dropped],
+    check: Callable[[Group, int], Checked | Dropped | DroppedGroup],
     *,
     archive: Archive | None = None,
     stall_timeout_s: float = 600.0,

@@ -51,8 +51,19 @@ class LeasedGroup(Struct, Generic[Checked], frozen=True, eq=False):
     """What the consumer's `check` returned; the group itself without `check`."""
 
 
+class DroppedGroup(Struct, frozen=True):
+    """What a consumer's `check` returns to end a group without training, and to have the reasons archived."""
+
+    reason: str
+    """Of the group's outcome."""
+    completions: Sequence[TrainedCompletion] = ()
+    """Of each completion that is not greedy: why it bears no loss."""
+
+
 class Consumer(Generic[Checked]):
-    """A trainer's access to scored groups; made by `consume` or `open_consumer`. One task uses it.
+    """A trainer's access to scored groups; made by `consume` or `open_consumer`.
+
+    One task uses it; another one may `announce` a version meanwhile.
 
     Args:
         trainer_lease: the right to end groups and to publish.
@@ -60,8 +71,8 @@ class Consumer(Generic[Checked]):
         ledger: what has ended, cut to the resume point.
         resume: where this trainer begins.
         check: called in a thread with each new group and the current policy version, once. Returns what the trainer
-            wants to keep of it (`LeasedGroup.checked`), or `Dropped` to end it without training. A `RecordError` makes
-            the entry a dead letter.
+            wants to keep of it (`LeasedGroup.checked`), or `Dropped` or `DroppedGroup` to end it without training. A
+            `RecordError` makes the entry a dead letter.
         archive: stores each group that ends; None: groups are not stored.
         stall_timeout_s: how long `claim` waits for a group.
         requeued_groups: number of groups that the resume point lacks and that come again.
@@ -73,7 +84,7 @@ class Consumer(Generic[Checked]):
         stage: Stage,
         ledger: Ledger,
         resume: ResumePoint,
-        check: Callable[[Group, int], Checked | Dropped],
+        check: Callable[[Group, int], Checked | Dropped | DroppedGroup],
         *,
         archive: Archive | None = None,
         stall_timeout_s: float = 600.0,
@@ -84,13 +95,15 @@ class Consumer(Generic[Checked]):
         self.connection: RunConnection = stage.connection
         self.ledger = ledger
         self.version = resume.version
-        """The policy version published last; before the first publication, the resume point's."""
+        """The policy version of the trained weights: the one reserved last. Before the first, the resume point's."""
         self.step = resume.step
         """Steps committed so far."""
         self.buffer: dict[str, LeasedGroup[Checked]] = {}
         """Leased groups that no step has taken yet, by prompt id."""
-        self._in_step: set[str] = set()
-        """Prompts of the groups that `pop` returned and `commit` has not ended yet."""
+        self._in_step: dict[str, str] = {}
+        """Entries of the groups that `pop` returned and `commit` has not ended yet, by prompt id."""
+        self._copies: dict[str, Lease] = {}
+        """Other entries of prompts in `_in_step`, by id: a server that lost writes delivered these prompts again."""
         self._stage = stage
         self._check = check
         self._archive = archive
@@ -161,14 +174,17 @@ class Consumer(Generic[Checked]):
 
     def pop(self, prompt_ids: Collection[str]) -> list[LeasedGroup[Checked]]:
         """Take these groups out of the buffer, in the order of their prompt ids: arrival order must not matter."""
-        self._in_step.update(prompt_ids)
-        return [self.buffer.pop(prompt_id) for prompt_id in sorted(prompt_ids)]
+        groups = [self.buffer.pop(prompt_id) for prompt_id in sorted(prompt_ids)]
+        self._in_step.update((each.group.prompt.id, each.lease.id) for each in groups)
+        return groups
 
     async def release_all(self) -> None:
         """Return all buffered groups to the queue without counting a failure."""
-        while self.buffer:
-            _, leased = self.buffer.popitem()
-            await _ignore_lost_lease(self._stage.release(leased.lease, "none", ""))
+        leases = [*(leased.lease for leased in self.buffer.values()), *self._copies.values()]
+        self.buffer.clear()
+        self._copies.clear()
+        for lease in leases:
+            await _ignore_lost_lease(self._stage.release(lease, "none", ""))
 
     async def commit(
         self,
@@ -198,12 +214,20 @@ class Consumer(Generic[Checked]):
         await self._record_untrained()
         await self._record(ended, step, completions)
         self.step = step
-        await self._end([EndedGroup(each.lease, outcome, in_step=True) for each, outcome in ended])
-        self._in_step.difference_update(each.group.prompt.id for each in groups)
+        for each in groups:
+            self._in_step.pop(each.group.prompt.id, None)
+        copies = [lease for lease in self._copies.values() if lease.prompt_id not in self._in_step]
+        await self._end(
+            [EndedGroup(each.lease, outcome, in_step=True) for each, outcome in ended]
+            + [EndedGroup(lease, AlreadyEnded(self.ledger.outcomes[lease.prompt_id])) for lease in copies]
+        )
+        for lease in copies:
+            del self._copies[lease.id]
 
     async def reserve_version(self, highest_known: int = -1) -> int:
-        """Reserve a policy version number that was never used, above `highest_known`."""
-        return await self.trainer_lease.reserve_version(max(highest_known, self.version))
+        """Reserve a policy version number that was never used, above `highest_known`, and make it `version`."""
+        self.version = await self.trainer_lease.reserve_version(max(highest_known, self.version))
+        return self.version
 
     async def announce(self, version: int, path: Path, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Tell all workers that the engines have a policy version; places of groups committed before are free.
@@ -295,6 +319,10 @@ class Consumer(Generic[Checked]):
             prompt_id = group.prompt.id
             if prompt_id in self.ledger.outcomes:
                 return [EndedGroup(lease, AlreadyEnded(self.ledger.outcomes[prompt_id]))]
+            if prompt_id in self._in_step:
+                if lease.id != self._in_step[prompt_id]:
+                    self._copies[lease.id] = lease
+                return []
             known = self.buffer.get(prompt_id)
             if known is not None and known.lease.id == lease.id:
                 # The lease had run out while this process was suspended or offline; this process has claimed it again.
@@ -309,7 +337,7 @@ class Consumer(Generic[Checked]):
             return []
         return await self._accept(lease, group, checked)
 
-    async def _accept(self, lease: Lease, group: Group, checked: Checked | Dropped) -> list[EndedGroup]:
+    async def _accept(self, lease: Lease, group: Group, checked: Checked | Dropped | DroppedGroup) -> list[EndedGroup]:
         """Buffer a new group, or drop it; an older copy of its prompt ends as a duplicate either way.
 
         The newer copy is the one that the server certainly knows: after it lost its last writes it may have forgotten
@@ -317,9 +345,11 @@ class Consumer(Generic[Checked]):
         """
         ended = []
         older = self.buffer.pop(group.prompt.id, None)
-        if isinstance(checked, Dropped):
-            await self._record([(LeasedGroup(lease, group, None), checked)], self.step + 1)
-            ended.append(EndedGroup(lease, checked))
+        if isinstance(checked, Dropped | DroppedGroup):
+            outcome = Dropped(checked.reason)
+            completions = {group.prompt.id: checked.completions} if isinstance(checked, DroppedGroup) else None
+            await self._record([(LeasedGroup(lease, group, None), outcome)], self.step + 1, completions)
+            ended.append(EndedGroup(lease, outcome))
         else:
             self.buffer[group.prompt.id] = LeasedGroup(lease, group, checked)
         if older is not None:

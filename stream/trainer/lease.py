@@ -89,10 +89,11 @@ class TrainerLease:
                 continue
             if anyio.current_time() > deadline:
                 raise FencedError(
-                    f"{holder} trains run {connection.run!r} already; stop it first, or give this run another name"
+                    f"{owner_name(holder)} trains run {connection.run!r} already; "
+                    "stop it first, or give this run another name"
                 )
             if not logged:
-                log.info("trainer.waiting", holder=holder, lease_ms=answer[2])
+                log.info("trainer.waiting", holder=owner_name(holder), lease_ms=answer[2])
                 logged = True
             await anyio.sleep(min(1.0, answer[2] / 1000 + 0.01))
 
@@ -356,6 +357,17 @@ class TrainerLease:
             raise FencedError(f"another trainer has taken over run {self.connection.run!r}; this one must stop")
 
 
+def owner_name(owner: str) -> str:
+    """Return a lease's owner as people read it: `process 343 on gpu-3`. A name of another form stays as it is."""
+    place, pid = _place_and_pid(owner)
+    return f"process {pid} on {place.partition(':pid:')[0]}" if pid.isdigit() else owner
+
+
+def _place_and_pid(owner: str) -> tuple[str, str]:
+    place, pid, _ = (*owner.rsplit("/", 2), "", "")[:3]
+    return place, pid
+
+
 def _process_namespace() -> str:
     """Return what makes a process id unique: the host and, on Linux, the namespace of process ids (containers)."""
     try:
@@ -366,7 +378,7 @@ def _process_namespace() -> str:
 
 def _has_exited(holder: str, namespace: str) -> bool:
     """Return whether the holder was a process of our namespace that no longer exists."""
-    place, pid, _ = (*holder.rsplit("/", 2), "", "")[:3]
+    place, pid = _place_and_pid(holder)
     if place != namespace or not pid.isdigit():
         return False
     try:

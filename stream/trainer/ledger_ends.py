@@ -54,6 +54,6 @@ async def download_ends(connection: RunConnection, ledger_bytes: int) -> dict[st
     try:
         content = await anyio.to_thread.run_sync(zlib.decompress, packed)
         found = msgspec.msgpack.decode(content, type=LedgerEnds)
-    except (zlib.error, msgspec.DecodeError) as error:
+    except (zlib.error, ValueError) as error:
         raise RecordError(f"the server's key {name} is damaged: restart the trainer, which writes it anew") from error
     return found.ends if found.ledger_bytes == ledger_bytes else None

@@ -95,7 +95,7 @@ def decode_event(text: bytes) -> LedgerEvent | None:
     """Parse one line of the ledger; None if it is no event."""
     try:
         return _event_decoder.decode(text)
-    except msgspec.DecodeError:
+    except ValueError:
         return None
 
 
@@ -150,8 +150,11 @@ class LedgerTail:
         """Read the records that were completed since the last call.
 
         Returns:
-            The records; and whether the ledger was cut meanwhile, so that they are all of it.
+            The records; and whether the ledger was cut or removed meanwhile, so that they are all of it.
         """
+        if not self.exists():
+            is_cut, self._read, self._last = bool(self._read), 0, b""
+            return [], is_cut
         with self._path.open("rb") as file:
             file.seek(self._read - len(self._last))
             is_cut = file.read(len(self._last)) != self._last

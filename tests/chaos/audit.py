@@ -36,11 +36,13 @@ class Verdict(Struct, kw_only=True):
     """Duplicate groups that the trainer discarded, mostly after the server lost its record of them."""
     unsettled: int
     """Rest on the server: entries, unfinished prompts, and differences between its counters and the ends found here."""
+    orphaned: int
+    """Records on the server that belong to no entry and no dead letter; nobody would ever free their memory."""
 
 
 def audit(folder: Path, groups: int) -> Verdict:
     """Audit the run in `folder`; no role may be at work."""
-    view, dead = with_run(find_run(str(folder)), _ask)
+    view, dead, records = with_run(find_run(str(folder)), _ask)
     checkpoint = CheckpointStore(folder / "checkpoints").latest()
     weights = testimony(checkpoint.model).tolist() if checkpoint else [0.0] * groups
     noted: list[list[str]] = [[] for _ in range(groups)]
@@ -74,18 +76,27 @@ def audit(folder: Path, groups: int) -> Verdict:
         contradicted=sum(("trained" in noted[row]) != (weight == 1.0) for row, weight in enumerate(weights)),
         forgotten=view.counts.get("duplicates", 0),
         unsettled=_unsettled(view, trained, reasons, buried_once),
+        orphaned=sum(not _has_owner(name, {letter.id for letter in dead}) for name in records),
     )
 
 
 def acquitted(verdict: Verdict, groups: int) -> bool:
     """Whether nothing is lost or duplicated, every end is the intended one, and all records agree."""
     ended = verdict.trained + sum(verdict.dropped.values()) + verdict.dead
-    amiss = (verdict.lost, verdict.twice, verdict.astray, verdict.contradicted, verdict.unsettled)
+    amiss = (verdict.lost, verdict.twice, verdict.astray, verdict.contradicted, verdict.unsettled, verdict.orphaned)
     return verdict.fed == groups == ended and not any(amiss)
 
 
-async def _ask(connection: RunConnection) -> tuple[RunStatus, list[DeadLetter]]:
-    return await read_status(connection), await list_dead_letters(connection, count=1_000_000)
+async def _ask(connection: RunConnection) -> tuple[RunStatus, list[DeadLetter], list[str]]:
+    letters = await list_dead_letters(connection, count=1_000_000)
+    names = [name.decode() async for name in connection.redis.scan_iter(connection.key("*"), count=1000)]
+    records = [name for name in names if ":payload:" in name or ":partials:" in name]
+    return await read_status(connection), letters, records
+
+
+def _has_owner(record: str, dead: set[str]) -> bool:
+    """Whether the key of a record is that of a dead letter: no entry is left when a run has ended."""
+    return ":dead:payload:" in record and record.rpartition(":")[2] in dead
 
 
 def _unsettled(view: RunStatus, trained: int, dropped: dict[str, int], dead: int) -> int:

@@ -225,7 +225,7 @@ def _role(command_line: Path) -> str | None:
         return None
     if words[0].partition(" ")[0].endswith(("redis-server", "valkey-server")):  # the server rewrites its command line
         return SERVER
-    for script, role in (("trainer.py", "train"), ("engine.py", "engine")):
-        if any(word.endswith((f"chaos/{script}", f"evaluation/{script}")) for word in words):
+    for script, role in (("trainer.py", "train"), ("engine.py", "engine"), ("patient_rollout.py", "rollout")):
+        if any(word.endswith((f"chaos/{script}", f"evaluation/{script}", f"faults/{script}")) for word in words):
             return role
     return words[words.index("workers") + 1] if "workers" in words else None

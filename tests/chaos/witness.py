@@ -5,7 +5,7 @@ A prompt's parameter therefore counts the batches that contained the prompt. No 
 hold it as they hold any weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -53,14 +53,23 @@ class Witness:
         }
         return StepReport(trained=True, skipped="", dropped={}, loss=loss.item(), metrics=metrics)
 
-    def save_weights(self, folder: Path) -> None:
-        """Write the weights to a new folder."""
-        with create_folder_atomically(folder) as temporary:
-            self.write_trained_weights(temporary)
+    def copy_weights(self) -> Callable[[Path], None]:
+        """Copy the weights; return a function that writes the copy to a new folder."""
+        copy, steps = self.counts.detach().clone(), self.steps
+
+        def write(folder: Path) -> None:
+            with create_folder_atomically(folder) as temporary:
+                self.write_copy(temporary, copy, steps)
+
+        return write
+
+    def write_copy(self, folder: Path, counts: Tensor, _steps: int) -> None:
+        """Write the weights of a step into an existing folder."""
+        save_file({"counts": counts}, folder / FILE)
 
     def write_trained_weights(self, folder: Path) -> None:
         """Write the weights into an existing folder."""
-        save_file({"counts": self.counts.detach()}, folder / FILE)
+        self.write_copy(folder, self.counts.detach(), self.steps)
 
     def state(self) -> dict[str, Tensor]:
         """Empty: plain SGD has no state."""

@@ -62,6 +62,17 @@ def tls_server(make_server, binary, ours):
     return port, f"ssl_certfile={certificate}&ssl_keyfile={key}"
 
 
+@pytest.fixture
+def sentinel(tmp_path):
+    """URL of a Sentinel that watches nothing."""
+    port = free_port()
+    settings = tmp_path / "sentinel.conf"
+    settings.write_text(f"port {port}\n")
+    with subprocess.Popen([find_server(), settings, "--sentinel", "--logfile", tmp_path / "sentinel.log"]) as process:
+        yield f"redis://127.0.0.1:{port}"
+        process.kill()
+
+
 async def works(url: str, run: str, pipe_on) -> None:
     """Check that a prompt can be fed and claimed over this URL."""
     async with connect(url, run, reconnect_s=5) as connection:
@@ -184,6 +195,10 @@ async def test_a_server_that_is_not_redis_is_reported():
         tasks.start_soon(listener.serve, answer)
         await refused(f"redis://:{HUSH}@127.0.0.1:{port}", "the server that answers is not Redis")
         tasks.cancel_scope.cancel()
+
+
+async def test_a_sentinel_is_refused_with_the_server_to_name(sentinel):
+    await refused(sentinel, "is a Sentinel.*name the master itself")
 
 
 async def test_connecting_waits_for_a_server_that_starts_later(make_server, run_name, pipe_on):

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 import anyio
 import pytest
 
+from envs.remote.service_client import parse_retry_after
 from stream.errors import EngineError
 from tests.cases.authority import Authority
 from tests.cases.ports import free_port
 from workers.engine_api.connection import ConnectionPool, RequestTimeoutError, UnreachableError
+from workers.engine_api.request_target import RequestTarget
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
@@ -110,13 +112,14 @@ async def test_answers_are_read_and_their_connection_is_used_again(parts):
     "answer",
     [
         sends(b"HTTP/1.1 200 OK\r\n\r\nhi", close=True),
+        sends(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: identity\r\n\r\nhi", close=True),
         sends(b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nhi", close=True),
         sends(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi"),
         sends(OK + OK),
         sends(OK + b"junk"),
         sends(OK, b"junk"),
     ],
-    ids=["length unknown", "HTTP/1.0", "close", "two answers", "junk behind", "junk later"],
+    ids=["length unknown", "not chunked", "HTTP/1.0", "close", "two answers", "junk behind", "junk later"],
 )
 async def test_an_answer_counts_although_its_connection_cannot_be_used_again(answer):
     async with serving(answer) as server, ConnectionPool() as pool:
@@ -132,7 +135,10 @@ async def test_an_answer_counts_although_its_connection_cannot_be_used_again(ans
         (sends(b"\0\1\2"), EngineError, "not valid HTTP"),
         (sends(b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n"), EngineError, "not valid HTTP"),
         (sends(OK[:-6] + b"\r\nTransfer-Encoding: chunked\r\n\r\n"), EngineError, "not valid"),
-        (sends(b"HTTP/1.1 101 Go\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n"), EngineError, "not valid HTTP"),
+        (sends(b"HTTP/1.1 101 Go\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n"), EngineError, "another protocol"),
+        (sends(OK[:-6] + b"\r\nContent-Encoding: gzip\r\n\r\n\x1f\x8b"), EngineError, r"compressed \(gzip\)"),
+        (sends(b"HTTP/1.1 100 Continue\r\n\r\n", close=True), UnreachableError, "closed the connection"),
+        (sends(b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n", close=True), UnreachableError, "closed"),
         (sends(b"", close=True), UnreachableError, "closed the connection"),
         (sends(b"HTTP/1.1 200 OK\r\n", close=True), UnreachableError, "closed the connection"),
         (sends(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nhi", close=True), UnreachableError, "closed"),
@@ -144,7 +150,10 @@ async def test_an_answer_counts_although_its_connection_cannot_be_used_again(ans
         (never, RequestTimeoutError, "no answer within 0.1 s"),
         (sends(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nhi"), RequestTimeoutError, "no answer within"),
     ],
-    ids=["bytes", "negative", "two lengths", "upgrade", "nothing", "half a head", "cut", "redirect", "never", "stuck"],
+    ids=[
+        *("bytes", "negative", "two lengths", "upgrade", "gzip", "interim alone", "half a head behind it", "nothing"),
+        *("half a head", "cut", "redirect", "never", "stuck"),
+    ],
 )
 async def test_a_broken_answer_is_an_error_that_names_the_request_and_leaves_no_connection(answer, kind, message):
     async with serving(answer) as server, ConnectionPool() as pool:
@@ -156,6 +165,54 @@ async def test_a_broken_answer_is_an_error_that_names_the_request_and_leaves_no_
             while server.open and kind is not EngineError:
                 await asyncio.sleep(0.01)
         assert pool.continuity(server.url) is None or "http://b/" in message
+
+
+@pytest.mark.parametrize(
+    ("begin", "part", "message"),
+    [
+        (b"HTTP/1.1 200 OK\r\nX: ", b"x" * 60_000, "head has more than 1,000,000 bytes"),
+        (b"HTTP/1.1 200 OK\r\n", b"X: y\r\n" * 10_000, "head has more than 1,000,000 bytes"),
+        (b"", b"HTTP/1.1 102 Processing\r\n\r\n" * 2_000, "head has more than 1,000,000 bytes"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 60_000, "answer has more than 2,000,000 bytes"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\nx\r\n" * 10_000, "more than 2,000,000 bytes"),
+    ],
+    ids=["long header", "many headers", "many interim answers", "body until close", "small chunks"],
+)
+async def test_an_endless_answer_ends_with_an_error_long_before_its_deadline(monkeypatch, begin, part, message):
+    monkeypatch.setattr("workers.engine_api.http_connection.MAX_ANSWER_BYTES", 2_000_000)
+
+    async def endless(_server: RawServer, writer: asyncio.StreamWriter) -> None:
+        writer.write(begin)
+        while True:
+            writer.write(part)
+            await writer.drain()
+
+    async with serving(endless) as server, ConnectionPool() as pool:
+        with anyio.fail_after(5), pytest.raises(EngineError, match=message):
+            await get(pool, server.url, 600)
+        assert pool.continuity(server.url) is None
+
+
+async def test_a_connection_whose_request_was_answered_before_it_was_sent_is_not_used_again():
+    writers = list[asyncio.StreamWriter]()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        await reader.readuntil(b"\r\n\r\n")  # and never the body
+        writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 2\r\n\r\nno")
+
+    listener = await asyncio.start_server(refuse, "127.0.0.1", 0, limit=1000)
+    url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with ConnectionPool() as pool:
+        for _ in range(2):
+            assert await pool.request("POST", url, 5, b" " * 20_000_000) == (413, b"no")
+    listener.close()
+    for writer in writers:
+        writer.transport.abort()
+
+
+async def test_port_zero_is_not_the_default_port():
+    assert RequestTarget.parse("GET", "http://127.0.0.1:0/").server.port == 0
 
 
 async def test_a_closed_port_is_unreachable():
@@ -302,5 +359,23 @@ async def test_what_is_sent():
     assert lines[0] == b"POST /a?b=c HTTP/1.1"
     assert f"Host: {server.url[7:]}".encode() in lines
     assert b"Content-Type: application/json" in lines
+    assert b"Accept-Encoding: identity" in lines
     assert b"Authorization: Basic dXNlcjpwIHc=" in lines
     assert (lines[-1], body) == (b"Content-Length: 2", b"{}")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("7", 7.0),
+        (" 0 ", 0.0),
+        ("99999999999999", 60.0),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
+        ("Wed, 21 Oct 2099 07:28:00 GMT", 60.0),
+        ("-3", None),
+        ("soon", None),
+        ("", None),
+    ],
+)
+def test_the_time_after_which_to_ask_again_is_bounded(text, seconds):
+    assert parse_retry_after(text) == seconds

@@ -244,6 +244,45 @@ async def test_a_group_that_check_drops_is_recorded_and_not_buffered(make_consum
     assert (await pipe.balance())["dropped"] == 1
 
 
+@pytest.mark.parametrize("copy", ["like the first", "to be dropped", "unreadable"])
+async def test_copies_that_arrive_during_and_after_the_step_of_their_prompt_are_not_checked(make_consumer, pipe, copy):
+    await pipe.scored("a")
+    checked: list[str] = []
+
+    def check(group, _):
+        checked.append(group.prompt.id)
+        if len(checked) == 1 or copy == "like the first":
+            return group
+        if copy == "unreadable":
+            raise RecordError("a token outside of the vocabulary")
+        return Dropped("difficulty")
+
+    consumer = make_consumer(check)
+    await consumer.poll(1)
+    in_step = consumer.pop("a")
+    await add_copy(pipe, "a")  # by a server that lost its last writes
+    await consumer.poll(1)
+    assert not consumer.buffer
+    await consumer.commit(in_step, 1)
+    await add_copy(pipe, "a")
+    await consumer.poll(1)
+    assert (checked, consumer.buffer) == (["a"], {})
+    assert consumer.ledger.outcomes == {"a": Trained()}
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1, "duplicates": 2}
+    assert await list_dead_letters(pipe.connection) == []
+
+
+async def test_a_trainer_that_stops_releases_copies_of_what_it_trains(make_consumer, pipe):
+    await pipe.scored("a")
+    consumer = make_consumer()
+    await consumer.poll(1)
+    consumer.pop("a")
+    await add_copy(pipe, "a")
+    await consumer.poll(1)
+    await consumer.release_all()
+    assert len((await pipe.stage("scored", "other").claim(5)).leases) == 1
+
+
 async def test_a_newer_copy_replaces_the_buffered_one(make_consumer, pipe):
     await pipe.scored("a")
     consumer = make_consumer()

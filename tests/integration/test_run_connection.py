@@ -67,6 +67,22 @@ async def test_a_server_that_stays_down_is_an_error_without_the_password(server,
         assert time.monotonic() - began < 2
 
 
+async def test_a_process_that_was_suspended_has_not_waited_for_the_server_meanwhile(redis_url, run_name, monkeypatch):
+    monkeypatch.setattr("stream.connection.run_connection._ANSWER_TIMEOUT_S", 0.05)
+    suspensions = iter([0.4])
+    async with connect(redis_url, run_name, reconnect_s=0.3) as connection:
+
+        async def call():
+            for suspended_s in suspensions:
+                until = time.monotonic() + suspended_s
+                while time.monotonic() < until:
+                    pass  # nothing else in this process runs
+                await anyio.sleep_forever()
+            return await connection.redis.ping()
+
+        assert await connection.with_retry(call)
+
+
 @pytest.mark.parametrize("url", ["unix://:opensesame@{}", "unix://{}?password=opensesame"])
 async def test_no_error_shows_a_password(url, tmp_path):
     with pytest.raises(ServerError, match="did not answer") as caught:

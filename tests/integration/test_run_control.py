@@ -180,7 +180,8 @@ async def test_the_status_says_who_paused_the_run_and_when(pipe, redis_url, caps
     assert "paused" not in capsys.readouterr().out
 
 
-async def test_a_trainer_does_not_call_a_paused_run_stalled(pipe, tmp_path):
+@pytest.mark.parametrize("cause", ["paused", "publishing"])
+async def test_a_trainer_does_not_call_a_paused_run_stalled(pipe, tmp_path, cause):
     """It wakes four times a second, and could find the timeout exceeded each time."""
     settings = settings_in(tmp_path, pipe.connection.run, abort={"stall_timeout_s": 0.5})
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
@@ -189,20 +190,22 @@ async def test_a_trainer_does_not_call_a_paused_run_stalled(pipe, tmp_path):
     consumer = Consumer(trainer_lease, pipe.stage("scored"), ledger, ResumePoint(), checker.check)
     collector = Collector(settings, consumer, checker)
     await pipe.feed("a")
-    await pause(pipe.connection, ANN)
+    if cause == "paused":
+        await pause(pipe.connection, ANN)
     resumed = False
     with pytest.RaisesGroup(pytest.RaisesExc(RunFailedError, match=r"abort.stall_timeout_s = 0.5 s")):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(collector.collect)
+            tasks.start_soon(collector.collect, 1, lambda: cause == "publishing" and not resumed)
             for _ in range(5):
                 await pipe.connection.write_hash("meta", {"capacity": "8"})
                 await anyio.sleep(0.25)
-            await resume(pipe.connection, ANN)
+            if cause == "paused":
+                await resume(pipe.connection, ANN)
             resumed = True
             for _ in range(20):
                 await pipe.connection.write_hash("meta", {"capacity": "8"})
                 await anyio.sleep(0.25)
-    assert resumed, "it gave up while the run was paused"
+    assert resumed, f"it gave up while the run was {cause}"
     await anyio.to_thread.run_sync(ledger.close)
 
 

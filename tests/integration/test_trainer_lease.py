@@ -1,5 +1,6 @@
 """The trainer's lease: fencing, commits, acknowledgement, recovery."""
 
+import os
 import subprocess
 import sys
 import time
@@ -52,7 +53,7 @@ async def test_a_second_trainer_is_refused_while_the_first_renews(pipe):
     first = await TrainerLease.acquire(pipe.connection, 0.3)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(first.renew_forever)
-        with pytest.raises(FencedError, match=r"trains run .* already"):
+        with pytest.raises(FencedError, match=rf"^process {os.getpid()} on \S+ trains run .* already"):
             await TrainerLease.acquire(pipe.connection, 0.3)
         assert await first.reserve_version(0) == 1
         tasks.cancel_scope.cancel()
@@ -201,6 +202,16 @@ async def test_version_numbers_are_never_used_twice(pipe):
     second = await TrainerLease.acquire(pipe.connection, 30.0)
     assert await second.reserve_version(0) == 2
     assert await second.reserve_version(17) == 18  # engines or checkpoints have versions that the server lost
+
+
+async def test_a_published_version_is_not_reserved_again_though_the_server_lost_its_reservation(connection, tmp_path):
+    first = await TrainerLease.acquire(connection, 30)
+    assert [await first.reserve_version(-1), await first.reserve_version(-1)] == [0, 1]
+    await connection.redis.hset(connection.key("policy"), "next", 0)  # a power failure, between push and publication
+    await first.publish(1, tmp_path, 1, {})
+    await first.release()
+    second = await TrainerLease.acquire(connection, 30)  # from a checkpoint of version 0
+    assert await second.reserve_version(0) == 2
 
 
 async def test_the_published_policy_is_readable(pipe, tmp_path):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from stream.connection.address import RedisAddress, has_secret, redact_url
+from stream.connection.address import RedisAddress
+from stream.connection.url import has_secret, redact_url
 from stream.errors import ServerError
 
 
@@ -55,6 +56,21 @@ def test_an_invalid_url_is_an_error_without_secrets(url):
     with pytest.raises(ServerError, match="is not a Redis URL") as caught:
         RedisAddress(url)
     assert "hu" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("redis+sentinel://:hush@host:26379/mymaster", "name the master itself"),
+        ("redis+cluster://:hush@host:7000", "name one node"),
+        ("redis://:hush@one:7000,two:7001", "name one node"),
+        ("host:6379", "write redis://"),
+    ],
+)
+def test_an_address_of_several_servers_is_refused_with_the_one_to_name(url, remedy):
+    with pytest.raises(ServerError, match=remedy) as caught:
+        RedisAddress(url)
+    assert "hush" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

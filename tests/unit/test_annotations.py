@@ -87,7 +87,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # file size limit: the disk seems full
     try:
-        with pytest.raises(RunFailedError, match=r"annotations of step 1.*archive\.annotations = 0"):
+        with pytest.raises(RunFailedError, match=r"annotations of step 1.*archive\.keep"):
             files.write_unpublished(1, 7, {"a": DONE})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -241,6 +241,7 @@ def test_a_full_disk_is_an_error_and_earlier_groups_remain(tmp_path):
 def test_a_segment_removed_during_reading_is_an_error(tmp_path):
     life(tmp_path, group("a"))
     result = ArchivedGroups(tmp_path)
+    assert ("a", content_hash(group("a"))) in result
     segments(tmp_path)[0].unlink()
     with pytest.raises(PenstockError, match=r"was removed while it was read \(archive.keep\)"):
         result.read("a", content_hash(group("a")))

@@ -240,6 +240,10 @@ async def test_top_prints_json_lines_without_a_terminal_until_the_run_has_finish
     async def read(connection, *, with_in_flight):
         return next(answers)
 
+    async def first(connection):
+        return await read(connection, with_in_flight=True)
+
+    monkeypatch.setattr(top, "first_status", first)
     monkeypatch.setattr(top, "read_status", read)
     monkeypatch.setattr(top, "_INTERVAL_S", 0.0)
     await top._print_lines(SimpleNamespace(run="demo"), 60.0)
