@@ -44,8 +44,9 @@ Files, and where to add something::
 """
 
 import pkgutil
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from stream.lazy_names import lazy_names
 
 __path__ = pkgutil.extend_path(__path__, __name__)  # a user's own folder `envs/` becomes part of this package
 
@@ -77,12 +78,5 @@ _NAMES = {
     "envs.snapshot": ("freeze", "thaw"),
     "envs.tools": ("ToolArgumentError", "ToolSpec"),
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name at its first use: a child process of a pool needs none of them, and starts often."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
-    return found
+# A child process of a pool needs none of them, and starts often.
+__getattr__ = lazy_names(__name__, _NAMES)

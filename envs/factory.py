@@ -237,11 +237,9 @@ def _nested_classes(cls: type) -> Iterator[type]:
 
 def _close(sample: Any, ref: str) -> None:
     """Close the inspected environment, with a deadline."""
-    close = getattr(sample, "close", None)
-    if not callable(close):
-        return
     try:
-        run_in_thread(close, _CLOSE_TIMEOUT_S, ref)
+        if callable(close := getattr(sample, "close", None)):
+            run_in_thread(close, _CLOSE_TIMEOUT_S, ref)
     except Exception as error:  # noqa: BLE001  (user code; the environment is discarded anyway)
         log.warning("environment.close_failed", environment=ref, why=describe_error(error))
 

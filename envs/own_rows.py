@@ -81,7 +81,7 @@ def _encode(row: Any, place: str) -> bytes:
     plain = dict(row)
     try:
         text = json.dumps(plain, allow_nan=False, ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{place} has a value that JSON cannot hold: {error}; return text, numbers, lists") from error
     return text.encode(errors="surrogatepass")
 

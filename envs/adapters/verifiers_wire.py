@@ -74,7 +74,7 @@ class Connection:
                 continue
             try:
                 data = msgspec.msgpack.decode(frames[2])
-            except (msgspec.DecodeError, ValueError, TypeError) as error:
+            except (ValueError, TypeError) as error:
                 raise EnvironmentFailure(f"the environment server sent an invalid message: {error}") from error
             if not isinstance(data, dict):
                 raise EnvironmentFailure(f"the environment server sends a {type(data).__name__}, not a map")

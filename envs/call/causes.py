@@ -8,7 +8,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from envs.call.outcomes import Failed, Ok, Outcome, TimedOut, describe_error, describe_failure
+from envs.call.outcomes import (
+    Failed,
+    Ok,
+    Outcome,
+    TimedOut,
+    describe_error,
+    describe_failure,
+    replace_surrogates,
+)
 from stream.causes import MAX_TRACEBACK, ErrorCause
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
@@ -78,8 +86,8 @@ def _cause(exception: str, frames: Sequence[traceback.FrameSummary], source: str
 def _only(error: BaseException) -> str:
     """Return the last line of a traceback."""
     try:
-        return "".join(traceback.format_exception_only(error))
-    except Exception:  # noqa: BLE001  (__str__ is user code too)
+        return replace_surrogates("".join(traceback.format_exception_only(error)))
+    except BaseException:  # noqa: BLE001  (__str__ is user code too, and may even exit)
         return describe_error(error)
 
 

@@ -1,22 +1,21 @@
 """How a call of user code ended, and what to say about it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from traceback import FrameSummary
 from typing import Any
+
+from msgspec import Struct
 
 _MAX_TEXT = 2000
 
 
-@dataclass(frozen=True, slots=True)
-class Ok:
+class Ok(Struct, frozen=True):
     """The call returned."""
 
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Struct, frozen=True):
     """The call raised."""
 
     error: BaseException
@@ -24,8 +23,7 @@ class Failed:
     """The interim result of a job whose process ended (`envs.processes.child_main.report_interim`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimedOut:
+class TimedOut(Struct, frozen=True):
     """The call passed its deadline. A thread cannot be stopped, so the function may still be running."""
 
     timeout_s: float
@@ -50,7 +48,7 @@ def describe_error(error: BaseException) -> str:
     """Return an exception's type and message as one text of at most 2,000 characters."""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001  (__str__ is user code too)
+    except BaseException:  # noqa: BLE001  (__str__ is user code too, and may even exit)
         text = "(its message cannot be read)"
     name = type(error).__name__
     return replace_surrogates(f"{name}: {text}" if text else name)[:_MAX_TEXT]
@@ -68,7 +66,11 @@ def describe_failure(outcome: Outcome) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """Replace lone surrogates, which neither tokenizers nor records accept, by question marks."""
+    """Return a plain string without lone surrogates, which neither tokenizers nor records accept; they become `?`.
+
+    Libraries return subclasses of `str` (numpy, lxml, Beautiful Soup, MarkupSafe), which records do not accept either.
+    """
+    text = str.__str__(text)
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -46,14 +46,16 @@ class CallRunner:
             The outcome of each call, and its wall time; that of the first one includes waiting for a thread.
         """
         outcomes: list[TimedOutcome] = []
-        while len(outcomes) < len(calls):
-            function, arguments = calls[len(outcomes)]
+        left = calls
+        while left:
+            function, arguments = left[0]
             if is_async(function):
                 started = time.monotonic()
                 outcome = await self.call(function, arguments, timeout_s)
                 outcomes.append((outcome, time.monotonic() - started))
             else:
-                outcomes += await self._in_thread(calls[len(outcomes) :], timeout_s)
+                outcomes += await self._in_thread(left, timeout_s)
+            left = calls[len(outcomes) :]
         return outcomes
 
     async def _in_thread(self, calls: Sequence[Call], timeout_s: float) -> list[TimedOutcome]:

@@ -2,7 +2,8 @@
 
 =========================================  =============================================================================
 no connection, no response in time,        retried on another server after a back-off with jitter, `max_attempts` times
-a 5xx, 408 or 429                          in all: `ServiceUnavailableError`
+a 5xx, 408 or 429                          in all: `ServiceUnavailableError`. The header `Retry-After` delays the next
+                                           attempt, at most by `timeout_s`
 any other 4xx                              the request is at fault, never retried: `ServiceRefusedError`
 a redirect                                 never followed or retried: `ServiceError`
 =========================================  =============================================================================
@@ -10,7 +11,9 @@ a redirect                                 never followed or retried: `ServiceEr
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from types import MappingProxyType, TracebackType
 from typing import Annotated, Any, Self, TypeVar
 
@@ -18,7 +21,7 @@ import anyio
 import msgspec
 import structlog
 
-from envs.call import describe_error
+from envs.call import describe_error, replace_surrogates
 from envs.extras import missing_extra
 from stream.backoff import Backoff
 from stream.errors import ServiceError, ServiceRefusedError, ServiceUnavailableError, SettingsError
@@ -34,9 +37,12 @@ RETRY_BACKOFF = Backoff(0.2, 5.0, jitter=1.0)
 """Delay before a request is tried again."""
 _SERVER_BACKOFF = Backoff(0.2, 5.0, jitter=0.0)
 """Time for which other servers are preferred after a failure."""
+_MAX_RETRY_AFTER_S = 60.0
 _CONNECT_S = 10.0
 _RETRYABLE_STATUSES = (408, 429)
 _MAX_ERROR_CHARS = 800
+_MAX_ERROR_BYTES = 100_000
+"""A longer error is shown as it begins, because parsing it would hold up the event loop."""
 
 
 class ClientOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,6 +79,8 @@ class ServerState:
         self.consecutive_failures = 0
         self.backoff_until = -math.inf
         """Other servers are preferred until then."""
+        self.refuses_until = -math.inf
+        """The server does not want to be asked before, as it said."""
         self.is_verified = False
         """The server passed the caller's check, and its connection has not failed since."""
 
@@ -141,7 +149,9 @@ class RewardServiceClient:
         attempts, last = 0, None
         while True:
             now = anyio.current_time()
-            server = min(self.servers, key=lambda s: (s is last, s.backoff_until > now, s.in_flight))
+            server = min(
+                self.servers, key=lambda s: (s.refuses_until > now, s is last, s.backoff_until > now, s.in_flight)
+            )
             try:
                 return await self.post_to(server, path, body), server
             except ServiceUnavailableError as error:
@@ -149,13 +159,14 @@ class RewardServiceClient:
                 if attempts >= self._options.max_attempts:
                     raise ServiceUnavailableError(f"{attempts} attempts failed; the last: {error}") from error
             self.retries += 1
-            await anyio.sleep(RETRY_BACKOFF.delay_s(attempts))
+            refused_s = min(server.refuses_until for server in self.servers) - anyio.current_time()
+            await anyio.sleep(RETRY_BACKOFF.delay_s(attempts) + max(refused_s, 0.0))
 
     async def post_to(self, server: ServerState, path: str, body: bytes) -> bytes:
         """POST to one server, without retries. Raises the same errors as `post`."""
         server.in_flight += 1
         try:
-            status, payload = await self._post(server.url + path, body)
+            status, retry_after, payload = await self._post(server.url + path, body)
         except ServiceUnavailableError as error:
             server.is_verified = False
             server.record_failure(error)
@@ -165,6 +176,8 @@ class RewardServiceClient:
         if status >= 500 or status in _RETRYABLE_STATUSES:
             busy = ServiceUnavailableError(self._describe_response(server, status, payload))
             server.record_failure(busy)
+            refused_s = min(parse_retry_after(retry_after) or 0.0, self._options.timeout_s)
+            server.refuses_until = anyio.current_time() + refused_s
             raise busy
         server.record_success()
         if 200 <= status < 300:
@@ -175,12 +188,13 @@ class RewardServiceClient:
         """Return the text with the secret replaced, in case a server repeats it."""
         return text.replace(self._secret, "***") if self._secret else text
 
-    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
+    async def _post(self, url: str, body: bytes) -> tuple[int, str, bytes]:
+        """Return status, the header `Retry-After`, and the body."""
         timeout_s = self._options.timeout_s
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
         try:
             async with self._session.post(url, data=body, timeout=timeout, allow_redirects=False) as response:
-                return response.status, await response.read()
+                return response.status, response.headers.get("Retry-After", ""), await response.read()
         except aiohttp.InvalidURL as error:
             raise ServiceError(f"{url}: not a valid URL") from error
         except TimeoutError as error:
@@ -196,6 +210,15 @@ class RewardServiceClient:
         return self.redact(describe_response(server.url, status, payload))
 
 
+def parse_retry_after(text: str) -> float | None:
+    """Return the seconds in a header `Retry-After`, a number or a date, at most a minute; None if it is neither."""
+    try:
+        seconds = float(text[:9]) if text.strip().isdecimal() else parsedate_to_datetime(text).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return None
+    return min(max(seconds, 0.0), _MAX_RETRY_AFTER_S)
+
+
 def describe_response(url: str, status: int, payload: bytes) -> str:
     """Return an unexpected response as text for an error message."""
     return f"{url} answers {status}: {error_message(payload)}"
@@ -204,8 +227,8 @@ def describe_response(url: str, status: int, payload: bytes) -> str:
 def error_message(payload: bytes) -> str:
     """Return the error message in a response, in OpenAI's form or any other."""
     try:
-        response: Any = json.loads(payload)
+        response: Any = json.loads(payload if len(payload) <= _MAX_ERROR_BYTES else b"")
         text = response["error"]["message"] if isinstance(response["error"], dict) else response["error"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        text = payload[:_MAX_ERROR_CHARS].decode(errors="replace")
-    return str(text)[:_MAX_ERROR_CHARS]
+        text = payload[: 4 * _MAX_ERROR_CHARS].decode(errors="replace")
+    return replace_surrogates(str(text)[:_MAX_ERROR_CHARS])

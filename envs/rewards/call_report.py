@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from envs.call import Failed, Ok, TimedOut, filter_kwargs
+from envs.call import Failed, Ok, TimedOut, filter_kwargs, replace_surrogates
 from envs.rewards.call_results import CallResult, NamedRewards, RowResult, classify_rows, failure_reward
 from envs.rewards.trainer_state import TrainerState
 from stream.validity import Measured, Reward, RewardReason
@@ -50,7 +50,7 @@ class CallReport:
     def log_metric(self, name: str, value: float) -> None:
         """Log a number, whose mean is the metric `logged/NAME` of the step; one that is not finite is left out."""
         if math.isfinite(number := float(value)):
-            self._metrics.setdefault(str(name), []).append(number)
+            self._metrics.setdefault(replace_surrogates(str(name)), []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Log a value for each completion of the call, stored with it as `extra[column]`.
@@ -61,7 +61,7 @@ class CallReport:
         plain = [_plain(value) for value in values]
         if len(plain) != self._rows:
             raise ValueError(f"log_extra({column!r}) got {len(plain)} values for {self._rows} completions")
-        self._extra[str(column)] = plain
+        self._extra[replace_surrogates(str(column))] = plain
 
     def set_fallback(self, rewards: Any) -> None:
         """Set the rewards that count if the call passes its deadline or its process dies.
@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
     try:
         return msgspec.msgpack.decode(_encoder.encode(value))
     except Exception:  # noqa: BLE001  (a user's object)
-        return str(value)
+        return replace_surrogates(str(value))
 
 
 def _pairs(rewards: Any, rows: int) -> list[tuple[RowResult, Any]]:

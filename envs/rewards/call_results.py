@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from envs.call import Failed, Ok, Outcome, TimedOut, describe_error, outcome_cause
+from envs.call import Failed, Ok, Outcome, TimedOut, describe_error, outcome_cause, replace_surrogates
 from stream.validity import Measured, Reward, RewardReason, Unmeasured, measure
 
 
@@ -51,20 +51,20 @@ def classify_rows(outcome: Outcome, rows: int) -> list[RowResult]:
     return [_classify_row(value) for value in values]
 
 
-def rewards_by_name(value: Mapping[Any, Any]) -> dict[str, Reward]:
+def rewards_by_name(value: Mapping[Any, Any]) -> dict[str, Reward] | Unmeasured:
     """Convert each entry of a mapping to a reward."""
-    return {str(key): to_reward(entry) for key, entry in value.items()}
+    try:
+        return {replace_surrogates(str(key)): to_reward(entry) for key, entry in value.items()}
+    except Exception as error:  # noqa: BLE001  (the mapping may be a user's class)
+        return _raised(value, error)
 
 
 def _classify_row(value: Any) -> RowResult:
     if not isinstance(value, Mapping):
         return to_reward(value)
-    try:
-        by_name = rewards_by_name(value)
-    except Exception as error:  # noqa: BLE001  (the mapping may be a user's class)
-        return Unmeasured(
-            RewardReason.NOT_NUMERIC, f"returned {_type_description(value)}, which raised {describe_error(error)}"
-        )
+    by_name = rewards_by_name(value)
+    if isinstance(by_name, Unmeasured):
+        return by_name
     return NamedRewards(by_name) if by_name else Unmeasured(RewardReason.MISSING, "returned an empty mapping")
 
 
@@ -85,7 +85,13 @@ def read_values(result: Any, count: int, per: str) -> tuple[list[Any], str]:
         count: expected number of values.
         per: what each value stands for, for the message.
     """
-    expected = f"a list of {count} numbers expected, {per}"
+    try:
+        return _read_values(result, count, f"a list of {count} numbers expected, {per}")
+    except Exception as error:  # noqa: BLE001  (the list may be a user's class)
+        return [], _raised(result, error).detail
+
+
+def _read_values(result: Any, count: int, expected: str) -> tuple[list[Any], str]:
     if not isinstance(result, list | tuple):
         shape = getattr(result, "shape", None)  # numpy arrays, tensors, series
         if not isinstance(shape, tuple) or not shape or not callable(getattr(result, "tolist", None)):
@@ -104,11 +110,10 @@ def read_values(result: Any, count: int, per: str) -> tuple[list[Any], str]:
 def to_reward(value: Any) -> Reward:
     """Convert any returned value to a reward; anything but a finite number is `Unmeasured`."""
     try:
-        return measure(value)
+        reward = measure(value)
+        return _storable(reward) if reward.detail or isinstance(reward, Unmeasured) else reward
     except Exception as error:  # noqa: BLE001  (conversion runs the value's own code)
-        return Unmeasured(
-            RewardReason.NOT_NUMERIC, f"returned {_type_description(value)}, which raised {describe_error(error)}"
-        )
+        return _raised(value, error)
 
 
 def failure_reward(outcome: Failed | TimedOut) -> Unmeasured:
@@ -116,6 +121,28 @@ def failure_reward(outcome: Failed | TimedOut) -> Unmeasured:
     if isinstance(outcome, Failed):
         return Unmeasured(RewardReason.RAISED, describe_error(outcome.error), outcome_cause(outcome))
     return Unmeasured(RewardReason.TIMEOUT, f"did not return within {outcome.timeout_s:g} s", outcome_cause(outcome))
+
+
+def _storable(reward: Reward) -> Reward:
+    """Return a reward that a function may have made itself as one that a record can hold.
+
+    An unknown reason becomes part of the text: `Unmeasured("the judge is down")` has the reason `raised`.
+    """
+    detail = replace_surrogates(str(reward.detail))
+    if isinstance(reward, Measured):
+        return msgspec.structs.replace(reward, detail=detail)
+    try:
+        return Unmeasured(RewardReason(reward.reason), detail, reward.cause)
+    except ValueError:
+        own = replace_surrogates(str(reward.reason))
+        return Unmeasured(RewardReason.RAISED, f"{own}: {detail}" if detail else own, reward.cause)
+
+
+def _raised(value: object, error: Exception) -> Unmeasured:
+    """Return the reward of a value whose own code raised when it was read."""
+    return Unmeasured(
+        RewardReason.NOT_NUMERIC, f"returned {_type_description(value)}, which raised {describe_error(error)}"
+    )
 
 
 def _type_description(value: object) -> str:

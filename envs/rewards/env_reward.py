@@ -61,7 +61,10 @@ def accepts_messages(get_reward: Any) -> bool:
 def _to_parts(value: Any, turns: int) -> list[RewardPart]:
     """Classify what `get_reward` returned after a number of model turns."""
     if isinstance(value, Mapping):
-        return [RewardPart(name=f"env.{key}", reward=reward) for key, reward in rewards_by_name(value).items()]
+        by_name = rewards_by_name(value)
+        if isinstance(by_name, Unmeasured):
+            return [RewardPart(name="env", reward=by_name)]
+        return [RewardPart(name=f"env.{key}", reward=reward) for key, reward in by_name.items()]
     if not is_per_turn(value):
         return [RewardPart(name="env", reward=to_reward(value))]
     values, wrong = read_values(value, turns, "one for each model turn")

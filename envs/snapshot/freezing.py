@@ -1,7 +1,9 @@
 """Freeze an environment: encode its data, and note what was omitted."""
 
 import copy
+import copyreg
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,11 @@ from envs.snapshot.value_codec import Packer, Tag, UnfreezableError, encode
 from stream.errors import EnvironmentFailure
 
 _MAX_REASON = 200
+_COPYING = (
+    *("__copy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+    *("__new__", "__getnewargs__", "__getnewargs_ex__"),
+)
+"""What a class may define to decide itself what a copy of an instance is."""
 
 
 def freeze(env: object, max_bytes: int) -> bytes:
@@ -45,7 +52,8 @@ def freeze(env: object, max_bytes: int) -> bytes:
         except UnfreezableError as error:
             omitted[name] = str(error)[:_MAX_REASON]
     contents: tuple[Raw, ...] = ()
-    base = builtin_base(type(source))
+    cls: type = type(source)
+    base = builtin_base(cls)
     if base is not None:
         try:
             contents = (Raw(freezer.freeze_value(BUILTIN_READERS[base](source))),)
@@ -61,12 +69,23 @@ def freeze(env: object, max_bytes: int) -> bytes:
 
 
 def _copy(env: object) -> object:
+    """Return what the class makes of a copy; the object itself if that would only have the same attributes."""
+    cls: type = type(env)
+    if _is_copied_plainly(cls):
+        return env
     try:
         return copy.copy(env)
     except Exception as error:
-        if hasattr(type(env), "__copy__"):
-            raise EnvironmentFailure(f"{type(env).__name__}.__copy__ raised {describe_error(error)}") from error
+        if hasattr(cls, "__copy__"):
+            raise EnvironmentFailure(f"{cls.__name__}.__copy__ raised {describe_error(error)}") from error
         return env  # not copyable: read the attributes of the live object
+
+
+@lru_cache(maxsize=1024)
+def _is_copied_plainly(cls: type) -> bool:
+    """Return whether a class leaves copying to `object`."""
+    is_default = all(getattr(cls, name, None) is getattr(object, name, None) for name in _COPYING)
+    return is_default and cls not in copyreg.dispatch_table
 
 
 class _Freezer:
@@ -80,7 +99,7 @@ class _Freezer:
 
     def __init__(self, env: object, source: object, limit: int) -> None:
         self._roots = (env,) if source is env else (env, source)
-        self._user_packages = {c.__module__.partition(".")[0] for c in type(env).__mro__} - sys.stdlib_module_names
+        self._environment_class: type = type(env)
         self._limit = limit
 
     def freeze_value(self, value: object) -> bytes:
@@ -95,11 +114,11 @@ class _Freezer:
 
     def _pack_object(self, value: object, packer: Packer) -> Any:
         """Encode a nested object; what cannot be encoded is omitted from that object only."""
-        cls = type(value)
+        cls: type = type(value)
         base = builtin_base(cls)
         packer.enter(value)
         try:
-            reason = _omission_reason(cls, base, self._user_packages)
+            reason = _omission_reason(cls, self._environment_class)
             if reason:
                 raise UnfreezableError(reason)
             frozen = FrozenObject(class_key(cls), {})
@@ -116,9 +135,11 @@ class _Freezer:
         return packer.extension(Tag.OBJECT, frozen)
 
 
-def _omission_reason(cls: type, base: type | None, user_packages: set[str]) -> str:
-    """Return reason objects of a class are omitted; empty for data classes and the user's own classes."""
-    name = f"{cls.__module__}.{cls.__qualname__}"
+@lru_cache(maxsize=1024)
+def _omission_reason(cls: type, environment_class: type) -> str:
+    """Return why objects of a class are omitted; empty for data classes and the user's own classes."""
+    name, base = f"{cls.__module__}.{cls.__qualname__}", builtin_base(cls)
+    user_packages = {c.__module__.partition(".")[0] for c in environment_class.__mro__} - sys.stdlib_module_names
     if has_hidden_state(cls, base or object):
         return f"a {name} is not made of Python attributes"
     marks = ("__dataclass_fields__", "__struct_fields__", "__attrs_attrs__", "__pydantic_fields__")

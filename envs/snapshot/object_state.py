@@ -8,6 +8,8 @@ from typing import Any
 
 from msgspec import Raw, Struct
 
+from envs.call import replace_surrogates
+
 VERSION = 1
 CONTENTS = "(contents)"
 """Stands for the contents of a derived dict, list or the like among the omitted attributes."""
@@ -56,22 +58,31 @@ def has_hidden_state(cls: type, base: type) -> bool:
     return cls.__basicsize__ > base.__basicsize__ + _POINTER * (slots + own_dict + (cls.__weakrefoffset__ > 0))
 
 
+@lru_cache(maxsize=1024)
 def builtin_base(cls: type) -> type | None:
     """Return the built-in class with contents that a class derives from, or None."""
     return next((c for c in cls.__mro__ if c in BUILTIN_READERS), None)
 
 
 def instance_attributes(obj: object) -> Iterator[tuple[str, Any]]:
-    """Yield every instance attribute: those in `__dict__` and in all slots."""
+    """Yield every instance attribute: those in `__dict__` and in all slots. Lone surrogates in names become `?`."""
     try:
         own = dict(object.__getattribute__(obj, "__dict__"))
     except AttributeError:
         own = {}
-    for cls in type(obj).__mro__:
-        for name, member in vars(cls).items():
-            if isinstance(member, types.MemberDescriptorType) and name not in own:
-                try:
-                    own[name] = member.__get__(obj, type(obj))
-                except AttributeError:
-                    continue  # a slot that was never set
-    return ((str(name), value) for name, value in own.items())
+    cls: type = type(obj)
+    for name, member in _slots(cls):
+        if name not in own:
+            try:
+                own[name] = member.__get__(obj, cls)
+            except AttributeError:
+                continue  # a slot that was never set
+    names = map(str, own)
+    return zip((name if name.isascii() else replace_surrogates(name) for name in names), own.values(), strict=True)
+
+
+@lru_cache(maxsize=1024)
+def _slots(cls: type) -> tuple[tuple[str, types.MemberDescriptorType], ...]:
+    """Return the slots of a class and of its bases."""
+    members = [item for c in cls.__mro__ for item in vars(c).items()]
+    return tuple((name, member) for name, member in members if isinstance(member, types.MemberDescriptorType))

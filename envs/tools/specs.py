@@ -247,7 +247,7 @@ def _split_choices(description: str) -> tuple[str, list[Any]]:
     """Split off `(choices: ["celsius", "fahrenheit"])`, as transformers reads it at the end of a description."""
     found = _CHOICES.search(description)
     if found:
-        with suppress(msgspec.DecodeError):
+        with suppress(ValueError):
             choices = msgspec.json.decode(found[1], type=list[str | int | float])
             return description[: found.start()].rstrip(), choices
     return description, []

@@ -191,6 +191,7 @@ def test_a_crash_in_c_has_the_line_of_the_call():
 def test_the_code_that_blocks_an_event_loop_is_read_from_the_log(tmp_path):
     child = ChildProcess(RoleSpec(role="score", command=(), modules=()), tmp_path, ProcessLauncher())
     assert child.blocking_code(60) is None
+    assert child.new_blocking_code(60) is None
 
     def log(seconds_ago: float, by: str) -> None:
         at = datetime.now(UTC) - timedelta(seconds=seconds_ago)
@@ -202,6 +203,8 @@ def test_the_code_that_blocks_an_event_loop_is_read_from_the_log(tmp_path):
     assert child.blocking_code(60) is None
     log(5, "/a/re wards.py:12 exact")
     cause = child.blocking_code(60)
+    assert child.new_blocking_code(60) == cause
+    assert child.new_blocking_code(60) is None  # nothing was logged since
     assert (cause.file, cause.line) == ("/a/re wards.py", 12)
     assert cause.exception.startswith("exact blocks the event loop of score-0")
 

@@ -89,6 +89,12 @@ async def test_other_lists_of_mappings_are_plain_results():
     assert completion.messages[1]["content"] == '[{"type":"cat","text":"no content part"}]'
 
 
+def test_lone_surrogates_in_parts_do_not_break_the_environment():
+    result = to_tool_result([{"type": "text", "text": "half \ud800"}])
+    assert result.content == [{"type": "text", "text": "half ?"}]
+    assert result.text == "half ?"
+
+
 def test_a_tool_may_change_its_result_later():
     value = [dict(TEXT)]
     result = to_tool_result(value)

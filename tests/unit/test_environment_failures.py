@@ -25,12 +25,15 @@ Tests of the adapters cover OpenEnv sockets, environment servers and MCP; tests 
 sandboxes.
 """
 
+import sys
 import threading
 import time
+from collections import UserDict
 from pathlib import Path
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import pytest
 
 from envs.factory import EnvironmentFactory
@@ -247,6 +250,117 @@ def test_no_exception_of_a_tool_ends_the_worker(error):
     assert all(reply.startswith("Error: ") for reply in played.tool_replies)
     assert type(error).__name__ in played.tool_replies[0]
     assert played.reward_value == 1.0
+
+
+class Text(str):
+    """As numpy, lxml, Beautiful Soup and MarkupSafe return."""
+
+    __slots__ = ()
+
+
+class Message(Exception):
+    def __init__(self, text) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text() if callable(self.text) else self.text
+
+
+def returns(value):
+    return lambda: value
+
+
+def raises(error):
+    def fail():
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (returns(Text("text")), "text"),
+        (returns("half \ud800"), "half ?"),
+        (raises(Message(Text("text"))), "Error: Message: text"),
+        (raises(Message("half \ud800")), "Error: Message: half ?"),
+        (raises(Message(sys.exit)), "Error: Message: (its message cannot be read)"),
+    ],
+    ids=["text", "surrogate", "message", "message with a surrogate", "message that exits"],
+)
+def test_a_record_can_hold_whatever_a_tool_returns_or_raises(answer, text):
+    class Tool:
+        def reset(self):
+            return Text("Go.")
+
+        def look(self):
+            """Look."""
+            return answer()
+
+        def get_reward(self):
+            return {Text("a"): 1.0, "half \ud800": 2.0}
+
+    played = play(Tool, [call("look"), "done"])
+    assert played.tool_replies == [text]
+    assert [part.name for part in played.parts] == ["env.a", "env.half ?"]
+    msgspec.msgpack.encode(played.completion)
+
+
+def test_an_environment_server_that_is_gone_with_half_a_character_in_its_message_is_a_failure_that_a_record_can_hold():
+    class Gone:
+        def look(self):
+            """Look."""
+            raise EnvironmentFailure("gone \ud800")
+
+        def reset(self):
+            return "Go."
+
+    played = play(Gone, [call("look")])
+    assert played.failure.reason is RolloutReason.ENV_STEP
+    msgspec.msgpack.encode(played.completion)
+
+
+def test_a_proxy_whose_server_is_gone_ends_its_own_episodes_only():
+    class Proxy:
+        is_gone = False
+
+        def reset(self):
+            self.is_gone = True
+            return "Go."
+
+        def look(self):
+            """Look."""
+            return "dark"
+
+        def __getattr__(self, name):
+            raise EOFError(f"{name}: connection closed") if self.is_gone else AttributeError(name)
+
+    played = play(Proxy, [call("look"), "done"])
+    assert played.failure.reason is RolloutReason.ENV_STEP
+    assert "done: connection closed" in played.failure.detail
+    assert isinstance(play(Proxy, ["done"]).parts, list)
+
+
+class Unreadable(UserDict):
+    def items(self):
+        raise RuntimeError("no items")
+
+
+class Endless(list):
+    def __len__(self):
+        raise RuntimeError("no length")
+
+
+@pytest.mark.parametrize("value", [Unreadable(a=1), Endless([1.0])])
+def test_a_reward_that_cannot_be_read_is_unmeasured(value):
+    class Rewarding:
+        def reset(self):
+            return "Go."
+
+        def get_reward(self):
+            return value
+
+    assert "which raised RuntimeError: no " in play(Rewarding, ["done"]).reward.detail
 
 
 def test_a_tool_error_leaves_the_completion_valid_and_a_dead_tool_server_does_not():

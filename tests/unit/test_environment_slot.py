@@ -431,7 +431,7 @@ class Shouting:
         (Point(3), '{"x":3}'),
         (Shouting(), "LOUD"),
         ("half a \ud800 character", "half a ? character"),
-        ({"half": "\ud800"}, "{'half': '\\ud800'}"),
+        ({"half\udc80": ["\ud800", ("a",)]}, '{"half?":["?",["a"]]}'),
     ],
 )
 def test_a_tools_result_becomes_text(value, text):

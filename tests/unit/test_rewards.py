@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from envs.rewards import RewardBatch, RewardFunction, environment_reward
+from envs.rewards.call_results import CallResult
 from envs.rewards.loading import CallOptions
 from envs.rewards.merge import merge_parts
 from stream.errors import EnvironmentFailure
@@ -127,6 +128,27 @@ async def test_one_bad_value_makes_its_own_row_invalid_and_no_other(value, reaso
     rewards = await rewards_of(lambda completions: [1.0, value, 0.0])
     assert reasons(rewards) == [None, reason, None]
     assert rewards[2] == Measured(0.0)
+
+
+async def test_a_record_can_hold_every_reward_that_a_function_makes_itself():
+    def judge(completions, log_extra, log_metric):
+        log_extra("half \ud800", ["half \ud800"] * len(completions))
+        log_metric("half \ud800", 1.0)
+        half = "half \ud800"
+        return [
+            Unmeasured("the judge is down"),
+            Unmeasured("timeout", half),
+            Measured(-1.0, RewardReason.TIMEOUT, half),
+        ]
+
+    result = await RewardFunction(judge, "judge").measure(batch(), 5)
+    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(result), type=CallResult)
+    assert stored.rows == [
+        Unmeasured(RewardReason.RAISED, "the judge is down"),
+        Unmeasured(RewardReason.TIMEOUT, "half ?"),
+        Measured(-1.0, RewardReason.TIMEOUT, "half ?"),
+    ]
+    assert (stored.metrics, stored.extra) == ({"half ?": [1.0]}, {"half ?": ["half ?"] * 3})
 
 
 @pytest.mark.parametrize(

@@ -357,6 +357,13 @@ def test_reading_an_omitted_attribute_raises_with_its_name_and_reason():
     assert not hasattr(back, "unknown")
 
 
+def test_an_attribute_whose_name_has_a_lone_surrogate_is_kept_under_a_name_without():
+    env = Env(number=1)
+    setattr(env, "half\udc80", 2)
+    thawed = thaw(freeze(env, LIMIT), FACTORY)
+    assert (thawed.number, getattr(thawed, "half?")) == (1, 2)
+
+
 def test_an_omitted_attribute_can_be_set():
     back = thaw(freeze(Session(), LIMIT), factory_of(Session))
     back.session = "another"

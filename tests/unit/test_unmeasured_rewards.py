@@ -195,10 +195,10 @@ def test_masked_completions_are_not_in_the_baseline():
     assert advantages == pytest.approx([2 / 3, 0.0, -1 / 3, -1 / 3])
 
 
-def test_an_invalid_reward_stays_invalid_after_rescaling():
+def test_an_invalid_reward_stays_invalid_after_shaping():
     group = group_of(completion(0, 1.0), completion(1, Unmeasured(RewardReason.TIMEOUT)), completion(2, 0.5))
-    shaping = {"algorithm": {"reward_bias": -0.5, "reward_scale": 2.0}}  # an invalid 0 would be -1
-    assert trained(group, **MEAN, **shaping)[0] == pytest.approx([0.5, 0.0, -0.5])
+    shaping = {"algorithm": {"reward_clip": 0.75}}
+    assert trained(group, **MEAN, **shaping)[0] == pytest.approx([0.125, 0.0, -0.125])
 
 
 def test_four_equal_rewards_have_std_0_and_the_group_is_dropped():
