@@ -75,6 +75,37 @@ async def test_one_failed_attempt_is_retried_with_success(fault: str):
     assert engine.request_count == 2
 
 
+async def test_a_busy_engine_is_asked_again_when_it_says_however_often(monkeypatch):
+    monkeypatch.setattr("workers.rollout.engine_client.health._REFUSAL_MARGIN_S", (0.0, 0.01))
+    async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url, attempts=2) as client:
+        engine.faults = lambda number, _: "busy" if number < 5 else None
+        sampled = await client.sample([5], SAMPLING)
+    assert sampled.token_ids == [6, 7, 2]
+    assert engine.request_count == 6
+
+
+async def test_requests_go_elsewhere_while_an_engine_is_busy():
+    one, two = ScriptedEngine(reply, version="0"), ScriptedEngine(reply, version="0")
+    async with one, two, client_of(one.url, two.url) as client:
+        await client.wait_until_ready()
+        while client.healthy_count < 2:
+            await anyio.sleep(0.01)
+        one.retry_after, one.faults = "50", lambda *_: "busy"
+        with anyio.fail_after(5):
+            for prompt in range(20):
+                await client.sample([prompt], msgspec.structs.replace(SAMPLING, group=f"g{prompt}"))
+        assert (one.request_count, two.request_count) == (1, 20)
+        assert client.healthy_count == 2
+
+
+async def test_a_request_that_every_engine_refuses_for_long_is_given_back():
+    async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url, reconnect_s=0.3) as client:
+        engine.retry_after, engine.faults = "50", lambda *_: "busy"
+        with anyio.fail_after(5), pytest.raises(EngineUnavailableError, match=r"refused requests \(429 or 503\)"):
+            await client.sample([5], SAMPLING)
+    assert engine.request_count == 1
+
+
 @pytest.mark.parametrize("fault", ["500", "reset", "garbage", "count_mismatch", "nan_logprob", "abort", "empty"])
 async def test_a_request_that_always_fails_does_not_affect_others(fault: str):
     async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url) as client:

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from envs.factory import EnvironmentFactory
 from envs.references import Reference
 from stream.codec import decode, encode
+from stream.errors import EngineUnavailableError
 from stream.records import Group, Prompt
 from stream.validity import Measured, RolloutReason
 from tests.chaos.project import END, write_project
@@ -74,7 +75,7 @@ async def group_of(client: EngineClient, folder, size: int, name: str = "d:0:0")
     return decode(encode(group), Group)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "busy"])
 async def test_a_fault_at_every_attempt_fails_one_completion_and_not_the_others(tmp_path, fault):
     async with ScriptedEngine(reply, version="0") as engine, client_of(engine) as client:
         engine.faults = lambda _, request: fault if request.token_ids[-1] == 2 else None
@@ -106,6 +107,13 @@ async def test_a_request_that_one_engine_keeps_failing_is_answered_by_another(tm
     assert good.request_count == 4
     # Each moved to the other engine after one failure.
     assert len({tuple(request.token_ids) for request in bad.requests}) == bad.request_count
+
+
+async def test_a_group_that_every_engine_is_too_busy_for_is_given_back_whole(tmp_path):
+    async with ScriptedEngine(reply, version="0") as engine, client_of(engine) as client:
+        engine.faults = lambda _, request: "busy" if request.token_ids[-1] == 2 else None
+        with pytest.raises(EngineUnavailableError, match="503: busy, for"):
+            await group_of(client, tmp_path, size=4)
 
 
 async def test_a_400_is_not_sent_to_another_engine():

@@ -239,3 +239,19 @@ def test_threads_may_share_a_chat(folder):
     with ThreadPoolExecutor(8) as threads:
         result = list(threads.map(both, range(200)))
     assert result == [both(i) for i in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("end", "opening"),
+    [
+        ("<|im_start|>assistant\n", ""),
+        ("<|im_start|>assistant\n<think>\n", "<think>\n"),
+        ("<|im_start|>assistant\n<think>" + 12 * "\n", "<think>" + 12 * "\n"),
+        ("<think> and more", ""),
+        ("a list [1]", ""),
+        ("", ""),
+    ],
+)
+def test_a_context_that_ends_with_a_reasoning_tag_opens_the_reasoning(tmp_path, end, opening):
+    chat = ChatTokenizer.load(model_folder(tmp_path), {}, [])
+    assert chat.open_reasoning(chat._tokenizer.encode(end, add_special_tokens=False).ids) == opening

@@ -29,6 +29,7 @@ def test_spellings_of_an_engines_url_are_normalized(text, known_by):
         ("", "write it as http://HOST:PORT"),
         ("http://", "write it as http://HOST:PORT"),
         ("http://a:port", "write it as http://HOST:PORT"),
+        ("http://a:0", "port 0"),
         ("http://a b:8000", "write it as http://HOST:PORT"),
         ("ftp://a:8000", "write it as http://HOST:PORT"),
         ("http://a:8000/?x=1", "query"),

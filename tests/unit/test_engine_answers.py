@@ -70,6 +70,8 @@ def test_an_answer_without_versions_gets_the_given_one():
         ({"finish_reason": None}, "junk"),
         ({"token_ids": []}, "0 tokens with 2 log-probs"),
         ({"token_ids": None}, "junk"),
+        ({"token_ids": [7, -1]}, "junk"),
+        ({"token_ids": [7, 2**31]}, "junk"),
         ({"token_ids": [7, 8]}, "log-probs of other tokens"),
         ({"token_ids": [7, 2, 3]}, "3 tokens with 2 log-probs"),
         ({"logprobs": None}, "2 tokens with 0 log-probs"),
@@ -95,6 +97,8 @@ def test_an_invalid_answer_of_generate_is_not_a_sample(changes, message):
         ({"finish_reason": "abort", "token_ids": []}, "aborted the request after 0 tokens"),
         ({"finish_reason": None}, "junk"),
         ({"token_ids": None}, "return_token_ids"),
+        ({"token_ids": [7, -1]}, "junk"),
+        ({"token_ids": [7, 2**64 - 1]}, "junk"),
         ({"token_ids": []}, "0 tokens with 2 log-probs"),
         ({"logprobs": None}, "2 tokens with 0 log-probs"),
         ({"logprobs": {"token_logprobs": [-0.5]}}, "2 tokens with 1 log-probs"),
@@ -126,6 +130,24 @@ def test_two_choices_are_refused(route):
 
 
 @pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (b'{"error": {"message": "bad \\ud800"}}', "bad ?"),
+        ("{ü".encode() * 1000, "{ü" * 400),
+        (b'{"error": "' + b"x" * 200_000 + b'"}', '{"error": "' + "x" * 789),
+        (b"[" * 10_000, "[" * 800),
+    ],
+    ids=["lone surrogate", "no JSON", "long", "deep"],
+)
+def test_a_record_can_hold_whatever_error_a_server_answers(payload, message):
+    with pytest.raises(EngineRefusedError) as refused:
+        GenerateApi().decode(400, payload, URL, version=0)
+    failure = end_after_error(refused.value, 0)
+    assert failure.detail == f"{URL} answers 400: {message}"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(failure), type=Failure) == failure
+
+
+@pytest.mark.parametrize(
     "words",
     [
         "The decoder prompt (length 300) is longer than the maximum model length of 256. Make sure that ...",
@@ -144,7 +166,10 @@ def test_both_routes_messages_for_a_context_that_is_too_long_are_recognized(word
 
 @pytest.mark.parametrize(
     ("name", "version"),
-    [("4", 4), ("0", 0), (None, None), ("none", None), ("default", None), ("v4", None), ("-1", None)],
+    [
+        *[("4", 4), ("0", 0), (None, None), ("none", None), ("default", None), ("v4", None), ("-1", None)],
+        *[("9" * 15, 10**15 - 1), ("9" * 16, None), ("9" * 5000, None), ("१२", None), ("²", None)],
+    ],
 )
 def test_names_that_no_trainer_gave_have_no_version(name, version):
     weight_info = msgspec.json.decode(msgspec.json.encode({"weight_version": name}), type=WeightInfo)

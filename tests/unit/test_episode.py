@@ -521,9 +521,9 @@ async def test_calls_above_the_limit_do_not_run_and_end_the_episode():
 
 @pytest.mark.parametrize("wrong", [call("nowhere"), call("give"), call("put", "[]"), "<tool_call>oops"])
 async def test_errors_above_the_limit_end_the_episode(wrong):
-    completion = await completion_of(lambda *_: wrong, max_tool_errors=2)
+    completion = await completion_of(lambda *_: wrong, max_tool_calls=5)
     assert (completion.truncated, completion.turns, completion.tool_errors) == (TruncationReason.TOOL_ERRORS, 3, 3)
-    assert (await completion_of([wrong, wrong, "Done."], max_tool_errors=2)).truncated is None
+    assert (await completion_of([wrong, wrong, "Done."], max_tool_calls=5)).truncated is None
 
 
 async def test_a_policy_that_only_ends_its_turn_is_scored():

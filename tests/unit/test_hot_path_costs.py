@@ -58,6 +58,9 @@ class SilentTransport:
     def is_closing(self) -> bool:
         return False
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
     def abort(self) -> None:
         pass
 

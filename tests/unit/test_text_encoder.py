@@ -48,16 +48,29 @@ def test_tokens_decode_as_the_tokenizer_decodes_them(family, ids):
     assert decoder_of(tokenizer)(ids) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_only_what_a_result_says_is_tokenized():
+class RecordingTokenizer:
+    """Notes what is encoded."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.texts = tokenizer, []
+
+    def encode(self, text, **options):
+        self.texts.append(text)
+        return self.tokenizer.encode(text, **options)
+
+
+@pytest.mark.parametrize(("content", "times"), [("a result", 1), ("a long result " * 100, 2)])
+def test_only_what_a_result_says_is_tokenized_and_a_short_one_once(content, times):
     chat = chat_of("qwen2.5", [{"type": "function", "function": {"name": "add"}}])
     chat.check_history()
-    tokenized = []
-    encode = chat._encoder.encode
-    chat._encoder.encode = lambda text: tokenized.append(text) or encode(text)
-    result = {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "a result"}
-    ids = chat.continuation_ids([result], ended_with_eos=True)
-    assert tokenized == ["user\n<tool_response>\na result\n</tool_response>"]
-    assert ids == whole(chat._tokenizer, chat.renderer.render_continuation([result]))[1:]
+    chat._encoder._tokenizer = tokenizer = RecordingTokenizer(chat._tokenizer)
+    result = {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": content}
+    expected = whole(chat._tokenizer, chat.renderer.render_continuation([result]))[1:]
+    for _ in range(2):
+        ids = chat.continuation_ids([result], ended_with_eos=True)
+        assert ids == expected
+        ids.append(7)  # the caller's own
+    assert tokenizer.texts == [f"user\n<tool_response>\n{content}\n</tool_response>"] * times
 
 
 def sentencepiece_like():

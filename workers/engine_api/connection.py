@@ -18,7 +18,7 @@ import anyio
 import msgspec
 from aiohappyeyeballs import start_connection
 
-from envs.remote.service_client import describe_response
+from envs.remote.service_client import describe_response, parse_retry_after
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.http_connection import HttpAnswer, HttpConnection
 from workers.engine_api.request_target import RequestTarget, ServerAddress
@@ -26,6 +26,7 @@ from workers.engine_api.request_target import RequestTarget, ServerAddress
 QUERY_TIMEOUT_S: Final = 10.0
 """Time limit of a request that does not sample, and of connecting."""
 _RETRYABLE_STATUSES: Final = (408, 429)
+_BUSY_STATUSES: Final = (429, 503)
 _KEEPALIVE_S: Final = 4.0
 """Shorter than the 5 s after which vLLM closes an idle connection, perhaps while the next request arrives."""
 _SECOND_ADDRESS_AFTER_S: Final = 0.25
@@ -40,6 +41,19 @@ class UnreachableError(EngineError):
 
 class RequestTimeoutError(EngineError):
     """A connected server did not answer in time."""
+
+
+class EngineBusyError(EngineError):
+    """The server refused a request for now (429 or 503), and said for how long.
+
+    Args:
+        message: for people.
+        retry_after_s: seconds until it may be asked again, at most a minute.
+    """
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class _Server:
@@ -128,6 +142,7 @@ class ConnectionPool:
         Raises:
             UnreachableError: the server could not be reached, or the connection broke.
             RequestTimeoutError: no answer within `timeout_s`.
+            EngineBusyError: a POST was answered with 429 or 503 and a valid `Retry-After`.
             EngineError: the answer is not valid HTTP, or a redirect.
         """
         parts = (body,) if isinstance(body, bytes) else body or ()
@@ -143,6 +158,10 @@ class ConnectionPool:
             raise EngineError(f"{url}: {error}") from error
         if answer.location and 300 <= answer.status < 400:
             raise EngineError(f"{url} redirects to {answer.location}; redirects are not followed: name that address")
+        if answer.retry_after and method == "POST" and answer.status in _BUSY_STATUSES:
+            delay_s = parse_retry_after(answer.retry_after)
+            if delay_s is not None:
+                raise EngineBusyError(describe_response(url, answer.status, answer.payload), delay_s)
         return answer.status, answer.payload
 
     def abort_requests(self, base_url: str, why: str) -> None:
@@ -240,5 +259,5 @@ def decode_response(status: int, payload: bytes, url: str, decoder: "msgspec.jso
         raise kind(describe_response(url, status, payload))
     try:
         return decoder.decode(payload)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise EngineError(f"{url} answers junk: {error}") from error

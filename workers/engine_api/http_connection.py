@@ -11,6 +11,10 @@ _FOREVER_S: Final = 1e8
 _FINAL: Final = 200
 """Lower statuses are interim answers; another one follows."""
 _CLOSED: Final = "the server closed the connection"
+_MAX_HEAD_BYTES: Final = 1_000_000
+"""Of status line and headers, interim answers included; beyond it the parser takes quadratic time."""
+MAX_ANSWER_BYTES: Final = 256_000_000
+"""Twice the answer of a million tokens."""
 
 
 class HttpAnswer(NamedTuple):
@@ -20,6 +24,8 @@ class HttpAnswer(NamedTuple):
     payload: bytes
     location: str
     """Where a redirect leads; mostly empty."""
+    retry_after: str
+    """When a busy server wants to be asked again, in its own words; mostly empty."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -43,7 +49,8 @@ class HttpConnection(asyncio.Protocol):
         self._parser = HttpResponseParser(self)
         self._answer: asyncio.Future[HttpAnswer] | None = None
         self._body: list[bytes] = []
-        self._status, self._location = 0, ""
+        self._status, self._location, self._retry_after, self._encoding = 0, "", "", ""
+        self._received = 0
         self._has_length = self._is_complete = self._is_reusable = self._is_closed = False
 
     @property
@@ -62,10 +69,10 @@ class HttpConnection(asyncio.Protocol):
         Raises:
             TimeoutError: no answer in time.
             OSError: the connection broke.
-            ValueError: the answer is not valid HTTP.
+            ValueError: the answer is not valid HTTP, too long, or compressed.
         """
         self.url, self.has_answer_begun = url, False
-        self._status, self._is_complete, self._is_reusable = 0, False, False
+        self._status, self._received, self._is_complete, self._is_reusable = 0, 0, False, False
         if self._is_closed or self._transport.is_closing():  # uvloop would raise a RuntimeError
             raise ConnectionResetError(_CLOSED)
         answer: asyncio.Future[HttpAnswer] = self._loop.create_future()
@@ -106,19 +113,27 @@ class HttpConnection(asyncio.Protocol):
             return
         try:
             self._parser.feed_data(data)
-        except (HttpParserError, HttpParserUpgrade) as error:
+        except HttpParserUpgrade:
+            self.abort(ValueError("the answer switches to another protocol, which nobody asked for"))
+        except HttpParserError as error:
             self._is_reusable = False
             if not self._is_complete:  # otherwise only what follows the answer is wrong
                 self.abort(ValueError(f"the answer is not valid HTTP: {error}"))
         if self._is_complete:
             self._finish()
+            return
+        self._received += len(data)
+        limit = MAX_ANSWER_BYTES if self._status >= _FINAL else _MAX_HEAD_BYTES
+        if self._received > limit:
+            what = "answer" if self._status >= _FINAL else "answer's head"
+            self.abort(ValueError(f"the {what} has more than {limit:,} bytes"))
 
     def connection_lost(self, error: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         if self._is_closed:
             return
         self._is_closed = True
-        if error is None and self._status and not self._has_length and not self._is_complete:
+        if error is None and self._status >= _FINAL and not self._has_length and not self._is_complete:
             self._finish()  # the end of the connection is that of the body
         self.abort(ConnectionResetError(str(error or _CLOSED)))
         self._on_lost(self)
@@ -129,15 +144,20 @@ class HttpConnection(asyncio.Protocol):
         """Expect an answer, perhaps after interim ones, but no second one."""
         if self._is_complete:
             raise ValueError("more than one answer")
-        self._body, self._location, self._has_length = [], "", False
+        self._body, self._status, self._has_length = [], 0, False
+        self._location = self._retry_after = self._encoding = ""
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Note how the end of the body is found, and where a redirect leads."""
+        """Note how the end of the body is found, how it is encoded, and where or when to ask instead."""
         name = name.lower()
-        if name in (b"content-length", b"transfer-encoding"):
+        if name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked")):
             self._has_length = True
         elif name == b"location":
             self._location = value.decode("latin-1")
+        elif name == b"retry-after":
+            self._retry_after = value.decode("latin-1")
+        elif name == b"content-encoding":
+            self._encoding = value.decode("latin-1").strip()
 
     def on_headers_complete(self) -> None:
         """Note the status."""
@@ -154,8 +174,13 @@ class HttpConnection(asyncio.Protocol):
             self._is_reusable = self._parser.should_keep_alive()
 
     def _finish(self) -> None:
+        if self._encoding and self._encoding.lower() != "identity":
+            self.abort(ValueError(f"the answer is compressed ({self._encoding}), though the request forbids it"))
+            return
+        if self._transport.get_write_buffer_size():  # the server may never read the rest of this request
+            self._is_reusable = False
         body = self._body
         payload = body[0] if len(body) == 1 else b"".join(body)
         if self._answer is not None and not self._answer.done():
-            self._answer.set_result(HttpAnswer(self._status, payload, self._location))
+            self._answer.set_result(HttpAnswer(self._status, payload, self._location, self._retry_after))
             self.idle_since = self._loop.time()

@@ -19,7 +19,9 @@ async def check_health(connections: ConnectionPool, engine_url: str, timeout_s: 
     url = f"{engine_url}/health"
     status, payload = await connections.request("GET", url, timeout_s)
     if status != HTTPStatus.OK:
-        raise EngineError(describe_response(url, status, payload))
+        is_client_url = status == HTTPStatus.NOT_FOUND and engine_url.endswith("/v1")  # as OpenAI's clients take it
+        hint = "; write the engine's address without /v1" if is_client_url else ""
+        raise EngineError(f"{describe_response(url, status, payload)}{hint}")
 
 
 async def fetch_weight_name(

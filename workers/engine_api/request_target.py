@@ -39,10 +39,11 @@ class RequestTarget(NamedTuple):
         if not f"{path}{host}".isascii() or not f"{path}{host}".isprintable() or " " in f"{path}{host}":
             raise ValueError("not a valid URL; other characters than ASCII must be percent-encoded")
         lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", "User-Agent: penstock", "Accept: */*"]
+        lines.append("Accept-Encoding: identity")  # without it a server may compress its answer
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             lines.append(f"Authorization: Basic {b64encode(pair.encode()).decode()}")
         lines += ["Content-Type: application/json", "Content-Length: "]
-        port = parts.port or _PORTS[parts.scheme]
+        port = _PORTS[parts.scheme] if parts.port is None else parts.port
         address = ServerAddress(parts.hostname, port, parts.scheme == "https")
         return cls(address, "\r\n".join(lines).encode())

@@ -20,11 +20,17 @@ PROBE_PREFIX = "probe-"
 UNKNOWN_LOGPROB = -9999.0
 """Placeholder for an unknown log-prob, and the lowest value: JSON has neither NaN nor infinity."""
 
+TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+"""A token id in an answer."""
+
 NO_TOKEN_ID = -1
 """Default token id of log-probs from older vLLM versions, which omit it."""
 
 WEIGHT_TRANSFER_BACKEND = "penstock"
 """Weight-transfer backend of the local engine, and of vLLM with Penstock's plugin."""
+
+_MAX_VERSION_DIGITS = 15
+"""Of policy versions; a longer number names weights of another tool, and no record could hold it."""
 
 UPDATE_SEQUENCE = "pause, start_weight_update, update_weights, finish_weight_update, resume"
 """Order of the control routes, for messages."""
@@ -41,7 +47,8 @@ def adapter_name(version: int) -> str:
 
 def policy_version(name: str | None) -> int | None:
     """Return the policy version that a weights' name stands for; None if no trainer pushed the weights."""
-    return int(name) if name is not None and name.isdecimal() else None
+    is_number = name is not None and name.isascii() and name.isdecimal() and len(name) <= _MAX_VERSION_DIGITS
+    return int(name) if is_number and name is not None else None
 
 
 class SamplingParams(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -182,7 +189,7 @@ def decode_generate_request(body: bytes) -> GenerateRequest:
     """
     try:
         return _generate_request_decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise EngineRefusedError(_unknown_parameters(body) or f"bad request: {error}") from error
 
 
@@ -190,7 +197,7 @@ def _unknown_parameters(body: bytes) -> str:
     """Return a message that names all unknown sampling parameters; empty if there are none."""
     try:
         table: Any = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except ValueError:
         return ""
     given = table.get("sampling_params") if isinstance(table, dict) else None
     known = SamplingParams.__struct_fields__

@@ -224,5 +224,5 @@ class EngineRoutes:
 def _decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise EngineRefusedError(f"bad request: {error}") from error

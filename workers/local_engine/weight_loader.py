@@ -44,7 +44,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         for file in _files(path):
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  (not iterable)
-    except (OSError, SafetensorError, msgspec.DecodeError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise EngineRefusedError(f"{path}: cannot be read as safetensors: {error}") from error
     return found
 

@@ -5,7 +5,7 @@ from stream.records import Completion, Failure, Message, ToolRun
 from stream.validity import TruncationReason
 from workers.rollout.episode_base import EnvironmentContext, timed
 from workers.rollout.messages import call_id, tool_message
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsed_turn import ParsedTurn
 from workers.rollout.tool_result import ToolResult, truncate_result
 
 
@@ -72,24 +72,20 @@ class EnvironmentReplies:
         allowed = turn.calls[: max(0, self._limits.max_tool_calls - completion.tool_calls)]
         self._calls_refused = len(allowed) < len(turn.calls)
         completion.tool_calls += len(allowed)
-        results = await self._run_calls(allowed)
-        for result in results:
+        results: list[ToolResult | Failure] = []
+        if self._slot is not None and allowed:
+            self._progress.calls, self._progress.activity = allowed, Activity.TOOL
+            results = await self._slot.call_tools(allowed, self._limits.call_timeout_s)
+        messages, runs = [], []
+        for call, result in zip(allowed, results, strict=True):
             if isinstance(result, Failure):
                 return result
-        answers = [result for result in results if isinstance(result, ToolResult)]
-        completion.tool_errors += len(turn.errors) + sum(answer.is_error for answer in answers)
-        completion.tool_runs += [ToolRun(answer.seconds, answer.is_error, answer.cause) for answer in answers]
-        completion.tool_runs += [ToolRun(0.0, is_error=True)] * len(turn.errors)
-        messages = [
-            tool_message(truncate_result(answer.content, self._limits.max_tokens), call.id, call.name)
-            for call, answer in zip(allowed, answers, strict=True)
-        ]
-        return messages + [tool_message(text, self.new_call_id()) for text in turn.errors]
-
-    async def _run_calls(self, calls: list[ToolCall]) -> list[ToolResult | Failure]:
-        slot, timeout_s = self._slot, self._limits.call_timeout_s
-        if slot is None or not calls:
-            return []
-        self._progress.calls = calls
-        self._progress.activity = Activity.TOOL
-        return await slot.call_tools(calls, timeout_s)
+            content = truncate_result(result.content, self._limits.max_tokens)
+            messages.append(tool_message(content, call.id, call.name))
+            runs.append(ToolRun(result.seconds, result.is_error, result.cause))
+        for text in turn.errors:
+            messages.append(tool_message(text, self.new_call_id()))
+            runs.append(ToolRun(0.0, is_error=True))
+        completion.tool_errors += sum(run.is_error for run in runs)
+        completion.tool_runs += runs
+        return messages

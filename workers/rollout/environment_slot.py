@@ -7,6 +7,7 @@ the background, and the slot makes a new one at its next reset.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import anyio
@@ -21,6 +22,7 @@ from envs.call import (
     Outcome,
     TimedOut,
     TimedOutcome,
+    call_inline,
     call_signature,
     describe_error,
     describe_failure,
@@ -38,7 +40,7 @@ from stream.errors import EnvironmentFailure
 from stream.records import Failure, Message, RewardPart
 from stream.validity import RolloutReason, TruncationReason, Unmeasured
 from workers.rollout.tool_formats.parsed_turn import ToolCall
-from workers.rollout.tool_result import ToolResult, returning_tool_result
+from workers.rollout.tool_result import ToolResult, call_async_tool, call_tool
 
 log = structlog.get_logger()
 
@@ -114,23 +116,28 @@ class EnvironmentSlot:
         Async tools run concurrently. Synchronous ones run one after the other, in order, since most classes do not
         expect two threads at a time; they wake one thread.
         """
-        results: list[ToolResult | Failure | Call] = [self._prepare(call) for call in calls]
-        in_threads = [i for i, call in enumerate(results) if isinstance(call, tuple) and not is_async(call[0])]
-        on_loop = [i for i, call in enumerate(results) if isinstance(call, tuple) and is_async(call[0])]
+        results: dict[int, ToolResult | Failure] = {}
+        in_threads: dict[int, Call] = {}
+        on_loop: dict[int, Call] = {}
+        for i, call in enumerate(calls):
+            prepared = self._prepare(call)
+            if isinstance(prepared, ToolResult):
+                results[i] = prepared
+            else:
+                (on_loop if prepared[0] is call_async_tool else in_threads)[i] = prepared
 
-        async def run(positions: list[int]) -> None:
-            prepared = [call for i in positions if isinstance(call := results[i], tuple)]
-            outcomes = await self._call_in_order(prepared, timeout_s)
-            for i, (outcome, seconds) in zip(positions, outcomes, strict=True):
+        async def run(some: dict[int, Call]) -> None:
+            outcomes = await self._call_in_order(list(some.values()), timeout_s)
+            for i, (outcome, seconds) in zip(some, outcomes, strict=True):
                 results[i] = self._to_result(calls[i], outcome, seconds)
 
         if not on_loop:
             await run(in_threads)
         else:
             async with anyio.create_task_group() as tasks:
-                for positions in (in_threads, *([i] for i in on_loop)):
-                    tasks.start_soon(run, positions)
-        return [result for result in results if not isinstance(result, tuple)]
+                for some in (in_threads, *({i: call} for i, call in on_loop.items())):
+                    tasks.start_soon(run, some)
+        return [results[i] for i in range(len(calls))]
 
     async def call_tool(self, call: ToolCall, timeout_s: float) -> ToolResult | Failure:
         """Call one tool, as `call_tools`."""
@@ -147,7 +154,7 @@ class EnvironmentSlot:
             method, arguments = self._bind_call(call)
         except ToolArgumentError as mismatch:
             return ToolResult(replace_surrogates(f"Error: {mismatch}"), is_error=True)
-        return returning_tool_result(method), arguments
+        return call_async_tool if is_async(method) else call_tool, {"method": method, "arguments": arguments}
 
     def _to_result(self, call: ToolCall, outcome: Outcome, seconds: float) -> ToolResult | Failure:
         """Return what the model reads after a call."""
@@ -156,7 +163,7 @@ class EnvironmentSlot:
                 result.seconds = seconds
                 return result
             case Ok():
-                raise AssertionError("returning_tool_result converts every result")
+                raise AssertionError("call_tool converts every result")
             case Failed(error) if _is_environment_failure(error):
                 return self._failure(RolloutReason.ENV_STEP, call.name, outcome)
             case Failed(error):
@@ -195,9 +202,10 @@ class EnvironmentSlot:
 
     async def is_done(self, timeout_s: float) -> bool | Failure:
         """Return whether the environment has ended the episode, by its attribute or property `done`."""
-        if not isinstance(getattr(type(self._environment), "done", None), property):
-            return is_done(self._environment)
-        outcome = await self._call(is_done, {"env": self._environment}, timeout_s)
+        if isinstance(getattr(type(self._environment), "done", None), property):
+            outcome = await self._call(is_done, {"env": self._environment}, timeout_s)
+        else:
+            outcome = call_inline(is_done, {"env": self._environment})  # a `__getattr__` may fail
         if isinstance(outcome, Ok):
             return bool(outcome.value)
         reason = RolloutReason.ENV_TIMEOUT if isinstance(outcome, TimedOut) else RolloutReason.ENV_STEP
@@ -232,8 +240,14 @@ class EnvironmentSlot:
 
     async def reward(self, timeout_s: float, messages: Sequence[Message] = ()) -> list[RewardPart]:
         """Return the environment's own reward for this conversation, as measured or unmeasured parts."""
-        call = reward_call(self._environment, messages)
-        return [] if call is None else self._parts(await self._call(*call, timeout_s), messages)
+        found = self._find_reward(messages)
+        match found:
+            case Ok(None):
+                return []
+            case Ok((function, arguments)):
+                return self._parts(await self._call(function, arguments, timeout_s), messages)
+            case _:
+                return self._parts(found, messages)
 
     async def freeze(self, max_bytes: int, timeout_s: float) -> bytes | Failure:
         """Return a snapshot of the instance's attributes."""
@@ -256,22 +270,28 @@ class EnvironmentSlot:
             begin_snapshot()
             return freeze(environment, max_bytes)
 
-        call = reward_call(environment, messages)
-        if call is None:
-            return [], self._snapshot(await self._call(freeze_now, {}, timeout_s))
-        (measured, _), (frozen, _) = await self._call_in_order([call, (freeze_now, {})], timeout_s)
+        found = self._find_reward(messages)
+        if not isinstance(found, Ok) or found.value is None:
+            parts = [] if isinstance(found, Ok) else self._parts(found, messages)
+            return parts, self._snapshot(await self._call(freeze_now, {}, timeout_s))
+        (measured, _), (frozen, _) = await self._call_in_order([found.value, (freeze_now, {})], timeout_s)
         return self._parts(measured, messages), self._snapshot(frozen)
 
     async def close(self) -> None:
         """Call the instance's `close`, if it has one, with a deadline; errors are logged."""
         environment, self._environment = self._environment, None
         self.needs_replacement = False
-        close = getattr(environment, "close", None)
-        if not callable(close):
+        outcome = call_inline(partial(getattr, environment, "close", None), {})
+        if isinstance(outcome, Ok) and not callable(outcome.value):
             return
-        outcome = await self._calls.call(close, {}, _CLOSE_TIMEOUT_S)
+        if isinstance(outcome, Ok):
+            outcome = await self._calls.call(outcome.value, {}, _CLOSE_TIMEOUT_S)
         if not isinstance(outcome, Ok):
             log.warning("environment.close_failed", environment=self.name, why=describe_failure(outcome))
+
+    def _find_reward(self, messages: Sequence[Message]) -> Outcome:
+        """Return `reward_call` of the instance; to read an attribute may run its `__getattr__`, which may fail."""
+        return call_inline(reward_call, {"env": self._environment, "messages": messages})
 
     def _parts(self, outcome: Outcome, messages: Sequence[Message]) -> list[RewardPart]:
         parts = reward_parts(outcome, messages)

@@ -12,7 +12,7 @@ An episode ends with a value: None (the model or the environment was done), a `T
 what concerns all completions of the group is raised: no engine answers, or the chat template refuses the prompt.
 """
 
-from functools import partial
+from functools import cached_property, partial
 
 import anyio
 
@@ -22,7 +22,7 @@ from stream.errors import EngineError, EngineUnavailableError
 from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, Row
 from stream.validity import RolloutReason, TruncationReason
-from workers.rollout.chat.chat_tokenizer import KnownParts
+from workers.rollout.chat.known_parts import KnownParts
 from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampled_turn import SampledTurn
 from workers.rollout.engine_client.sampling import end_after_error
@@ -64,8 +64,12 @@ class ConversationEpisode(BaseEpisode):
         self._limits = context.limits
         self._builder = MultiRowBuilder()
         self._turns: list[AssistantTurn] = []
-        self._known = KnownParts()
         self._replies = EnvironmentReplies(context, self.completion)
+
+    @cached_property
+    def _known(self) -> KnownParts:
+        """What is known of a conversation whose history the template rewrites."""
+        return KnownParts()
 
     def prompt_messages(self, observation: Observation) -> list[Message]:
         """Return the prompt with the observation appended."""

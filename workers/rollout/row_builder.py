@@ -55,7 +55,7 @@ class RowBuilder:
             return
         start = len(self)
         self._ids.extend(sampled.token_ids)
-        self._logprobs.extend(sampled.logprobs)
+        self._logprobs.fromlist(sampled.logprobs)  # half the time of `extend`, which takes any iterable
         self._sampled.append((start, start + count))
         self._spans += [Span(span.version, start + span.start, start + span.end) for span in sampled.spans]
 

@@ -13,7 +13,7 @@ class TokenIds(Sequence[int]):
     """A sequence of token ids that only grows at its end, with its JSON.
 
     Both are kept, so a turn of a long episode converts only the ids that it adds: four bytes each, and about six of
-    JSON, instead of an object for every id of the whole context.
+    JSON, instead of an object for every id of the whole context. Copies share the JSON, which is in parts.
 
     Example:
         >>> ids = TokenIds([1, 2])
@@ -26,7 +26,7 @@ class TokenIds(Sequence[int]):
 
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self._ids = array("i")
-        self._json = bytearray(b"[")
+        self._json: list[bytes] = []
         self.extend(ids)
 
     def __len__(self) -> int:
@@ -46,20 +46,21 @@ class TokenIds(Sequence[int]):
     @property
     def json(self) -> bytes:
         """The ids as a JSON array."""
-        return b"".join((self._json, b"]"))
+        return b"".join((b"[", *self._json, b"]"))
 
     def extend(self, ids: Sequence[int]) -> None:
         """Append ids."""
         if not ids:
             return
         if self._ids:
-            self._json += b","
-        if isinstance(ids, TokenIds):
-            self._json += memoryview(ids._json)[1:]  # noqa: SLF001  (its own class)
+            self._json.append(b",")
+        if type(ids) is TokenIds:  # `isinstance` with an abstract class takes long for a list
+            self._json += ids._json  # noqa: SLF001  (its own class)
             self._ids += ids._ids  # noqa: SLF001
         else:
-            self._json += _encode(ids if type(ids) is list else list(ids))[1:-1]
-            self._ids.extend(ids)
+            listed = ids if type(ids) is list else list(ids)
+            self._json.append(_encode(listed)[1:-1])
+            self._ids.fromlist(listed)  # half the time of `extend`, which takes any iterable
 
     def copy(self) -> "TokenIds":
         """Return a copy, which grows on its own."""
@@ -69,7 +70,8 @@ class TokenIds(Sequence[int]):
 
     def is_prefix_of(self, ids: "TokenIds") -> bool:
         """Return whether others start with these ids; compares memory."""
-        return self._ids == ids._ids[: len(self)]  # noqa: SLF001  (its own class)
+        count, last, theirs = len(self), self._ids[-1:], ids._ids  # noqa: SLF001  (its own class)
+        return last == theirs[count - len(last) : count] and self._ids == theirs[:count]  # mostly without the copy
 
     def tobytes(self, start: int, end: int) -> bytes:
         """Return the ids of a range as int32."""

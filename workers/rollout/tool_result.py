@@ -1,13 +1,13 @@
 """Convert what a tool returned to what the model reads."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from envs.call import is_async, is_awaitable, replace_surrogates
+from envs.call import is_awaitable, replace_surrogates
 from envs.contract import is_content_parts
 from stream.causes import ErrorCause
 from stream.errors import EnvironmentFailure
@@ -50,9 +50,25 @@ def _plain_text(value: Any) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON would say null
     try:
-        return msgspec.json.encode(value).decode()
+        return _encode_plain(msgspec.json.encode, value).decode()
     except (TypeError, ValueError, OverflowError, RecursionError):
         return None
+
+
+def _encode_plain(encode: Callable[[Any], bytes], value: Any) -> bytes:
+    """Encode a value, with `?` for lone surrogates in its texts and keys."""
+    try:
+        return encode(value)
+    except UnicodeEncodeError:
+        return encode(_without_surrogates(value))
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return replace_surrogates(value)
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(entry) for key, entry in value.items()}
+    return [_without_surrogates(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def to_tool_result(value: Any) -> ToolResult:
@@ -67,27 +83,27 @@ def to_tool_result(value: Any) -> ToolResult:
             return ToolResult(text)
         return ToolResult(to_text(value), object_type=f"{type(value).__module__}.{type(value).__qualname__}")
     try:
-        parts = msgspec.msgpack.decode(msgspec.msgpack.encode(value))  # a copy: the tool may change its own later
+        # A copy: the tool may change its own later.
+        parts = msgspec.msgpack.decode(_encode_plain(msgspec.msgpack.encode, value))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise EnvironmentFailure(f"it returned content parts that are not plain data: {error}") from error
     text = "\n".join(part["text"] for part in parts if part["type"] == "text")
     return ToolResult(replace_surrogates(text), parts=tuple(parts))
 
 
-def returning_tool_result(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a tool so that it converts its own result, in the thread or task that it runs in."""
+def call_tool(method: Callable[..., Any], arguments: Mapping[str, Any]) -> ToolResult | Awaitable[ToolResult]:
+    """Call a tool and convert its result, both in the thread that this runs in."""
+    value = method(**arguments)
+    return _convert_awaited(value) if is_awaitable(value) else to_tool_result(value)
 
-    async def convert_awaited(value: Any) -> ToolResult:
-        return to_tool_result(await value)
 
-    async def asynchronous(**arguments: Any) -> ToolResult:
-        return await convert_awaited(method(**arguments))
+async def call_async_tool(method: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> ToolResult:
+    """Call a coroutine function and convert its result, both in the task that this runs in."""
+    return await _convert_awaited(method(**arguments))
 
-    def synchronous(**arguments: Any) -> Any:
-        value = method(**arguments)
-        return convert_awaited(value) if is_awaitable(value) else to_tool_result(value)
 
-    return asynchronous if is_async(method) else synchronous
+async def _convert_awaited(value: Awaitable[Any]) -> ToolResult:
+    return to_tool_result(await value)
 
 
 def truncate_result(content: str | list[dict[str, Any]], max_tokens: int) -> str | list[dict[str, Any]]:

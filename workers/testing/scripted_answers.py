@@ -19,6 +19,7 @@ from workers.engine_api.wire import (
 Fault = Literal[
     "500",
     "429",
+    "busy",
     "400",
     "hang",
     "reset",
@@ -30,8 +31,9 @@ Fault = Literal[
     "empty",
     "spans",
 ]
-"""`hang` never answers, `reset` breaks the connection, `spans` leaves the last token without a version (on the route
-that reports versions), `unknown_logprob` contains vLLM's placeholder for an unknown log-prob."""
+"""`busy` answers 503 with `Retry-After`, `hang` never answers, `reset` breaks the connection, `spans` leaves the last
+token without a version (on the route that reports versions), `unknown_logprob` contains vLLM's placeholder for an
+unknown log-prob."""
 
 TOP_LOGIT = 17.0
 """Largest logit, in nats."""

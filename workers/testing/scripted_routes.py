@@ -20,6 +20,8 @@ from workers.testing.scripted_answers import Fault
 from workers.testing.scripted_state import ScriptedState
 
 _CONTROL_ROUTES = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update")
+_FAILURES = ("500", "429", "busy", "400", "hang", "reset")
+"""Faults that are answered without a sample."""
 
 
 class ScriptedRoutes:
@@ -98,7 +100,7 @@ class ScriptedRoutes:
                 if delay_s := state.delay_s(request):
                     await anyio.sleep(delay_s)
                 fault = state.faults(number, request)
-                answer = await self._fail(fault, http) if fault in {"500", "429", "400", "hang", "reset"} else None
+                answer = await self._fail(fault, http) if fault in _FAILURES else None
                 finished = True
                 return answer or web.Response(body=encode(request, fault, began), content_type="application/json")
         finally:
@@ -111,6 +113,8 @@ class ScriptedRoutes:
             await self._state.closing.wait()
         if fault == "reset" and http.transport is not None:
             http.transport.abort()
+        if fault == "busy":
+            return web.Response(status=503, headers={"Retry-After": self._state.retry_after}, body=error_body("busy"))
         status = int(fault) if fault in {"500", "429", "400"} else 500
         return web.Response(status=status, body=error_body(f"scripted {fault}"))
 

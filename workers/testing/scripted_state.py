@@ -65,6 +65,8 @@ class ScriptedState:
         self.version = version
         self.max_length = max_length
         self.faults: FaultFunction = _no_faults
+        self.retry_after = "0"
+        """Header of the fault `busy`."""
         self.control_faults: Counter[str] = Counter()
         """Number of next calls that answer 500, by path of the control route."""
         self.transfer_config: dict[str, str] | None = {"backend": WEIGHT_TRANSFER_BACKEND}

@@ -111,5 +111,5 @@ def inspect_interpreter(python: Path) -> VllmInstallation:
         error_lines = error.stderr.decode(errors="replace").strip().splitlines()
         what = (error_lines or ["it said nothing"])[-1][:_QUOTED]
         raise SettingsError(f"{python} does not run as an interpreter: {what}; {_REMEDY}") from error
-    except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError) as error:
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise SettingsError(f"{python} cannot run vLLM: {error}; {_REMEDY}") from error

@@ -33,6 +33,8 @@ def normalize_engine_url(text: str, source: str = "") -> str:
         raise SettingsError(f"{named} is not the URL of an engine: {error}; {example}") from error
     if parts.scheme not in {"http", "https"} or not parts.hostname or any(map(str.isspace, parts.netloc + parts.path)):
         raise SettingsError(f"{named} is not the URL of an engine; {example}")
+    if port == 0:
+        raise SettingsError(f"{named} has port 0, where no engine can listen; {example}")
     if parts.username is not None or parts.password is not None:
         where = f" in {source}" if source else ""
         raise SettingsError(f"an engine's URL{where} contains a password, which logs would show")

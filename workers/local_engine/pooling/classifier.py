@@ -167,7 +167,7 @@ def is_classifier(path: Path) -> bool:
     """Return whether the configuration in a model folder names a sequence classifier."""
     try:
         config: Any = msgspec.json.decode((path / "config.json").read_bytes())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return False  # loading the model reports the error
     architectures = config.get("architectures") if isinstance(config, dict) else None
     return any(str(name).endswith(ARCHITECTURE_SUFFIX) for name in architectures or ())

@@ -79,7 +79,7 @@ def decode_classify_request(body: bytes) -> ClassifyRequest:
     """
     try:
         request = _decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise EngineRefusedError(f"bad request: {error}") from error
     if (request.messages is None) == (request.input is None):
         raise EngineRefusedError("bad request: exactly one of messages and input is required")

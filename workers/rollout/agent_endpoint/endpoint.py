@@ -77,7 +77,7 @@ class _Routes:
             return error_response(404, "no such episode, or it has ended")
         try:
             request = msgspec.json.decode(await http.read(), type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except ValueError as error:
             raise EngineRefusedError(f"the request is not a JSON object: {error}") from error
         is_retry = http.headers.get("x-stainless-retry-count", "0") != "0"
         try:

@@ -8,8 +8,8 @@ the assistant's end-of-turn token and the next place to sample::
     \n<|im_start|>user\n<tool_response>42</tool_response>...           continuation_ids([tool message], True)
 
 `check_history` finds out at start whether that equals rendering the whole conversation. If it does not,
-because the template rewrites earlier turns, `conversation_ids` renders everything before each turn; turns that the
-template leaves unchanged still keep their sampled ids.
+because the template rewrites earlier turns, `conversation_ids` renders before each turn what the template may have
+changed (`history_window.py`); turns that it leaves unchanged still keep their sampled ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +24,13 @@ import msgspec
 from stream.errors import DataError, PenstockError
 from stream.records import Message
 from workers.rollout.chat.history_check import HistoryCheck, check_history
-from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer, content_texts
+from workers.rollout.chat.history_window import HistoryWindow
+from workers.rollout.chat.known_parts import KnownParts
+from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer, Piece, content_texts
 from workers.rollout.chat.template import ChatTemplate, read_json
 from workers.rollout.chat.text_encoder import TextEncoder, decoder_of
 from workers.rollout.token_ids import TokenIds
-from workers.rollout.tool_formats.reasoning import open_reasoning
+from workers.rollout.tool_formats.reasoning import OPENING_TAG_ENDS, open_reasoning
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,6 +43,8 @@ _LONG_TURN_TOKENS = 10_000
 """Turns of this length and more are decoded in a thread."""
 _REASONING_WINDOW = 40
 """Tokens at a prompt's end in which a template may open a reasoning block."""
+_LAST_TOKENS = 4
+"""Tokens that mostly suffice to see that it does not."""
 _SAMPLE_PROMPT: list[Message] = [{"role": "user", "content": "u"}]
 _CACHED_PROMPTS = 32
 """A group's completions mostly share one prompt; a worker has no more different prompts in flight."""
@@ -63,6 +67,7 @@ class ChatTokenizer:
     ) -> None:
         self.renderer = ConversationRenderer(template, tools)
         self.rewrites_history = False
+        self._window = HistoryWindow(self.renderer)
         self._tokenizer = tokenizer
         self._decode_all = decoder_of(tokenizer)
         self._encoder = TextEncoder(tokenizer)
@@ -119,6 +124,8 @@ class ChatTokenizer:
         """
         check = check_history(self.renderer, with_tools=with_tools, with_user_replies=with_user_replies)
         self.rewrites_history = check.rewrites_history
+        if check.rewrites_history and with_tools:
+            self._window.learn(with_user_replies=with_user_replies)
         if not check.rewrites_history:
             roles = ["tool"] * with_tools + ["user"] * with_user_replies
             self.renderer.learn_frames(roles)
@@ -152,7 +159,7 @@ class ChatTokenizer:
         return ids[1:] if ended_with_eos else ids
 
     def conversation_ids(
-        self, messages: Sequence[Message], turns: Sequence[AssistantTurn], known: "KnownParts"
+        self, messages: Sequence[Message], turns: Sequence[AssistantTurn], known: KnownParts
     ) -> tuple[TokenIds, int]:
         """Encode the whole conversation as the template writes it now, and the start of the next turn.
 
@@ -161,7 +168,7 @@ class ChatTokenizer:
         Args:
             messages: the prompt.
             turns: everything after it.
-            known: the parts that were encoded before earlier turns, which are not encoded again.
+            known: what earlier turns of this conversation encoded, which is not encoded again.
 
         Returns:
             The ids, and how many of them follow the last turn.
@@ -169,27 +176,42 @@ class ChatTokenizer:
         Raises:
             DataError: the template refuses the conversation.
         """
-        ids = TokenIds()
-        last, ended_with_eos = 0, False
-        for text, marked in self.renderer.render_pieces(messages, turns):
-            new = known.text(text, self._encode_after_eos if ended_with_eos else self._encoder.encode)
-            ids.extend(new)
-            last = len(new)
-            if marked is not None:
-                turn, cut = marked
-                sampled = known.turn(turn, cut, self._ids_from)
-                ended_with_eos = sampled[-1:] == [self.end_of_turn_id]
-                ids.extend(sampled)
+        start, pieces = self._window.render(messages, turns, known.settled)
+        if not start:
+            known.unsettle()
+        for turn, piece in zip(self._window.settles(turns)[start:], pieces, strict=False):
+            if piece.turn is not turn:  # the template leaves out a turn
+                break
+            self._append_piece(known.settled_ids, piece, known)
+            known.settled.append(piece)
+        ids, last = known.settled_ids.copy(), 0
+        for piece in pieces[len(known.settled) - start :]:
+            last = self._append_piece(ids, piece, known)
         known.drop_unused()
         return ids, last
 
-    def _encode_after_eos(self, text: str) -> list[int]:
-        """Encode a text after a turn whose last token is the template's end of turn."""
-        ids = self._encoder.encode(text)
-        return ids[1:] if ids[:1] == [self.end_of_turn_id] else ids
+    def _append_piece(self, ids: TokenIds, piece: Piece, known: KnownParts) -> int:
+        """Append a piece to the ids before it; return how many of its ids the template's text has."""
+        after_eos = ids[-1:] == [self.end_of_turn_id]
+        text = known.parts.get(
+            (piece.text, after_eos), lambda: TokenIds(self._encode_text(piece.text, after_eos, known))
+        )
+        ids.extend(text)
+        if (turn := piece.turn) is not None:
+            ids.extend(known.parts.get((id(turn), piece.cut), lambda: TokenIds(self._ids_from(turn, piece.cut))))
+        return len(text)
+
+    def _encode_text(self, text: str, after_eos: bool, known: KnownParts) -> list[int]:
+        """Encode a text of the template, without the end of turn if the ids before it have one."""
+        encode = self._encoder.encode
+        ids = self._encoder.encode_segments(text, lambda part: known.segments.get(part, lambda: encode(part)))
+        return ids[1:] if after_eos and ids[:1] == [self.end_of_turn_id] else ids
 
     def open_reasoning(self, context: Sequence[int]) -> str:
         """Return the start of a reasoning block that these ids end with; what is sampled next is then reasoning."""
+        end = self._decode_all(context[-_LAST_TOKENS:]).rstrip()
+        if end and not end.endswith(OPENING_TAG_ENDS):
+            return ""
         return open_reasoning(self._decode_all(context[-_REASONING_WINDOW:]))
 
     async def encode_prompt(self, messages: Sequence[Message]) -> TokenIds:
@@ -200,12 +222,13 @@ class ChatTokenizer:
             return await _in_thread(partial(self._prompt, messages))
 
     async def encode_conversation(
-        self, messages: Sequence[Message], turns: Sequence[AssistantTurn], known: "KnownParts"
+        self, messages: Sequence[Message], turns: Sequence[AssistantTurn], known: KnownParts
     ) -> tuple[TokenIds, int]:
-        """Run `conversation_ids`, in a thread if the conversation is long."""
+        """Run `conversation_ids`, in a thread if much of the conversation has to be rendered."""
         work = partial(self.conversation_ids, messages, turns, known)
+        rendered = turns[self._window.first_turn(turns, len(known.settled)) :]
         size = self._tool_characters + _characters(messages)
-        size += sum(len(turn.text) + _characters(turn.replies) for turn in turns)
+        size += sum(len(turn.text) + _characters(turn.replies) for turn in rendered)
         return work() if size < _LONG_TEXT_CHARACTERS else await _in_thread(work)
 
     async def decode_turn(self, ids: Sequence[int]) -> str:
@@ -260,34 +283,6 @@ class ChatTokenizer:
             return None
         self.renderer.set_end_of_turn(str(token.content))
         return ids[0]
-
-
-class KnownParts:
-    """The ids of the parts of one conversation, for a template that writes everything anew before each turn.
-
-    Most parts are the same each time; only those of the last time are kept.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[tuple[object, ...], TokenIds] = {}
-        self._now: dict[tuple[object, ...], TokenIds] = {}
-
-    def text(self, text: str, encode: Callable[[str], list[int]]) -> TokenIds:
-        """Return the ids of a text of the template."""
-        return self._get((text, encode.__name__), lambda: encode(text))
-
-    def turn(self, turn: AssistantTurn, cut: int, find: Callable[[AssistantTurn, int], list[int]]) -> TokenIds:
-        """Return the ids of a turn from a character on. The conversation keeps the turn, so its `id` is unique."""
-        return self._get((id(turn), cut), lambda: find(turn, cut))
-
-    def drop_unused(self) -> None:
-        """Forget parts that were not asked for since the last time."""
-        self._last, self._now = self._now, {}
-
-    def _get(self, key: tuple[object, ...], make: Callable[[], list[int]]) -> TokenIds:
-        ids = self._last.get(key)
-        self._now[key] = ids = TokenIds(make()) if ids is None else ids
-        return ids
 
 
 def _reply(role: str, text: str) -> Message:

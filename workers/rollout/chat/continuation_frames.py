@@ -68,7 +68,7 @@ class ContinuationFrames:
         self._render = render
         self._frames: dict[tuple[str, ...], _Frame] = {}
         self._uses = 0
-        self._samples = _sample_contents(source)
+        self._samples = sample_contents(source)
 
     def learn(self, roles: Sequence[str]) -> None:
         """Find the frames for messages of each of these roles: one message, and several tool messages."""
@@ -136,7 +136,7 @@ def _parse(text: str, convert: Callable[[str], str]) -> _Frame:
     return _Frame(text[: found[0].start()] if found else text, pieces, convert)
 
 
-def _sample_contents(source: str) -> list[str]:
+def sample_contents(source: str) -> list[str]:
     """Return contents, among them every text of the template that it might look for in a content."""
     literals = {
         str(value)[1:-1]

@@ -7,7 +7,7 @@ then gets several rows, each with exactly what the model saw when it sampled.
 
 from dataclasses import dataclass
 
-from stream.errors import DataError, PenstockError
+from stream.errors import PenstockError
 from stream.records import Message
 from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer
 from workers.rollout.tool_formats.reasoning import REASONING_TAGS
@@ -48,7 +48,7 @@ def check_history(
     differences = []
     samples = _TOOL_SAMPLES * with_tools + _USER_SAMPLES * with_user_replies
     samples += _MIXED_SAMPLES * (with_tools and with_user_replies)
-    for open_reasoning, reasoning in _reasoning_variants(renderer):
+    for open_reasoning, reasoning in reasoning_variants(renderer):
         found = _compare_renderings(renderer, samples, open_reasoning, reasoning)
         if found is None:
             return HistoryCheck(False, "a conversation rendered as a whole is what the model saw turn by turn")
@@ -59,7 +59,7 @@ def check_history(
     return HistoryCheck(True, differences[0][0])
 
 
-def _reasoning_variants(renderer: ConversationRenderer) -> list[tuple[str, str]]:
+def reasoning_variants(renderer: ConversationRenderer) -> list[tuple[str, str]]:
     """Return how a turn of this model may start: the part in the generation prompt, and the sampled part.
 
     A template that knows reasoning is tested with it, in each of the usual line breaks. If it writes an empty block
@@ -84,7 +84,7 @@ def _compare_renderings(
     """Return the first difference, and whether all differences are in white space; None if there is none."""
     in_space = None
     for prompt, rounds in samples:
-        if prompt is not _ASK and not _accepts(renderer, prompt):
+        if prompt is not _ASK and not renderer.accepts(prompt):
             continue  # a template without system messages
         turns: list[AssistantTurn] = []
         pieces = renderer.render_prompt(prompt)
@@ -106,14 +106,6 @@ def _compare_renderings(
                     return difference, False
                 in_space = in_space or difference
     return None if in_space is None else (in_space, True)
-
-
-def _accepts(renderer: ConversationRenderer, prompt: list[Message]) -> bool:
-    try:
-        renderer.render_prompt(prompt)
-    except DataError:
-        return False
-    return True
 
 
 def _first_difference(whole: str, pieces: str) -> str:

@@ -5,8 +5,9 @@ of the real conversation.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from envs.messages import content_text
 from stream.errors import DataError, PenstockError
@@ -23,8 +24,7 @@ _CALL_ID = "call00000"
 """Nine letters and digits, as Mistral's templates require."""
 
 
-@dataclass(frozen=True, slots=True)
-class AssistantTurn:
+class AssistantTurn(Struct, frozen=True):
     """One turn of the model, and what the environment said after it."""
 
     token_ids: Sequence[int]
@@ -35,6 +35,17 @@ class AssistantTurn:
     """Messages that follow it: the results of its tool calls, or what the environment's `respond` returned."""
     open_reasoning: str = ""
     """Start of a reasoning block that the prompt ended with: for example `<think>` and a line break."""
+
+
+class Piece(NamedTuple):
+    """A part of a rendered conversation: text that the template writes, and the turn that follows it."""
+
+    text: str
+    turn: AssistantTurn | None = None
+    """None at the end of the conversation."""
+    cut: int = 0
+    """Character at which the turn's text starts here; before it is reasoning that the template leaves out, or writes
+    into `text`."""
 
 
 class ConversationRenderer:
@@ -54,7 +65,7 @@ class ConversationRenderer:
         self.tools = tools or None
         self.end_of_turn = ""
         self._contents = ContentAdapter(template)
-        self.needs_tool_calls = not self._accepts(_sample_conversation(False)) and self._accepts(
+        self.needs_tool_calls = not self.accepts(_sample_conversation(False)) and self.accepts(
             _sample_conversation(True)
         )
         self._before_call = self._find_before_call() if self.needs_tool_calls else ""
@@ -101,21 +112,14 @@ class ConversationRenderer:
 
     def render_whole(self, messages: Sequence[Message], turns: Sequence[AssistantTurn]) -> str:
         """Render the whole conversation as the template writes it now, and the start of the next turn."""
-        parts: list[str] = []
-        for text, marked in self.render_pieces(messages, turns):
-            parts += [text] if marked is None else [text, marked[0].text[marked[1] :]]
-        return "".join(parts)
+        pieces = self.render_pieces(messages, turns)
+        return "".join(piece.text + (piece.turn.text[piece.cut :] if piece.turn else "") for piece in pieces)
 
-    def render_pieces(
-        self, messages: Sequence[Message], turns: Sequence[AssistantTurn]
-    ) -> Iterator[tuple[str, tuple[AssistantTurn, int] | None]]:
-        """Render the whole conversation in pieces: text of the template, and the turn that follows it.
+    def render_pieces(self, messages: Sequence[Message], turns: Sequence[AssistantTurn]) -> Iterator[Piece]:
+        """Render the whole conversation in pieces, the last of which has no turn.
 
         Each turn is rendered with a mark in place of its text after the reasoning, so that it can be located whatever
         the template does with reasoning.
-
-        Yields:
-            The text, then the turn and the character at which its text starts here; None for the last piece.
         """
         mark = _MARK
         replies = [reply for turn in turns for reply in turn.replies]
@@ -137,22 +141,23 @@ class ConversationRenderer:
                 continue  # the template no longer shows this turn
             before, start = whole[start:found], found + len(mark)
             if self._shows_calls(turn.replies):
-                yield before.removesuffix(self._before_call), (turn, 0)
+                yield Piece(before.removesuffix(self._before_call), turn)
                 start = whole.find(self.end_of_turn, start)
                 if start < 0:
-                    yield self.end_of_turn, None
+                    yield Piece(self.end_of_turn)
                     return
             elif cut and before.endswith(turn.text[:cut]):
-                yield before[:-cut], (turn, 0)
+                yield Piece(before[:-cut], turn)
             else:
-                yield before, (turn, cut)
-        yield whole[start:], None
+                yield Piece(before, turn, cut)
+        yield Piece(whole[start:])
 
     def _shows_calls(self, replies: Sequence[Message]) -> bool:
         """Return whether the turn before these messages must be rendered with tool calls."""
         return self.needs_tool_calls and any(reply.get("role") == "tool" for reply in replies)
 
-    def _accepts(self, messages: list[Message]) -> bool:
+    def accepts(self, messages: list[Message]) -> bool:
+        """Return whether the template renders these messages."""
         try:
             self.template.render(messages, self.tools, add_generation_prompt=True)
         except DataError:

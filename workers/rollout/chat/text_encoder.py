@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _LONG_TEXT_CHARACTERS: Final = 20_000
 _REMEMBERED_SEGMENTS: Final = 64
 """Of prompts: mostly system messages."""
+_REMEMBERED_RESULTS: Final = 256
+_SHORT_RESULT_CHARACTERS: Final = 1_000
+"""Longer results are not remembered; a worker has no room for many of them."""
 _INDEPENDENT: Final = frozenset({"ByteLevel", "Split", "Digits", "NFC", "NFD", "NFKC", "NFKD"})
 """Normalizers and pre-tokenizers that treat each part between special tokens by itself, wherever it stands."""
 
@@ -39,6 +42,7 @@ class TextEncoder:
         self._cuts: re.Pattern[str] | None = None
         self._template_segments: dict[str, list[int]] = {}
         self._prompt_segment = lru_cache(maxsize=_REMEMBERED_SEGMENTS)(self.encode)
+        self._short_result = lru_cache(maxsize=_REMEMBERED_RESULTS)(self.encode)
 
     def find_cuts(self, text: str) -> None:
         """Find the special tokens that cut texts, among those in a text that the template wrote."""
@@ -58,13 +62,15 @@ class TextEncoder:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a prompt; its segments are remembered for a while, since many prompts share some."""
-        return self._encode_segments(text, self._prompt_segment)
+        return self.encode_segments(text, self._prompt_segment)
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Encode the text between two turns."""
-        return self._encode_segments(text, self.encode)
+        """Encode the text between two turns; a group's completions often make the same calls, with the same results."""
+        is_short = len(text) <= _SHORT_RESULT_CHARACTERS
+        return self.encode_segments(text, self._short_result if is_short else self.encode)
 
-    def _encode_segments(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    def encode_segments(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Encode a text; `encode` is called for each part between special tokens that is not the template's own."""
         if self._cuts is None or len(text) >= _LONG_TEXT_CHARACTERS:
             return self.encode(text)
         ids: list[int] = []

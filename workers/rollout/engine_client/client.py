@@ -4,6 +4,8 @@ What may go wrong with a request, and what follows::
 
     no answer                                another engine immediately; if there is none, wait for one,
                                              at most `unavailable_timeout_s`                    EngineUnavailableError
+    429 or 503 with `Retry-After`            another engine immediately; if there is none, the same one after that time,
+                                             at most `unavailable_timeout_s`                    EngineUnavailableError
     500s, 429, 408, a timeout, an invalid    another engine immediately; if there is none, the same one with back-off;
     answer, an abort                         `max_attempts` attempts in all                     EngineError
     weights older than `min_policy_version`  another engine immediately; if there is none, wait for newer weights,
@@ -23,7 +25,7 @@ import structlog
 from stream.backoff import Backoff
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from stream.queue.in_flight import Activity
-from workers.engine_api.connection import ConnectionPool, RequestTimeoutError, UnreachableError
+from workers.engine_api.connection import ConnectionPool, EngineBusyError, RequestTimeoutError, UnreachableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.rollout.engine_client.adaptive_limit import MAX_CONCURRENCY, MIN_CONCURRENCY
 from workers.rollout.engine_client.engine_sampler import EngineSampler, StaleWeightsError
@@ -37,6 +39,9 @@ from workers.settings import Settings
 
 log = structlog.get_logger()
 
+MAX_ATTEMPTS: Final = 3
+"""Attempts at one request while some engine answers. An error that passes is gone by the second or third; one that the
+request causes must not hold its group for long."""
 _BACKOFF: Final = Backoff(0.2, 5.0, jitter=1.0)
 """Between two attempts at the only engine."""
 
@@ -93,12 +98,12 @@ class EngineClient:
 
     @classmethod
     def from_settings(cls, settings: Settings, engines: EngineDiscovery | Sequence[str]) -> "EngineClient":
-        """Make a client with a run's deadlines, limits, and ways to sample."""
+        """Make a client with a run's deadlines and ways to sample."""
         sampled = [settings.rollout, *([settings.for_evaluation.rollout] if settings.eval.source else [])]
         return cls(
             engines,
             request_timeout_s=settings.engine.request_timeout_s,
-            max_attempts=settings.engine.max_attempts,
+            max_attempts=MAX_ATTEMPTS,
             unavailable_timeout_s=settings.engine_wait_s,
             sampling_options=[
                 SamplingOptions.from_settings(limits, max_tokens=limits.max_tokens) for limits in sampled
@@ -157,7 +162,7 @@ class EngineClient:
     ) -> SampledTurn:
         """Sample one turn. Cancelling the caller aborts the request at the engine. See `Sampler.sample`."""
         started, attempts = time.monotonic(), 0
-        stale_since = math.inf
+        stale_since = busy_since = math.inf
         failed: EngineState | None = None
         while True:
             route = RouteRequest(min_policy_version, options.group, options.completion, failed)
@@ -175,6 +180,13 @@ class EngineClient:
                 if waited_s > self._unavailable_timeout_s and not has_alternative:
                     raise EngineUnavailableError(f"{error}, for {waited_s:.3g} s; is the trainer running?") from error
                 self._monitor.wait_for_weights(engine, error)
+                continue
+            except EngineBusyError as error:
+                busy_since = min(busy_since, time.monotonic())
+                waited_s = time.monotonic() - busy_since
+                if waited_s > self._unavailable_timeout_s:
+                    raise EngineUnavailableError(f"{error}, for {waited_s:.3g} s") from error
+                self._monitor.wait_while_busy(engine, error)
                 continue
             except EngineError as error:
                 attempts += 1

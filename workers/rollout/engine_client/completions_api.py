@@ -12,7 +12,7 @@ from msgspec import Struct, field
 from stream.errors import EngineError
 from stream.records import Span
 from workers.engine_api.connection import decode_response
-from workers.engine_api.wire import FinishReason
+from workers.engine_api.wire import FinishReason, TokenId
 from workers.rollout.engine_client.sampled_turn import SampledTurn, single_choice, validate_sample
 from workers.rollout.engine_client.sampling_api import SamplingRequest, ids_json
 
@@ -27,7 +27,7 @@ class _Logprobs(Struct):
 
 class _Choice(Struct):
     finish_reason: FinishReason
-    token_ids: list[int] | None = None
+    token_ids: list[TokenId] | None = None
     logprobs: _Logprobs | None = None
 
 

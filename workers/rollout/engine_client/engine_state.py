@@ -55,6 +55,7 @@ class EngineState:
         version: policy version that the engine last reported.
         waits_for_weights: a request needed a newer version than the engine has. Until it has newer weights, the
             engine gets only requests that its version can serve.
+        refuses: it refused a request for now and said for how long; it gets none until then.
         next_version_query: the query that is about to be sent, if there is one.
         first_probe_done: set after the first probe, whatever it found.
         busy: set while `load` is above 0.
@@ -68,7 +69,7 @@ class EngineState:
         self.failures = 0
         self.ejections = 0
         self.version = UNVERSIONED
-        self.waits_for_weights = False
+        self.waits_for_weights = self.refuses = False
         self.next_version_query: VersionQuery | None = None
         self.first_probe_done = anyio.Event()
         self.busy = anyio.Event()
@@ -107,6 +108,15 @@ class EngineState:
         self.load -= 1
         if not self.load:
             self.busy = anyio.Event()
+
+    def start_refusing(self) -> bool:
+        """Send the engine no further requests; false if none are sent already."""
+        started, self.refuses = not self.refuses, True
+        return started
+
+    def finish_refusing(self) -> None:
+        """Send requests again."""
+        self.refuses = False
 
     def update_limit(self, metrics: EngineMetrics, *, has_waiting: bool) -> None:
         """Adapt the limit to the engine's metrics.
@@ -234,7 +244,9 @@ class EngineState:
 
     def can_serve(self, min_policy_version: int) -> bool:
         """Whether the engine may get a request that needs this version or a newer one."""
-        return self.is_healthy and (not self.waits_for_weights or self.version >= min_policy_version)
+        return (
+            self.is_healthy and not self.refuses and (not self.waits_for_weights or self.version >= min_policy_version)
+        )
 
     def outdated_error(self, min_policy_version: int) -> EngineError:
         """Return the error for an engine whose weights are older than this version."""

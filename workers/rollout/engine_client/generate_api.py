@@ -8,7 +8,14 @@ from msgspec import Struct
 from stream.errors import EngineError
 from stream.records import Span
 from workers.engine_api.connection import decode_response
-from workers.engine_api.wire import NO_TOKEN_ID, FinishReason, GenerateResponse, SamplingParams, VersionSpan
+from workers.engine_api.wire import (
+    NO_TOKEN_ID,
+    FinishReason,
+    GenerateResponse,
+    SamplingParams,
+    TokenId,
+    VersionSpan,
+)
 from workers.rollout.engine_client.sampled_turn import SampledTurn, single_choice, validate_sample, version_from_name
 from workers.rollout.engine_client.sampling_api import SamplingRequest, ids_json
 
@@ -38,7 +45,7 @@ class _Logprobs(Struct, gc=False):
 
 
 class _Choice(Struct):
-    token_ids: list[int]
+    token_ids: list[TokenId]
     finish_reason: FinishReason
     logprobs: _Logprobs | None = None
     weight_versions: list[VersionSpan] | None = None

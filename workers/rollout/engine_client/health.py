@@ -22,7 +22,7 @@ from anyio.abc import TaskGroup
 
 from stream.backoff import Backoff
 from stream.errors import EngineError
-from workers.engine_api.connection import QUERY_TIMEOUT_S, ConnectionPool, UnreachableError
+from workers.engine_api.connection import QUERY_TIMEOUT_S, ConnectionPool, EngineBusyError, UnreachableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.engine_api.queries import check_health, fetch_weight_name
 from workers.rollout.engine_client.engine_metrics import parse_metrics
@@ -45,6 +45,8 @@ _EJECTION_BACKOFF: Final = Backoff(0.5, 30.0, jitter=0.0)
 """Before an engine is probed that passes health checks but keeps failing requests, by its ejections in a row."""
 _POLL_INTERVAL_S: Final = (1.0, 2.0)
 """Between two polls of an engine's metrics; random, so that workers do not poll in step."""
+_REFUSAL_MARGIN_S: Final = (0.05, 0.3)
+"""Added to the time that a busy engine names; random, so that workers do not come back in step."""
 _VERSION_GATHERING_S: Final = 0.005
 """How long a query of an engine's version waits for other requests that need one."""
 _VERSION_INTERVAL_S: Final = (0.02, 0.5)
@@ -121,6 +123,17 @@ class HealthMonitor:
         """Route requests that need newer weights elsewhere until the engine has them."""
         if engine.start_waiting_for_weights(error):
             self._tasks.start_soon(self._poll_version, engine)
+
+    def wait_while_busy(self, engine: EngineState, error: EngineBusyError) -> None:
+        """Route requests elsewhere until the engine wants to be asked again."""
+        if engine.start_refusing():
+            log.info("engine.busy", url=engine.url, retry_after_s=error.retry_after_s, why=str(error))
+            self._tasks.start_soon(self._end_refusal, engine, error.retry_after_s)
+
+    async def _end_refusal(self, engine: EngineState, after_s: float) -> None:
+        await anyio.sleep(after_s + random.uniform(*_REFUSAL_MARGIN_S))
+        engine.finish_refusing()
+        self._router.dispatch()
 
     async def fetch_version(self, engine: EngineState) -> int:
         """Ask the engine for its policy version."""

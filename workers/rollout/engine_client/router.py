@@ -183,6 +183,8 @@ class Router:
             return
         if not self.engines:
             raise EngineUnavailableError(self._discovery.empty_reason)
+        if busy := [engine.url for engine in self.healthy if engine.refuses]:
+            raise EngineUnavailableError(f"{', '.join(busy)} refused requests (429 or 503) for {waited_s:g} s")
         if self.healthy:
             outdated = "; ".join(str(engine.outdated_error(min_policy_version)) for engine in self.healthy)
             raise EngineUnavailableError(f"{outdated}, for {waited_s:g} s; is the trainer running?")
