@@ -18,6 +18,7 @@ WORDS = {
     "NonNegativeInt": "integer ≥ 0",
     "Seconds": "seconds > 0",
     "Fraction": "0 … 1",
+    "int": "integer",
     "PositiveFloat": "float > 0",
     "NonNegativeFloat": "float ≥ 0",
     "SamplingSettings": "table",
@@ -32,7 +33,9 @@ WORDS = {
     "str": "string",
     "bool": "true / false",
 }
-"""Type annotations in words, the longer names before the shorter ones that they contain."""
+"""Type annotations in words."""
+NAMED_CHOICES = {"Aggregation": algorithm.Aggregation, "Rule": presets.Rule}
+"""Choices of words that have a name in the code."""
 CHOICES = {
     "estimator": "Advantage estimator: `name` (default `grpo`) and its options. `penstock algorithms` shows each with "
     "its formula and source.",
@@ -129,18 +132,28 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 def _type(annotation: str) -> str:
     """Return an annotation in words; a choice of words as the words."""
-    choices = {"Aggregation": algorithm.Aggregation, "Rule": presets.Rule}
-    if annotation in choices:
-        return " · ".join(f"`{word}`" for word in get_args(choices[annotation]))
-    if annotation.startswith("Literal[") and annotation.endswith("]"):
-        return " · ".join(f"`{part.strip(chr(39))}`" for part in annotation[8:-1].split(", ") if part != "''")
-    if annotation.startswith("Annotated["):
-        annotation = annotation[10:].split(",", maxsplit=1)[0]
-    if annotation in WORDS:
-        return WORDS[annotation]
-    for name, words in WORDS.items():
-        annotation = annotation.replace(name, words)
-    return annotation.replace("Literal['all', 'none']", "`all` · `none`").replace(" | ", " · ")
+    return _words(ast.parse(annotation, mode="eval").body)
+
+
+def _words(node: ast.expr) -> str:
+    text = ast.unparse(node)
+    if text in NAMED_CHOICES:
+        return " · ".join(f"`{word}`" for word in get_args(NAMED_CHOICES[text]))
+    if text in WORDS:
+        return WORDS[text]
+    match node:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return f"{_words(left)} · {_words(right)}"
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=chosen):
+            words = [ast.literal_eval(word) for word in (chosen.elts if isinstance(chosen, ast.Tuple) else [chosen])]
+            return " · ".join(f"`{word}`" for word in words if word != "")
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[kind, ast.Call(keywords=bounds)])):
+            limits = {bound.arg: ast.unparse(bound.value) for bound in bounds}
+            between = f" {limits['ge']} … {limits['le']}" if {"ge", "le"} <= limits.keys() else ""
+            return f"{_words(kind)}{between}"
+        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=parts)):
+            return f"[{', '.join(_words(part) for part in parts)}]"
+    return text
 
 
 def page() -> str:

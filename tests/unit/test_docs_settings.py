@@ -1,20 +1,14 @@
 """Every settings block on a page is accepted, on top of the least settings that a run needs."""
 
-import re
 import tomllib
-from pathlib import Path
 
 import pytest
 
+from tests.pages import all_blocks
 from workers.settings.toml_file import parse_settings
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted(path for folder in ("docs", "envs", "examples") for path in (ROOT / folder).rglob("*.md"))
-BLOCKS = {
-    f"{page.relative_to(ROOT)}:{number}": block
-    for page in PAGES
-    for number, block in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL), start=1)
-}
+BLOCKS = {block.where: block.text for block in all_blocks("toml") if block.page != "README.md"}
+"""The README's are tested in tests/e2e/test_readme.py."""
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -24,7 +24,6 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
         ({"engine": {"devices": ["0", "1", "2"], "count": 2}}, ["engine.devices", "engine.count"]),
         ({"engine": {"flags": ["--x"]}}, ["engine.flags", "engine.server", "'vllm'"]),
         ({"engine": {"python": "p"}}, ["engine.python", "engine.server", "'vllm'"]),
-        ({"pacing": {"straggler_timeout_s": 5.0}}, ["pacing.straggler_timeout_s", "pacing.stale_policy", "'wait'"]),
         (
             {"weights": {"transport": "http"}, "engine": {"urls": ["http://127.0.0.1:1", "http://gpu7:8000"]}},
             ["run.address", "http://gpu7:8000 cannot reach the trainer"],
@@ -38,7 +37,7 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
             ["filter.advantage_range", "estimator.name"],
         ),
         ({"estimator": {"name": "passk", "k": 9}}, ["estimator.k", "rollout.group_size"]),
-        ({"estimator": GDPO, "algorithm": {"reward_bias": 1.0}}, ["algorithm.reward_bias", "gdpo"]),
+        ({"estimator": GDPO, "algorithm": {"reward_clip": 1.0}}, ["algorithm.reward_clip", "gdpo"]),
         (
             {"estimator": PASSK, "algorithm": {"reward_normalization": ["group", "none"]}},
             ["reward_normalization", "passk"],

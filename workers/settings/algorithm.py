@@ -53,12 +53,8 @@ class Algorithm(Section, frozen=True):
     proximal: Literal["recompute", "interpolate", "engine"] = "recompute"
     """Log-probs in the denominator of the ratio. `recompute`: the trainer's before the first update; `interpolate`:
     between the engine's and the trainer's by the age of each token; `engine`: the engine's."""
-    reward_bias: float = 0.0
-    """Added to every reward."""
-    reward_scale: float = 1.0
-    """Factor of every reward, after the bias."""
     reward_clip: PositiveFloat = float("inf")
-    """Rewards are clipped to ± this value, after bias and scale; with rewards per turn, the return of each turn is."""
+    """Rewards are clipped to ± this value; with rewards per turn, the return of each turn is."""
     overlong_penalty: tuple[NonNegativeInt, NonNegativeFloat] = (0, 1.0)
     """`[tokens, penalty]`: over the last `tokens` tokens before `rollout.max_tokens` a penalty for length grows
     from 0 to `penalty` (DAPO's soft overlong punishment), also of the greedy completion of `remax`; 0 tokens: none."""

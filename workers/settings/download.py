@@ -1,11 +1,16 @@
 """Downloads a settings file, for roles on machines that have none."""
 
-from http.client import HTTPException
+import time
+from base64 import b64encode
 from pathlib import Path
-from typing import Final, TypeGuard
-from urllib.error import HTTPError
+from typing import TYPE_CHECKING, Final, TypeGuard
+from urllib.parse import unquote, urlsplit
 
+from stream.connection.url import redact_url
 from stream.errors import SettingsError
+
+if TYPE_CHECKING:
+    from urllib.request import Request
 
 _TIMEOUT_S: Final = 30.0
 _MAX_BYTES: Final = 1_000_000
@@ -20,22 +25,28 @@ def display_source(source: Path | str) -> str:
     """Return a file's path, or a URL without password and query, which may hold a key."""
     if not is_url(source):
         return str(source)
-    from stream.connection.address import redact_url  # loads redis
-
     return redact_url(source)
 
 
 def download_text(url: str) -> str:
-    """Download a settings file. Blocks.
+    """Download a settings file. Blocks. User and password in the URL are sent as HTTP's basic authentication.
 
     Raises:
-        SettingsError: there is no such file, or nothing answers.
+        SettingsError: there is no such file, or nothing answers in time.
     """
-    import urllib.request  # takes as long as all settings
+    import urllib.request  # with what it needs, this takes as long as all settings
+    from http.client import HTTPException, IncompleteRead
+    from urllib.error import HTTPError
 
+    content, deadline = b"", time.monotonic() + _TIMEOUT_S
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:  # noqa: S310  (`is_url` allows HTTP alone)
-            content: bytes = answer.read(_MAX_BYTES + 1)
+        with urllib.request.urlopen(_request(url), timeout=_TIMEOUT_S) as answer:  # noqa: S310  (`is_url`: HTTP alone)
+            while len(content) <= _MAX_BYTES and (part := answer.read1(_MAX_BYTES)):
+                content += part
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"not complete after {_TIMEOUT_S:g} s")
+            if answer.length and len(content) <= _MAX_BYTES:  # a part of settings may be valid settings
+                raise IncompleteRead(content, answer.length)
     except (OSError, HTTPException, ValueError) as error:
         if isinstance(error, HTTPError):
             error.close()
@@ -44,4 +55,20 @@ def download_text(url: str) -> str:
         ) from error
     if len(content) > _MAX_BYTES:
         raise SettingsError(f"{display_source(url)}: more than {_MAX_BYTES:,} bytes, so it is no settings file")
-    return content.decode(errors="replace")
+    return content.decode("utf-8-sig", errors="replace")
+
+
+def _request(url: str) -> "Request":
+    """Return the request for a URL; the library takes user and password for a part of the host."""
+    from urllib.request import Request
+
+    parts = urlsplit(url)
+    try:
+        _ = parts.port
+    except ValueError:  # its text would show a part of the password
+        raise ValueError("not a valid URL; escape / ? # in user and password with %") from None
+    request = Request(parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl())  # noqa: S310
+    if parts.username is not None:
+        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        request.add_unredirected_header("Authorization", f"Basic {b64encode(pair.encode()).decode()}")
+    return request

@@ -28,8 +28,6 @@ class Engine(Section, frozen=True):
     """Further vLLM flags, for example `["--gpu-memory-utilization", "0.6"]`; they override Penstock's."""
     request_timeout_s: Seconds = 300.0
     """Deadline of one turn."""
-    max_attempts: PositiveInt = 3
-    """Attempts of one request before its completion is invalid."""
     max_batch_size: PositiveInt = 128
     """Sequences that a started engine decodes together."""
     max_model_len: NonNegativeInt = 0

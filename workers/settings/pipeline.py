@@ -87,17 +87,19 @@ class Archive(Section, frozen=True):
     """`[archive]`: trained and dropped groups, stored in the run's folder."""
 
     keep: Literal["all", "none"] | PositiveInt = 1024
-    """Megabytes to keep; the oldest groups are removed first. `"all"`: keep every group, which `penstock replay` needs;
+    """Megabytes of groups to keep, and a quarter of it for their annotations (advantage, mask and log-prob difference
+    of each sampled token); the oldest are removed first. `"all"`: keep everything, which `penstock replay` needs;
     `"none"`: store nothing."""
-    annotations: NonNegativeInt = 256
-    """Megabytes of annotations to keep: for each sampled token of a trained group its advantage, mask and log-prob
-    difference, which `penstock show`, `penstock export-groups` and the dashboard use. The oldest steps are removed
-    first. 0: none are written; nor are they without an archive."""
 
     @property
-    def has_annotations(self) -> bool:
-        """Whether steps are annotated."""
-        return self.keep != "none" and self.annotations > 0
+    def max_group_bytes(self) -> int | None:
+        """Bytes of groups to keep; None: all."""
+        return None if isinstance(self.keep, str) else self.keep * 1_000_000
+
+    @property
+    def max_annotation_bytes(self) -> int | None:
+        """Bytes of annotations to keep; None: all."""
+        return None if self.max_group_bytes is None else self.max_group_bytes // 4
 
 
 class Storage(Section, frozen=True):
@@ -121,8 +123,6 @@ class Queue(Section, frozen=True):
     """How long a worker tries to reach Redis or an engine before it gives up."""
     shutdown_timeout_s: Seconds = 20.0
     """Time for a stopping worker to finish or release what it holds."""
-    max_abandoned_threads: PositiveInt = 64
-    """Threads stuck in user code past their deadline at which a worker drains and is restarted."""
     max_memory_mb: NonNegativeInt = 0
     """Resident memory in MiB at which a rollout worker or scorer drains and is restarted; 0: no limit."""
     max_restarts: NonNegativeInt = 5
@@ -143,4 +143,11 @@ class Abort(Section, frozen=True):
     """Largest fraction of one environment's completions that may bear no loss for one reason (unmeasured, failed,
     excluded, too old, rejected, ...), over its last 4 x `train.batch_size` groups."""
     stall_timeout_s: Seconds = 600.0
-    """Longest time without a trained or dropped group while there is work."""
+    """Longest time without a trained or dropped group while there is work. Half of it is the longest time without
+    progress for which the trainer waits for an evaluation, or with `pacing.stale_policy = "wait"` for stragglers: more
+    than an episode takes."""
+
+    @property
+    def trainer_wait_s(self) -> float:
+        """Longest wait of the trainer for an evaluation or for stragglers; it ends before the run is aborted."""
+        return self.stall_timeout_s / 2

@@ -1,6 +1,7 @@
 """Keys of earlier settings files and their replacements, for error messages. Old keys are never accepted."""
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 RENAMED_KEYS: Final[dict[str, str]] = {
     "data.mix": "data.sets",
@@ -25,16 +26,19 @@ RENAMED_KEYS: Final[dict[str, str]] = {
     "rollout.reset_timeout_s": "rollout.call_timeout_s",
     "rollout.tool_timeout_s": "rollout.call_timeout_s",
     "rollout.reward_timeout_s": "rollout.call_timeout_s",
+    "rollout.max_tool_errors": "half of rollout.max_tool_calls",
     "rollout.endpoint_host": "run.address",
     "rollout.partial": "rollout.save_partial_groups",
     "score.groups_in_flight": "rollout.groups_in_flight",
     "eval.share": "",
-    "eval.hold_s": "eval.publish_wait_s",
+    "eval.hold_s": "half of abort.stall_timeout_s",
+    "eval.publish_wait_s": "half of abort.stall_timeout_s",
     "engine.dns": 'engine.urls = ["dns+http://NAME:PORT"]',
     "engine.threads": "run.threads",
     "engine.min_concurrency": "",
     "engine.max_concurrency": "",
-    "engine.attempts": "engine.max_attempts",
+    "engine.attempts": "",
+    "engine.max_attempts": "",
     "engine.max_batch": "engine.max_batch_size",
     "engine.max_length": "engine.max_model_len",
     "train.groups_per_step": "train.batch_size",
@@ -51,13 +55,15 @@ RENAMED_KEYS: Final[dict[str, str]] = {
     "algorithm.aggregation_constant": "rollout.max_tokens",
     "algorithm.kl_divergence": "algorithm.kl_estimator",
     "algorithm.correct_at": "algorithm.success_threshold",
+    "algorithm.reward_bias": "a constant that the reward function adds",
+    "algorithm.reward_scale": "rewards.weight",
     "algorithm.singleton": "algorithm.single_sample_policy",
     "filter.min_mean_reward": "filter.mean_reward_range",
     "filter.max_mean_reward": "filter.mean_reward_range",
     "filter.min_advantage": "filter.advantage_range",
     "filter.max_advantage": "filter.advantage_range",
-    "shaping.bias": "algorithm.reward_bias",
-    "shaping.scale": "algorithm.reward_scale",
+    "shaping.bias": "a constant that the reward function adds",
+    "shaping.scale": "rewards.weight",
     "shaping.clip": "algorithm.reward_clip",
     "shaping.overlong_tokens": "algorithm.overlong_penalty = [tokens, penalty]",
     "shaping.overlong_penalty": "algorithm.overlong_penalty = [tokens, penalty]",
@@ -71,6 +77,8 @@ RENAMED_KEYS: Final[dict[str, str]] = {
     "critic.learning_rate": "estimator.critic_learning_rate",
     "critic.value_clip": "estimator.critic_value_clip",
     "pacing.late": "pacing.stale_policy",
+    "pacing.straggler_timeout_s": "half of abort.stall_timeout_s",
+    "archive.annotations": "a quarter of archive.keep",
     "archive.megabytes": "archive.keep",
     "delivery.lease_s": "queue.lease_s",
     "delivery.infra_attempts": "queue.max_attempts",
@@ -78,10 +86,11 @@ RENAMED_KEYS: Final[dict[str, str]] = {
     "delivery.backoff_s": "",
     "delivery.reconnect_s": "queue.reconnect_timeout_s",
     "delivery.grace_s": "queue.shutdown_timeout_s",
-    "delivery.lost_threads": "queue.max_abandoned_threads",
+    "delivery.lost_threads": "",
     "delivery.memory_mb": "queue.max_memory_mb",
     "delivery.restarts": "queue.max_restarts",
     "delivery.fsync": "queue.fsync",
+    "queue.max_abandoned_threads": "",
     "guard.max_invalid_fraction": "abort.max_invalid_fraction",
     "guard.window_groups": "",
     "guard.stall_s": "abort.stall_timeout_s",
@@ -93,15 +102,19 @@ RENAMED_KEYS: Final[dict[str, str]] = {
 """Old key -> new key. An empty string: the key was removed."""
 
 
-def explain_renamed(path: str, table: object) -> str:
-    """Return the message for an unknown key that has an old name; empty for any other key.
+def explain_renamed(table: Mapping[str, Any]) -> list[str]:
+    """Return a message for every old key of a settings file.
+
+    A stored settings file has every key, so several may be old after an update of Penstock.
 
     Args:
-        path: the unknown key as `section.key`, or the name of an unknown table.
-        table: the value of the unknown key.
+        table: the whole file.
     """
-    if isinstance(table, dict):
-        path = next((f"{path}.{key}" for key in table if f"{path}.{key}" in RENAMED_KEYS), path)
-    if path not in RENAMED_KEYS:
-        return ""
-    return f"{path} is now {new}" if (new := RENAMED_KEYS[path]) else f"{path} was removed; leave it out"
+    found = []
+    for section, value in table.items():
+        rows = value if isinstance(value, list) else [value]
+        keys = {f"{section}.{key}": None for row in rows if isinstance(row, dict) for key in row}
+        found += [key for key in keys if key in RENAMED_KEYS] or [section] * (section in RENAMED_KEYS)
+    return [
+        f"{key} is now {new}" if (new := RENAMED_KEYS[key]) else f"{key} was removed: leave it out" for key in found
+    ]

@@ -47,9 +47,7 @@ class Rollout(Section, frozen=True):
     max_turns: PositiveInt = 8
     """Turns of the model in one episode."""
     max_tool_calls: PositiveInt = 32
-    """Tool calls in one episode."""
-    max_tool_errors: PositiveInt = 16
-    """Failed or malformed tool calls in one episode."""
+    """Tool calls in one episode; at most half as many, or one, may fail or be malformed."""
     episode_timeout_s: Seconds = 600.0
     """Deadline of one episode, resets and tools included."""
     call_timeout_s: Seconds = 30.0
@@ -58,6 +56,11 @@ class Rollout(Section, frozen=True):
     save_partial_groups: bool = False
     """Store finished completions of an unfinished group in Redis. If the worker dies, the next one plays only the
     missing completions. For long episodes; costs server memory."""
+
+    @property
+    def max_tool_errors(self) -> int:
+        """Failed or malformed tool calls in one episode."""
+        return max(1, self.max_tool_calls // 2)
 
 
 class Eval(Section, frozen=True):
@@ -74,9 +77,6 @@ class Eval(Section, frozen=True):
     """Completions per prompt; pass@k is reported for powers of two up to this."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0: greedy, with `group_size = 1`."""
-    publish_wait_s: Seconds = 300.0
-    """The next version is published when the evaluation has been sampled, or after this time without progress. Choose
-    it longer than an episode and shorter than `abort.stall_timeout_s`."""
 
     @property
     def source(self) -> str:
@@ -92,7 +92,5 @@ class Pacing(Section, frozen=True):
     stale_policy: Literal["train", "wait", "cancel"] = "train"
     """Treatment of groups older than `max_staleness` versions. `train`: train them at any age; `wait`: the trainer
     waits for them before they become older; `cancel`: abort them at the engine and start again, at most twice."""
-    straggler_timeout_s: Seconds = 60.0
-    """With `stale_policy = "wait"`: continue without stragglers when none has arrived for this long."""
     max_token_age: NonNegativeInt = 0
     """Mask tokens that were sampled more than this many versions ago; 0: no limit."""

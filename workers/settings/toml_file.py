@@ -42,14 +42,17 @@ def load_settings(source: Path | str, overrides: tuple[str, ...] = ()) -> Settin
     """
     name = display_source(source)
     try:
-        text = download_text(source) if is_url(source) else Path(source).read_text(encoding="utf-8")
-        table = tomllib.loads(text)
+        text = download_text(source) if is_url(source) else Path(source).read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise SettingsError(f"{name}: no such file") from error
     except PermissionError as error:
         raise SettingsError(f"{name}: permission denied: only another user may read it") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise SettingsError(f"{name}: not TOML: {error}") from error
+    try:
+        table = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise SettingsError(f"{name}: not TOML: {error}{_toml_hint(text, error)}") from error
     for override in overrides:
         _apply_override(table, override)
     return parse_settings(table, name)
@@ -85,7 +88,7 @@ def parse_rewards(table: dict[str, Any], source: str) -> tuple[RewardSettings, .
         SettingsError: there are none, or a key is wrong.
     """
     if unknown := sorted(table.keys() - set(Settings.__struct_fields__)):
-        old = explain_renamed(unknown[0], table[unknown[0]])
+        old = "; ".join(explain_renamed(table))
         raise SettingsError(f"{source}: {old or f'unknown key {unknown[0]}; only [[rewards]] is read'}")
     if not table.get("rewards"):
         raise SettingsError(f"{source}: no [[rewards]], so there is nothing to score with")
@@ -108,6 +111,13 @@ def _convert(table: dict[str, Any], source: str) -> Settings:
         return msgspec.convert(table, Settings, str_keys=True)
     except msgspec.ValidationError as error:
         raise SettingsError(f"{source}: {_explain(str(error), table)}") from error
+
+
+def _toml_hint(text: str, error: Exception) -> str:
+    """Return the likely cause of a syntax error, or nothing."""
+    if text.lstrip().startswith("<"):
+        return "; it is a web page, perhaps one that asks to log in"
+    return "; text is written in quotes" if str(error).startswith("Invalid value") else ""
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:
@@ -133,17 +143,25 @@ def _explain(message: str, table: dict[str, Any]) -> str:
     environment = f"environments.{_first_invalid_environment(table)}"
     path = where.rstrip("`").lstrip(".").replace("environments[...]", environment)
     if "unknown field" in text:
+        if old := explain_renamed(table):
+            return "; ".join(old)
         key = ".".join(filter(None, [re.sub(r"\[.*?\]", "", path), text.rsplit("`", 2)[1]]))
-        if old := explain_renamed(key, table.get(key)):
-            return old
         shown = ".".join(filter(None, [path, text.rsplit("`", 2)[1]]))
         return f"unknown key {shown}; allowed there: {', '.join(_allowed_keys(key.rpartition('.')[0], table))}"
     section = path.partition(".")[0]
     if len(kinds := sections().get(section, [])) > 1 and ("Invalid value" in text or "missing" in text):
         names = ", ".join(str(kind.__struct_config__.tag) for kind in kinds)
         return f"{section}.name: {text[:1].lower()}{text[1:]}; use one of {names}"
-    allowed = _allowed_values(path) if "enum value" in text else ""
-    return f"{path or 'settings'}: {text[:1].lower()}{text[1:]}{allowed}"
+    return f"{path or 'settings'}: {text[:1].lower()}{text[1:]}{_value_hint(text, path)}"
+
+
+def _value_hint(text: str, path: str) -> str:
+    """Return how to write a value of which msgspec says `text`, or nothing."""
+    if "enum value" in text:
+        return _allowed_values(path)
+    if text.startswith("Expected `array`, got `object`"):
+        return f"; write [[{path}]], with two brackets"
+    return '; write a list, as in ["..."]' if text.startswith("Expected `array`, got `str`") else ""
 
 
 def _allowed_values(path: str) -> str:

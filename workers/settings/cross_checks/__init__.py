@@ -23,7 +23,6 @@ _CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
     engine.check_weights,
     rollout.check_rollout,
     rollout.check_sampling,
-    rollout.check_pacing,
     rollout.check_evaluation,
     estimators.check_filters,
     estimators.check_estimator,

@@ -8,9 +8,21 @@ from workers.settings.settings import Settings
 from workers.settings.training import LOOPBACK_HOSTS
 
 
+def is_http_url(text: str) -> bool:
+    """Return whether a text is `http://HOST...` or `https://HOST...`."""
+    try:
+        parts = urlsplit(text.strip())
+    except ValueError:
+        return False
+    return parts.scheme in {"http", "https"} and bool(parts.hostname)
+
+
 def check_engines(s: Settings) -> Iterator[str]:
     """`[engine]`: engines are either named or started."""
     engine = s.engine
+    for url in engine.urls:
+        if not is_http_url(url.removeprefix(DNS_PREFIX)):
+            yield f"engine.urls: {url!r} is not the URL of an engine; write it as http://HOST:PORT"
     if len(engine.urls) - len(engine.static_urls) > 1:
         yield f"engine.urls has several names with {DNS_PREFIX}; leave one, or list the engines one by one"
     if engine.dns.startswith("https:"):
@@ -43,7 +55,9 @@ def check_weights(s: Settings) -> Iterator[str]:
                 "leave the first out"
             )
     remote = [
-        url for url in (*s.engine.static_urls, s.engine.dns) if url and urlsplit(url).hostname not in LOOPBACK_HOSTS
+        url
+        for url in (*s.engine.static_urls, s.engine.dns)
+        if is_http_url(url) and urlsplit(url).hostname not in LOOPBACK_HOSTS
     ]
     if weights.transport in {"http", "nccl"} and s.run.host in LOOPBACK_HOSTS and remote:
         yield (

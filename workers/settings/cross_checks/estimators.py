@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from workers.settings.estimators import OptimalTokenBaseline, Passk, TirOptimalTokenBaseline
 from workers.settings.settings import Settings
 
-_REWARD_CHANGES = ("reward_bias", "reward_scale", "reward_clip", "overlong_penalty", "reward_normalization")
+_REWARD_CHANGES = ("reward_clip", "overlong_penalty", "reward_normalization")
 
 
 def check_filters(s: Settings) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Checks of `[rollout]`, `[pacing]` and `[eval]`."""
+"""Checks of `[rollout]` and `[eval]`."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -41,17 +41,8 @@ def check_sampling(s: Settings) -> Iterator[str]:
             )
 
 
-def check_pacing(s: Settings) -> Iterator[str]:
-    """`[pacing]`: the straggler timeout has an effect."""
-    if s.pacing.non_default("straggler_timeout_s") and s.pacing.stale_policy != "wait":
-        yield (
-            f"pacing.straggler_timeout_s is set, but with pacing.stale_policy = {s.pacing.stale_policy!r} the trainer "
-            "does not wait for stragglers; set the second to 'wait' or leave the first out"
-        )
-
-
 def check_evaluation(s: Settings) -> Iterator[str]:
-    """`[eval]`: there are held-out prompts, and the evaluation ends."""
+    """`[eval]`: there are held-out prompts, and completions of one can differ."""
     if not s.eval.source:
         for key in s.eval.non_default():
             yield (
@@ -67,10 +58,4 @@ def check_evaluation(s: Settings) -> Iterator[str]:
         yield (
             f"eval.temperature is 0, so all {s.eval.group_size} completions of a prompt (eval.group_size) are the "
             "same; raise the first or set the second to 1"
-        )
-    if s.eval.publish_wait_s >= s.abort.stall_timeout_s:
-        yield (
-            f"eval.publish_wait_s ({s.eval.publish_wait_s:g}) is not less than abort.stall_timeout_s "
-            f"({s.abort.stall_timeout_s:g}), so a stalled evaluation would abort the run; lower the first or raise the "
-            "second"
         )
