@@ -18,7 +18,7 @@ from workers.train.progress import Progress
 
 SETTINGS = parse_settings(
     {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "r:f"}], "filter": {"min_valid_rows": 1}}
-    | {"train": {"batch_size": 1}, "pacing": {"stale_policy": "wait", "max_staleness": 1, "straggler_timeout_s": 50.0}}
+    | {"train": {"batch_size": 1}, "pacing": {"stale_policy": "wait", "max_staleness": 1}}
 )
 
 
@@ -78,8 +78,9 @@ async def make_trainer(pipe, tmp_path):
     ledger = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
     trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
 
-    async def make(**pacing):
-        settings = replace(SETTINGS, pacing=replace(SETTINGS.pacing, **pacing))
+    async def make(wait_s=50.0, **pacing):
+        abort = replace(SETTINGS.abort, stall_timeout_s=2 * wait_s)
+        settings = replace(SETTINGS, abort=abort, pacing=replace(SETTINGS.pacing, **pacing))
         trainer = Trainer(pipe, trainer_lease, ledger, settings)
         await trainer.consumer.announce(0, "path", 0)
         await pipe.feed(*"abcdef")
@@ -127,7 +128,7 @@ async def test_a_dead_letter_is_no_longer_waited_for(make_trainer):
 
 
 async def test_after_the_timeout_the_step_continues_without_the_straggler_and_counts_it(make_trainer):
-    trainer = await make_trainer(straggler_timeout_s=0.1)
+    trainer = await make_trainer(wait_s=0.1)
     await trainer.finish("b")
     await trainer.step()
     await trainer.claim()
@@ -143,7 +144,7 @@ async def test_after_the_timeout_the_step_continues_without_the_straggler_and_co
 
 
 async def test_the_timeout_does_not_run_while_the_run_is_paused(make_trainer):
-    trainer = await make_trainer(straggler_timeout_s=0.1)
+    trainer = await make_trainer(wait_s=0.1)
     await trainer.finish("b")
     await trainer.step()
     await trainer.claim()

@@ -50,7 +50,7 @@ async def test_a_publication_removes_half_written_folders_of_a_killed_trainer(tm
     (half_written / "model.safetensors").write_bytes(b"half")
     async with ScriptedEngine(lambda *_: [1]) as engine, policy_versions(folder, consumer, engine) as versions:
         for step in range(2):
-            await versions.publish(write, step=step, metrics={})
+            await versions.publish(await versions.reserve(), write, step=step, metrics={})
     assert [path.name for path in sorted(folder.iterdir())] == ["v000000", "v000001"]
 
 
@@ -59,7 +59,7 @@ async def test_a_version_number_that_an_engine_has_is_not_reused(tmp_path, consu
         ScriptedEngine(lambda *_: [1], version="7") as engine,
         policy_versions(tmp_path / "weights", consumer, engine) as versions,
     ):
-        await versions.publish(write, step=0, metrics={})
+        await versions.publish(await versions.reserve(), write, step=0, metrics={})
     assert (consumer.version, engine.version) == (8, "8")
 
 
@@ -77,7 +77,7 @@ async def test_a_trainer_that_was_succeeded_while_it_wrote_pushes_nothing(tmp_pa
     async with ScriptedEngine(lambda *_: [1]) as engine:
         with pytest.raises(ExceptionGroup) as caught:
             async with policy_versions(tmp_path / "weights", consumer, engine) as versions:
-                await versions.publish(write_slowly, step=0, metrics={})
+                await versions.publish(await versions.reserve(), write_slowly, step=0, metrics={})
         assert caught.group_contains(FencedError)
         assert engine.pushes == []
     ledger.close()
@@ -87,5 +87,5 @@ async def test_three_versions_stay_on_disk(tmp_path, consumer):
     folder = tmp_path / "weights"
     async with ScriptedEngine(lambda *_: [1]) as engine, policy_versions(folder, consumer, engine) as versions:
         for step in range(5):
-            await versions.publish(write, step=step, metrics={})
+            await versions.publish(await versions.reserve(), write, step=step, metrics={})
     assert [path.name for path in sorted(folder.iterdir())] == ["v000002", "v000003", "v000004"]

@@ -82,8 +82,7 @@ def test_turn_rewards_are_normalized_like_their_sum(name):
 def test_turn_rewards_are_clipped_like_their_sum(name):
     """No return exceeds the limit, and the first one equals that of a completion without turns and the same reward."""
     rewarded = [completion(0, 200.0, **TURNS), completion(1, 200.0), completion(2, 0.0, greedy=True)]
-    shaping = {"reward_scale": 0.5, "reward_clip": 60.0}
-    assert returns_of(rewarded, name, algorithm=shaping)[:2] == [[60.0, 50.0], [60.0, 60.0]]
+    assert returns_of(rewarded, name, algorithm={"reward_clip": 120.0})[:2] == [[120.0, 100.0], [120.0, 120.0]]
     losing = [completion(0, 1.0, turns=(1, 1), by_turn=(1000.0, -999.0)), completion(1, 2.0), rewarded[2]]
     assert returns_of(losing, name, algorithm={"reward_clip": 20.0})[0] == [1.0, -20.0]
 
@@ -112,13 +111,13 @@ def returns_of(completions, name, **sections):
     return [line[sampled].tolist() for line, sampled in zip(returns_RT, batch.sampled_RT, strict=True)]
 
 
-def test_shaping_applies_overlong_penalty_bias_scale_clip_in_order():
-    shaping = {"overlong_penalty": [2, 0.5], "reward_bias": -0.25, "reward_scale": 4.0, "reward_clip": 2.5}
+def test_shaping_applies_the_overlong_penalty_before_the_clip():
+    shaping = {"overlong_penalty": [2, 0.5], "reward_clip": 0.875}
     rollout = {"max_tokens": 4, "max_tokens_per_turn": 4}
     long, longer, short = completion(0, 1.0, turns=(3,)), completion(1, 1.0, turns=(4,)), completion(2, 1.0)
-    # 1 - .25 - .25 = .5, 1 - .5 - .25 = .25, 1 - .25 = .75; times 4; clipped
+    # 1 - .25 = .75, 1 - .5 = .5, 1; clipped
     result = values([long, longer, short], algorithm=shaping, rollout=rollout, estimator={"name": "dr_grpo"})
-    assert result == pytest.approx([2.0 - 5.5 / 3, 1.0 - 5.5 / 3, 2.5 - 5.5 / 3])
+    assert result == pytest.approx([0.75 - 2.125 / 3, 0.5 - 2.125 / 3, 0.875 - 2.125 / 3])
 
 
 def test_under_the_policy_penalty_a_truncated_completion_gets_the_full_penalty():
@@ -158,11 +157,8 @@ def test_a_greedy_completion_follows_the_same_rules_as_the_others(reward, facts,
 
 
 def test_the_greedy_reward_is_shaped_like_the_others():
-    rolled = [completion(0, 1.0), completion(1, 0.0), completion(2, 0.5, greedy=True)]
-    assert values(rolled, estimator={"name": "remax"}, algorithm={"reward_bias": 1.0, "reward_scale": 2.0}) == [
-        1.0,
-        -1.0,
-    ]
+    rolled = [completion(0, 1.0), completion(1, 0.0), completion(2, 0.75, greedy=True)]
+    assert values(rolled, estimator={"name": "remax"}, algorithm={"reward_clip": 0.5}) == [0.0, -0.5]
 
 
 @pytest.mark.parametrize("cut", [{}, {"truncated": TruncationReason.MAX_TURNS}])

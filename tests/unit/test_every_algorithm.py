@@ -98,7 +98,7 @@ CASES = {
     "entropy": {"algorithm": {"entropy_coefficient": 0.01}},
     "turn baseline": {"estimator": {"name": "tir_optimal_token_baseline"}, "loss": {"name": "geo_mean"}},
     "shaping": {
-        "algorithm": {"reward_bias": 0.5, "reward_scale": 2.0, "reward_clip": 1.5, "overlong_penalty": [510, 1.0]},
+        "algorithm": {"reward_clip": 1.5, "overlong_penalty": [510, 1.0]},
         "rollout": {"max_tokens": 512},
     },
     **{

@@ -6,7 +6,7 @@ import pytest
 
 from stream.errors import RecordError, RunFailedError
 from stream.records import Completion, Failure, Group, Prompt, RewardPart
-from stream.trainer.outcomes import Dropped
+from stream.trainer.consumer import DroppedGroup
 from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 from workers.settings.toml_file import parse_settings
@@ -38,14 +38,17 @@ def checker(progress):
 
 
 def test_a_group_worth_training_on_is_kept(checker, progress):
-    assert not isinstance(checker.check(group(*GOOD), 0), Dropped)
+    assert not isinstance(checker.check(group(*GOOD), 0), DroppedGroup)
     assert checker.pop_dropped() == ({}, [])
     assert progress.completion_states == {}
 
 
 def test_a_group_without_signal_is_dropped_and_its_completions_are_counted(checker, progress):
     dropped = checker.check(group(completion(0, Measured(1.0)), completion(1, Measured(1.0))), 0)
-    assert dropped == Dropped("zero_variance")
+    assert (dropped.reason, [each.state for each in dropped.completions]) == (
+        "zero_variance",
+        ["dropped:zero_variance"] * 2,
+    )
     assert progress.completion_states == {"valid": 2}
     counts, filtered = checker.pop_dropped()
     assert (counts, len(filtered)) == ({DropReason.ZERO_VARIANCE: 1}, 1)
@@ -54,7 +57,12 @@ def test_a_group_without_signal_is_dropped_and_its_completions_are_counted(check
 
 def test_an_unmeasured_reward_is_not_a_number(checker, progress):
     timeout = completion(1, Unmeasured(RewardReason.TIMEOUT))
-    assert checker.check(group(completion(0, Measured(1.0)), timeout), 0) == Dropped("min_valid_rows")
+    dropped = checker.check(group(completion(0, Measured(1.0)), timeout), 0)
+    assert dropped.reason == "min_valid_rows"
+    assert [(each.state, each.advantage, each.loss_tokens) for each in dropped.completions] == [
+        ("dropped:min_valid_rows", None, 0),
+        ("reward:timeout", None, 0),
+    ]
     assert progress.completion_states == {"valid": 1, "reward:timeout": 1}
 
 
@@ -73,15 +81,15 @@ def test_a_huge_reward_of_a_foreign_scorer_makes_its_own_completion_invalid_and_
     huge = completion(2, Measured(reward))
     huge.parts = [part] if part else []
     checked = checker.check(group(*GOOD, huge), 0)
-    assert not isinstance(checked, Dropped)
-    assert checked.states == {"valid": 2, "reward:too_large": 1}
+    assert not isinstance(checked, DroppedGroup)
+    assert checked.states == ["valid", "valid", "reward:too_large"]
     assert checked.rewards.rewards_C[checked.rewards.baseline_C].tolist() == [1.0, 0.0]
 
 
 def test_a_huge_reward_part_of_an_invalid_completion_is_ignored(checker):
     failed = completion(2, Unmeasured(RewardReason.RAISED))
     failed.parts = [RewardPart(name="env", reward=Measured(1e300))]
-    assert not isinstance(checker.check(group(*GOOD, failed), 0), Dropped)
+    assert not isinstance(checker.check(group(*GOOD, failed), 0), DroppedGroup)
 
 
 def test_a_token_outside_the_vocabulary_makes_the_group_unreadable(checker):
@@ -134,7 +142,7 @@ def test_too_many_completions_without_loss_end_the_run_whatever_the_reason(kind,
     def go_on() -> None:
         for _ in range(4):
             checked = checker.check(bad, 0)
-            if not isinstance(checked, Dropped):
+            if not isinstance(checked, DroppedGroup):
                 checker.observe_step([bad], {bad.prompt.id: checked.no_loss})
 
     with pytest.raises(
@@ -146,7 +154,8 @@ def test_too_many_completions_without_loss_end_the_run_whatever_the_reason(kind,
 def test_tokens_that_are_too_old_count_as_completions_without_loss(progress):
     checker = checker_of(progress, pacing={"max_token_age": 2})
     for _ in range(3):
-        checker.check(group(*GOOD), 9)
+        dropped = checker.check(group(*GOOD), 9)
+        assert {each.state for each in dropped.completions} == {"rejected:too_old"}
     with pytest.raises(RunFailedError, match=r"8 of the last 8 .* rejected:too_old"):
         checker.check(group(*GOOD), 9)
 

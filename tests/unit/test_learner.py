@@ -146,7 +146,7 @@ def test_a_step_reports_what_it_did_with_each_sampled_token(base):
     columns = token_columns(first.completions[2].rows[0], annotated_row(invalid, 0))
     assert (columns.loss_mask, columns.advantages, columns.rejected_by) == ([0, 0], [None] * 2, [None] * 2)
     assert columns.logprob_differences == [None] * 2
-    without = learner(base, archive={"annotations": 0}).step(collate([first]), 3)
+    without = learner(base, archive={"keep": "none"}).step(collate([first]), 3)
     assert all(each.rows == () for each in without.completions["p"])
 
 
@@ -238,7 +238,7 @@ def test_a_large_model_is_written_to_several_files_that_engine_and_trainer_read(
     monkeypatch.setattr("workers.train.model.policy_folder._LARGEST_FILE", "4KB")
     trained = learner(base)
     trained.step(collate([group()]), 3)
-    trained.save_weights(tmp_path / "v1")
+    trained.copy_weights()(tmp_path / "v1")
     assert len(list((tmp_path / "v1").glob("*.safetensors"))) > 1
     served, again = AutoModelForCausalLM.from_pretrained(base), learner(base)
     load_weights(served, tmp_path / "v1")
@@ -282,21 +282,25 @@ def test_a_folder_without_a_model_is_refused_with_its_name(tmp_path):
 def test_written_weights_equal_the_trained_ones(base, tmp_path):
     trained = learner(base)
     trained.step(collate([group()]), 3)
-    trained.save_weights(tmp_path / "v1")
+    expected = weights(trained)
+    write = trained.copy_weights()
+    trained.step(collate([group()]), 3)  # the next step leaves the copy as it is
+    write(tmp_path / "v1")
     assert {p.name for p in (tmp_path / "v1").iterdir()} == {
         *["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     }
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "v1")
     result = torch.cat([p.detach().flatten() for p in loaded.parameters()])
-    assert torch.equal(result, weights(trained))
+    assert torch.equal(result, expected)
     assert not torch.equal(result, weights(learner(base)))
+    assert not torch.equal(result, weights(trained))
 
 
 def test_an_existing_folder_is_not_overwritten(base, tmp_path):
     (tmp_path / "v1").mkdir()
     (tmp_path / "v1" / "mine").write_text("x")
     with pytest.raises(FileExistsError):
-        learner(base).save_weights(tmp_path / "v1")
+        learner(base).copy_weights()(tmp_path / "v1")
     assert [p.name for p in tmp_path.rglob("*")] == ["v1", "mine"]
 
 
@@ -305,7 +309,7 @@ def test_weights_are_written_in_bfloat16_and_kept_in_float32(base, tmp_path):
     before = weights(trained)
     assert trained.step(collate([group()]), 3).trained
     assert not torch.equal(weights(trained), before)
-    trained.save_weights(tmp_path / "v1")
+    trained.copy_weights()(tmp_path / "v1")
     written = load_file(tmp_path / "v1" / "model.safetensors")
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
     assert "lm_head.weight" not in written
@@ -331,7 +335,7 @@ def test_a_restored_critic_continues_exactly(base, tmp_path):
     """Weights, optimizer and critic: a restored learner steps to the same weights as an uninterrupted one."""
     one = learner(base, estimator={"name": "gae"})
     one.step(collate([group()]), 3)
-    one.save_weights(tmp_path / "weights")
+    one.copy_weights()(tmp_path / "weights")
     other = learner(base, estimator={"name": "gae"})
     other.restore(tmp_path / "weights", one.state(), steps=one.steps)
     values = [report.metrics["value/mean"] for report in (t.step(collate([group()]), 3) for t in (one, other))]
@@ -344,7 +348,7 @@ def test_a_restored_critic_continues_exactly(base, tmp_path):
 def test_a_checkpoint_without_a_critic_is_refused(base, tmp_path):
     plain = learner(base)
     plain.step(collate([group()]), 3)
-    plain.save_weights(tmp_path / "weights")
+    plain.copy_weights()(tmp_path / "weights")
     with pytest.raises(RunMismatchError, match="no such critic"):
         learner(base, estimator={"name": "gae"}).restore(tmp_path / "weights", plain.state(), steps=1)
 

@@ -121,7 +121,7 @@ def test_bfloat16_halves_the_frozen_weights_and_the_adapter_stays_float32(base):
 @TIED
 def test_merged_weights_equal_the_adapted_model(base, rows, tmp_path):
     result = trained(base)
-    result.save_weights(tmp_path / "v1")
+    result.copy_weights()(tmp_path / "v1")
     adapted = read(result.model, rows)
     assert torch.allclose(plain(tmp_path / "v1", rows), adapted, atol=TOLERANCE)
     assert not torch.allclose(plain(base, rows), adapted, atol=100 * TOLERANCE)
@@ -207,7 +207,7 @@ def test_an_export_contains_the_merged_model_and_the_adapter(base, tmp_path, dty
     result = trained(base, dtype=dtype)
     CheckpointStore(tmp_path / "checkpoints").save(3, result, Progress(step=3))
     export(tmp_path, tmp_path / "out")
-    result.save_weights(tmp_path / "published")
+    result.copy_weights()(tmp_path / "published")
     ours, theirs = (load_file(tmp_path / f / "model.safetensors") for f in ("out", "published"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
@@ -219,8 +219,16 @@ def test_an_export_contains_the_merged_model_and_the_adapter(base, tmp_path, dty
 
 
 def test_with_transport_adapter_only_the_adapter_is_published(base, tmp_path):
-    trained(base, weights={"transport": "adapter"}, engine={"urls": ["http://e"]}).save_weights(tmp_path / "v1")
+    result = trained(base, weights={"transport": "adapter"}, engine={"urls": ["http://e"]})
+    before = {name: parameter.detach().clone() for name, parameter in result.parameters.items()}
+    write = result.copy_weights()
+    with torch.no_grad():
+        for parameter in result.parameters.values():
+            parameter.add_(1.0)  # as the next step would
+    write(tmp_path / "v1")
     assert {p.name for p in (tmp_path / "v1").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    written = load_file(tmp_path / "v1" / "adapter_model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in before.items())
 
 
 def test_only_the_target_modules_get_an_adapter(base):

@@ -118,8 +118,9 @@ def test_masks_report_zeroed_and_penalized_completions():
 
 def test_a_completion_without_remaining_tokens_is_rejected_and_not_in_b():
     rejected = torch.tensor([[False, True, True], [False, True, False]])
-    masks = one_row_each(facts([1.0, 0.0]), rejected_by_rule={"too_old": rejected})
+    masks = one_row_each(facts([3.0, 1.0]), rejected_by_rule={"too_old": rejected})
     assert masks.baseline_C.tolist() == [False, True]
+    assert masks.rewards_C.tolist() == [0.0, 1.0]
     assert masks.rejected_by_C.tolist() == [masks.rules.index("too_old"), NONE]
     assert masks.loss_tokens_RT.tolist() == [[False] * 3, [False, False, True]]
 

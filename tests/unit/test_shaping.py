@@ -10,10 +10,9 @@ from workers.train.algorithms.shaping import (
     clip_rewards,
     overlong_penalty,
     shape_overlong,
-    shift_and_scale,
 )
 
-OPTIONS = {"bias": -1.0, "scale": 2.0, "limit": 20.0, "max_length": 100, "tail": 20, "factor": 0.5}
+OPTIONS = {"limit": 20.0, "max_length": 100, "tail": 20, "factor": 0.5}
 
 
 def inputs(rewards: list[float], valid: list[bool]) -> dict[str, torch.Tensor]:
@@ -28,11 +27,6 @@ def inputs(rewards: list[float], valid: list[bool]) -> dict[str, torch.Tensor]:
 def shape(name: str, rewards: list[float], valid: list[bool]) -> list[float]:
     options = {key: OPTIONS[key] for key in REWARD_SHAPINGS[name].option_names}
     return REWARD_SHAPINGS[name](inputs(rewards, valid), options).tolist()
-
-
-def test_bias_comes_before_scale():
-    valid = torch.tensor([True, True])
-    assert shift_and_scale(torch.tensor([1.0, 3.0]), valid, bias=-1.0, scale=2.0).tolist() == [0.0, 4.0]
 
 
 def test_clipping_is_symmetric_and_infinity_disables_it():
@@ -60,8 +54,10 @@ def test_a_value_within_the_mask_that_is_not_finite_is_an_error(name, junk):
 
 
 def test_a_reward_that_does_not_stay_finite_is_an_error():
+    lowest, valid = torch.tensor([-1e308], dtype=torch.float64), torch.tensor([True])
+    lengths, cut = torch.tensor([100]), torch.tensor([False])
     with pytest.raises(ValueError, match="not finite"):
-        shift_and_scale(torch.tensor([1e300]).double(), torch.tensor([True]), bias=0.0, scale=1e300)
+        shape_overlong(lowest, valid, lengths, cut, max_length=100, tail=1, factor=1e308)
 
 
 @pytest.mark.parametrize("name", REWARD_SHAPINGS)

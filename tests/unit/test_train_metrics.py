@@ -167,7 +167,7 @@ def test_check_group_uses_the_same_masks():
     assert check_group(group(*VALID, *INVALID), SETTINGS, 7, VOCABULARY).drop_reason is None
     checked = check_group(group(*INVALID), SETTINGS, 7, VOCABULARY)
     assert checked.drop_reason is DropReason.NO_VALID_ROW
-    assert checked.states == {"reward:timeout": 1, "failed:engine": 1, "truncated:length": 1, "failed:env_reset": 1}
+    assert sorted(checked.states) == ["failed:engine", "failed:env_reset", "reward:timeout", "truncated:length"]
     assert check_group(group(VALID[0]), SETTINGS, 7, VOCABULARY).drop_reason is DropReason.MIN_VALID_ROWS
     assert check_group(group(VALID[0], VALID[0]), SETTINGS, 7, VOCABULARY).drop_reason is DropReason.ZERO_VARIANCE
 

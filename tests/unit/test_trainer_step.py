@@ -1,9 +1,12 @@
 """What the trainer counts and commits for one step, by the learner's report."""
 
+import asyncio
 from types import SimpleNamespace
 
+import anyio
 import pytest
 
+from stream.errors import RunFailedError
 from stream.records import Group, Prompt
 from stream.validity import DropReason
 from workers.settings.toml_file import parse_settings
@@ -77,3 +80,95 @@ async def test_groups_that_were_not_trained_on_are_dropped_and_not_counted(
     await trainer._step(0.0, CollectedBatch(["a", "b"]))
     assert consumer.committed == (["a", "b"], 1, reasons, {"a": []})
     assert (progress.groups, progress.step) == (counted, 1)
+
+
+class Publications:
+    """Publishes the first version at once, later ones when `proceed` is set; these fail with `error`."""
+
+    def __init__(self, consumer, events, error) -> None:
+        self.consumer, self.events, self.error = consumer, events, error
+        self.proceed = anyio.Event()
+        self.first = consumer.version + 1
+
+    async def reserve(self):
+        self.consumer.version += 1
+        return self.consumer.version
+
+    async def publish(self, version, write, step, metrics):
+        self.events.append(f"publish {version}")
+        if version > self.first:
+            await self.proceed.wait()
+            if self.error:
+                raise self.error
+        self.events.append(f"published {version} with {write('folder')}")
+
+
+class Learner:
+    steps = 0
+    """Steps trained."""
+
+    def copy_weights(self):
+        steps = self.steps
+        return lambda _folder: f"{steps} steps"
+
+
+class Run:
+    """A trainer of a run of three steps; a moment after the second was committed, publications may proceed."""
+
+    def __init__(self, monkeypatch, error=None) -> None:
+        self.events = []
+        self.consumer = Consumer()
+        self.publications = Publications(self.consumer, self.events, error)
+        learner, batches = Learner(), iter((True, True, False))
+
+        def train(_learner, leased, version, *_):
+            learner.steps += 1
+            self.events.append(f"train {learner.steps} at version {version}")
+            return StepReport(trained=True, skipped="", dropped={}, loss=0.0, metrics={}, completions={})
+
+        async def collect(_steps_left, is_publishing):
+            self.events.append(f"collect, publishing: {is_publishing()}")
+            return CollectedBatch(["a", "b"], has_more=next(batches))
+
+        async def nothing(*_):
+            """Succeed."""
+
+        async def commit(_leased, step, *_):
+            self.events.append(f"commit {step}")
+            if step == 2:
+                asyncio.get_running_loop().call_later(0.05, self.publications.proceed.set)
+
+        monkeypatch.setattr(trainer_module, "_train_step", train)
+        collector, evaluation = Collector(self.consumer), Evaluation()
+        collector.collect, collector.prefetch = collect, nothing
+        for name in ("discard_unfinished", "wait_until_sampled", "begin_if_due", "evaluate_final"):
+            setattr(evaluation, name, nothing)
+        evaluation.is_final_due = lambda _step: False
+        self.consumer.connection = SimpleNamespace(stopping=anyio.Event())
+        self.consumer.commit, self.consumer.checkpoint, self.consumer.finish = commit, nothing, nothing
+        log = SimpleNamespace(append=lambda _metrics: None)
+        self.trainer = Trainer(SETTINGS, collector, learner, None, self.publications, evaluation, log, Progress())
+
+
+async def test_a_version_is_published_while_the_next_step_trains_and_before_that_step_ends(monkeypatch):
+    """Version 5 is published with the weights of step 1, though step 2 has trained by then."""
+    run = Run(monkeypatch)
+    with anyio.fail_after(5):
+        await run.trainer.run()
+    assert run.events[:6] == [
+        *("publish 4", "published 4 with 0 steps"),
+        *("collect, publishing: False", "train 1 at version 4", "commit 1"),
+        "collect, publishing: True",
+    ]
+    assert run.events[6:8] == ["publish 5", "train 2 at version 5"]
+    assert run.events[8:10] == ["commit 2", "published 5 with 1 steps"]
+    assert run.events[10] == "collect, publishing: True"  # of version 6
+    assert run.events[-1] == "published 7 with 3 steps"
+
+
+async def test_a_failed_publication_ends_the_run_at_the_next_step(monkeypatch):
+    run = Run(monkeypatch, RunFailedError("every engine refuses"))
+    with anyio.fail_after(5), pytest.RaisesGroup(pytest.RaisesExc(RunFailedError, match="every engine refuses")):
+        await run.trainer.run()
+    trained = [event for event in run.events if event.startswith("train")]
+    assert trained == ["train 1 at version 4", "train 2 at version 5"]

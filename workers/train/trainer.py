@@ -4,8 +4,9 @@
 
     step          collect groups ─► optimizer step, while groups of the next step are claimed and checked ─► commit:
                   archive, ledger records, marks on the server
-    publish       reserve a version ─► write weights ─► push to engines ─► announce; waits until the evaluation of the
-                  version before has been sampled
+    publish       reserve a version ─► copy the weights; then, while the next step trains: wait until the evaluation of
+                  the version before has been sampled ─► write weights ─► push to engines ─► announce.
+                  A step ends only after the publication that began before it
     checkpoint    ledger and checkpoint durable ─► committed groups are deleted from the server
     end           every unfinished prompt is buffered: train a last, smaller batch, then finish the run
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import anyio
 import structlog
+from anyio.abc import TaskGroup
 
 from stream.errors import RunFailedError
 from stream.records import Group
@@ -73,6 +75,10 @@ class Trainer:
         self._metrics_log = metrics_log
         self._progress = progress
         self._published_step = progress.step
+        """Step of the weights that were published last, or are being published."""
+        self._published = anyio.Event()
+        """Set unless a publication is in progress."""
+        self._published.set()
         self._publication: dict[str, float] = {}
         """Metrics of the last publication."""
         self._saved = (progress.step, progress.ledger_bytes)
@@ -80,13 +86,26 @@ class Trainer:
 
     async def run(self) -> None:
         """Publish the first version, then train until no groups are left, `train.max_steps`, or a stop request."""
-        settings, progress, metrics = self._settings, self._progress, dict[str, float]()
         await self._evaluation.discard_unfinished()
-        await self._publish({})
+        async with anyio.create_task_group() as tasks:
+            await self._publish(tasks, {})
+            await self._published.wait()
+            metrics = await self._train(tasks)
+            await self._consumer.checkpoint(self._save)
+            await self._published.wait()
+            step = self._progress.step
+            if not self._is_stopping and self._published_step != step and self._evaluation.is_final_due(step):
+                await self._publish(tasks, metrics)
+        await self._end()
+
+    async def _train(self, tasks: TaskGroup) -> dict[str, float]:
+        """Train step after step; returns the metrics of the last one, whose publication may still be in progress."""
+        settings, progress, metrics = self._settings, self._progress, dict[str, float]()
         has_more = True
         while has_more and not (settings.max_steps and progress.step >= settings.max_steps):
             started = time.monotonic()
-            batch = await self._collector.collect(settings.publish_every - (progress.step - self._published_step))
+            steps_left = settings.publish_every - (progress.step - self._published_step)
+            batch = await self._collector.collect(steps_left, lambda: not self._published.is_set())
             if self._is_stopping:
                 await self._consumer.release_all()
                 break
@@ -96,18 +115,15 @@ class Trainer:
             metrics = await self._step(started, batch)
             is_last = not has_more or progress.step == settings.max_steps
             if is_last or progress.step - self._published_step >= settings.publish_every:
-                await self._publish(metrics)
+                await self._publish(tasks, metrics)
             if progress.step - self._saved[0] >= settings.save_every:
                 await self._consumer.checkpoint(self._save)
-        await self._consumer.checkpoint(self._save)
-        await self._end(metrics)
+        return metrics
 
-    async def _end(self, metrics: Mapping[str, float]) -> None:
+    async def _end(self) -> None:
         """Evaluate the final policy and finish the run, unless the trainer was asked to stop."""
         progress = self._progress
         if not self._is_stopping:
-            if self._published_step != progress.step and self._evaluation.is_final_due(progress.step):
-                await self._publish(metrics)
             await self._evaluation.evaluate_final(self._consumer.version, progress.step)
         if not self._is_stopping:
             self._fail_if_nothing_was_valid()
@@ -141,6 +157,9 @@ class Trainer:
         reasons = _drop_reasons(report, leased)
         self._progress.count_step(report.metrics, len(leased) - len(reasons), time.monotonic() - started)
         await self._consumer.commit(leased, self._progress.step, reasons, report.completions)
+        committed = time.monotonic()
+        await self._published.wait()
+        waited_s = time.monotonic() - committed
         self._collector.observe_step(groups, report.no_loss)
         await self._evaluation.end_if_complete()
         elapsed = time.monotonic() - started
@@ -154,6 +173,7 @@ class Trainer:
             "time": time.time(),
             "version": version,
             "step_seconds": elapsed,
+            "publish/waiting_seconds": waited_s,
             "tokens_per_second": report.metrics.get("tokens/sampled", 0) / elapsed,
         }
         await anyio.to_thread.run_sync(self._metrics_log.append, metrics)
@@ -161,16 +181,29 @@ class Trainer:
         await self._collector.report_warnings()
         return metrics
 
-    async def _publish(self, metrics: Mapping[str, float]) -> None:
-        await self._evaluation.wait_until_sampled()
+    async def _publish(self, tasks: TaskGroup, metrics: Mapping[str, float]) -> None:
+        """Begin to publish the weights of this step; `_published` is set again at the end, and a failure ends the run.
+
+        From here on the weights in training have the new version, so later groups are as old as they would be if the
+        engines had it already.
+        """
         started = time.monotonic()
-        await self._policy_versions.publish(self._learner.save_weights, self._progress.step, metrics)
-        elapsed = time.monotonic() - started
-        count_publication(self._consumer.version, elapsed)
-        self._publication = {"publish/time": time.time(), "publish/seconds": elapsed}
-        self._progress.version = self._consumer.version
-        self._published_step = self._progress.step
-        await self._evaluation.begin_if_due(self._consumer.version, self._progress.step)
+        version, step = await self._policy_versions.reserve(), self._progress.step
+        write = await anyio.to_thread.run_sync(self._learner.copy_weights)
+        copied_s = time.monotonic() - started
+        self._progress.version, self._published_step, self._published = version, step, anyio.Event()
+
+        async def finish() -> None:
+            await self._evaluation.wait_until_sampled()
+            started = time.monotonic()
+            await self._policy_versions.publish(version, write, step, metrics)
+            elapsed = copied_s + time.monotonic() - started
+            count_publication(version, elapsed)
+            self._publication = {"publish/time": time.time(), "publish/seconds": elapsed}
+            await self._evaluation.begin_if_due(version, step)
+            self._published.set()
+
+        tasks.start_soon(finish)
 
     def _save(self, resume_point: ResumePoint) -> None:
         """Save a checkpoint, unless the last one holds everything up to this point."""

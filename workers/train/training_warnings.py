@@ -98,7 +98,11 @@ def read_warnings(folder: Path, start: int) -> tuple[list[TrainingWarning], int]
         return [], start
     if not whole:
         return [], start
-    return [msgspec.json.decode(line, type=TrainingWarning) for line in whole.split(b"\n")], start + len(whole) + 1
+    found = []
+    for line in whole.split(b"\n"):
+        with suppress(ValueError):  # a damaged line
+            found.append(msgspec.json.decode(line, type=TrainingWarning))
+    return found, start + len(whole) + 1
 
 
 class TrainingWarnings:

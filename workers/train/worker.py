@@ -17,9 +17,9 @@ import anyio
 import structlog
 from msgspec import Struct
 
-from stream.connection.address import has_secret
 from stream.connection.model_files import upload_model_files
 from stream.connection.run_identity import RunIdentity, read_identity
+from stream.connection.url import has_secret
 from stream.queue.stage import Stage
 from stream.trainer.annotations import FOLDER, AnnotationFiles
 from stream.trainer.archive import Archive
@@ -223,13 +223,11 @@ def _open_files(
 
 
 def _open_archive(settings: Settings, folder_lock: RunFolderLock | None) -> Archive | None:
-    keep = settings.archive.keep
-    if keep == "none":
+    limits = settings.archive
+    if limits.keep == "none":
         return None
-    annotations = None
-    if settings.archive.has_annotations:
-        annotations = AnnotationFiles(settings.folder / FOLDER, settings.archive.annotations * 1_000_000)
-    return Archive(settings.folder / "groups", None if keep == "all" else keep * 1_000_000, folder_lock, annotations)
+    annotations = AnnotationFiles(settings.folder / FOLDER, limits.max_annotation_bytes)
+    return Archive(settings.folder / "groups", limits.max_group_bytes, folder_lock, annotations)
 
 
 def _retention_s(settings: Settings) -> float:

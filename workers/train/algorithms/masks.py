@@ -115,32 +115,34 @@ def derive_masks(
         ValueError: unknown truncation policy.
     """
     baseline_only_C = _has_policy(facts.truncation_reason_C, truncation, "baseline_only")
-    baseline_C = (
+    accepted_C = (
         facts.measured_C
         & torch.isfinite(facts.rewards_C)
         & (facts.rollout_reason_C == NONE)
         & (facts.drop_reason_C == NONE)
         & ~_has_policy(facts.truncation_reason_C, truncation, "exclude")
     )
+    sampled_R = sampled_RT.any(dim=1)
+    baseline_C = accepted_C & _has_row(sampled_R, completion_ids_R, len(accepted_C))
     zeroed_C = baseline_C & _has_policy(facts.truncation_reason_C, truncation, "zero_reward")
     loss_C = baseline_C & ~baseline_only_C
     masks = Masks(
         baseline_C=baseline_C,
         loss_C=loss_C,
-        rejected_by_C=torch.full_like(facts.drop_reason_C, NONE),
+        rejected_by_C=torch.where(accepted_C & ~baseline_C, 0, NONE),
         token_rejected_by_RT=torch.full_like(sampled_RT, NONE, dtype=torch.int8),
-        rules=(),
+        rules=(EMPTY_RULE,),
         zeroed_C=zeroed_C,
         penalised_C=baseline_C & _has_policy(facts.truncation_reason_C, truncation, "penalty"),
-        rewards_C=torch.where(zeroed_C, 0.0, facts.rewards_C),  # _restrict removes those outside B
+        rewards_C=torch.where(baseline_C & ~zeroed_C, facts.rewards_C, 0.0),
         baseline_tokens_RT=sampled_RT & baseline_C[completion_ids_R].unsqueeze(1),
         loss_tokens_RT=sampled_RT & loss_C[completion_ids_R].unsqueeze(1),
-        loss_rows_R=loss_C[completion_ids_R],
+        loss_rows_R=sampled_R & loss_C[completion_ids_R],
     )
-    rules = {EMPTY_RULE: torch.zeros_like(sampled_RT), **(rejected_by_rule or {})}
+    rules = dict(rejected_by_rule or {})
     if not_finite_RT is not None:
         rules["not_finite"] = not_finite_RT & ~baseline_only_C[completion_ids_R].unsqueeze(1)
-    return reject_tokens(masks, completion_ids_R, rules)
+    return reject_tokens(masks, completion_ids_R, rules) if rules else masks
 
 
 def reject_tokens(masks: Masks, completion_ids_R: Tensor, rejected_by_rule: Mapping[str, Tensor]) -> Masks:
@@ -159,7 +161,7 @@ def reject_tokens(masks: Masks, completion_ids_R: Tensor, rejected_by_rule: Mapp
     for code, rejected_RT in enumerate(rejected_by_rule.values(), start=len(masks.rules)):
         token_rejected_by_RT = torch.where(kept_RT & rejected_RT, code, token_rejected_by_RT)
         kept_RT = kept_RT & ~rejected_RT
-        emptied_C = baseline_C & ~_has_token(kept_RT, completion_ids_R, len(baseline_C))
+        emptied_C = baseline_C & ~_has_row(kept_RT.any(dim=1), completion_ids_R, len(baseline_C))
         rejected_by_C = torch.where(emptied_C, code, rejected_by_C)
         baseline_C = baseline_C & ~emptied_C
     rejected = replace(
@@ -219,8 +221,8 @@ def _has_policy(truncation_reason_C: Tensor, truncation: Mapping[TruncationReaso
     return torch.tensor([*table, False], device=truncation_reason_C.device)[truncation_reason_C]
 
 
-def _has_token(tokens_RT: Tensor, completion_ids_R: Tensor, num_completions: int) -> Tensor:
-    """Return completions with one of these tokens in any of their rows."""
-    has_token_C = torch.zeros(num_completions, dtype=torch.bool, device=tokens_RT.device)
-    has_token_C[completion_ids_R[tokens_RT.any(dim=1)]] = True
-    return has_token_C
+def _has_row(rows_R: Tensor, completion_ids_R: Tensor, num_completions: int) -> Tensor:
+    """Return completions with one of these rows."""
+    has_row_C = torch.zeros(num_completions, dtype=torch.bool, device=rows_R.device)
+    has_row_C[completion_ids_R[rows_R]] = True
+    return has_row_C

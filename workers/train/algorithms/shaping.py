@@ -1,6 +1,6 @@
 """Reward shaping: changes to measured rewards before they are compared.
 
-Rewards outside B (never measured, not finite, excluded) stay 0.0 and are neither shifted nor clipped into a number. A
+Rewards outside B (never measured, not finite, excluded) stay 0.0 and are not clipped into a number. A
 reward in B is finite by definition of B; one that is not, before or after shaping, is an error.
 """
 
@@ -19,16 +19,6 @@ REWARD_SHAPINGS: Registry[None] = Registry(
     },
 )
 """Shapings by name. Each returns float64 (C), the shaped rewards: 0.0 outside B."""
-
-
-@REWARD_SHAPINGS.register("biased_scaled", None, formula="(r + bias) scale", source="AReaL actor.py")
-def shift_and_scale(rewards_C: Tensor, baseline_C: Tensor, *, bias: float, scale: float) -> Tensor:
-    """Add `bias`, then multiply by `scale`.
-
-    Raises:
-        ValueError: a reward in B is not finite, before or after.
-    """
-    return _finite_in_baseline((_finite_in_baseline(rewards_C, baseline_C) + bias) * scale, baseline_C)
 
 
 @REWARD_SHAPINGS.register("clipped", None, formula="min(max(r, -limit), limit)", source="AReaL actor.py")

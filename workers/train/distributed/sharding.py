@@ -44,7 +44,9 @@ def broadcast_into(target: Tensor, source: Tensor | None, ranks: Ranks) -> None:
             dist.broadcast(target.detach(), 0)
 
 
-def gather_full(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def gather_full(
+    tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None = None, *, copy: bool = False
+) -> dict[str, Tensor]:
     """Gather full tensors on rank 0's CPU; return an empty mapping on other ranks.
 
     Tensors are gathered one at a time, so a device holds at most one full tensor beside its shards. A tensor with two
@@ -54,6 +56,7 @@ def gather_full(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype 
         tensors: by name; the same names in the same order on every rank.
         ranks: all of them call this.
         dtype: of floating-point results; unchanged by default.
+        copy: no result shares memory with a tensor of `tensors`.
     """
     memo: dict[int, Tensor] = {}
     for tensor in tensors.values():
@@ -61,7 +64,8 @@ def gather_full(tensors: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype 
             detached = tensor.detach()
             whole = detached.full_tensor() if isinstance(detached, DTensor) else detached
             to = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
-            memo[id(tensor)] = whole.to(to).cpu() if ranks.is_rank0 else whole.new_empty(0)
+            result = whole.to(to).cpu() if ranks.is_rank0 else whole.new_empty(0)
+            memo[id(tensor)] = result.clone() if copy and result is whole else result
     return {name: memo[id(tensor)] for name, tensor in tensors.items()} if ranks.is_rank0 else {}
 
 

@@ -6,8 +6,8 @@
                                                                             └─ write the result once all is scored
 
 Engines serve version v for as long as its evaluation is sampled, so the spans of its completions name v alone. The wait
-cannot deadlock: evaluation prompts need no place in pacing. It is also bounded, by `eval.publish_wait_s` without
-progress; completions sampled after that count as mixed.
+cannot deadlock: evaluation prompts need no place in pacing. It is also bounded, by half of `abort.stall_timeout_s`
+without progress; completions sampled after that count as mixed.
 
 A trainer that resumes from a checkpoint publishes under a new version number. It discards an unfinished evaluation, and
 repeats it if `eval.jsonl` has no line for the step of its weights.
@@ -60,6 +60,7 @@ class EvaluationScheduler:
 
     def __init__(self, settings: Settings, trainer_lease: TrainerLease, results: EvaluationLog | None) -> None:
         self._settings = settings.eval
+        self._wait_s = settings.abort.trainer_wait_s
         self._publish_every = settings.train.publish_every
         self._settings_digest = settings.evaluation_digest
         self._trainer_lease = trainer_lease
@@ -90,7 +91,7 @@ class EvaluationScheduler:
         while wake_id := await self._trainer_lease.begin_evaluation(version, step, self._settings_digest):
             if self._is_stopping:
                 return
-            remaining_s = self._settings.publish_wait_s - (time.monotonic() - started)
+            remaining_s = self._wait_s - (time.monotonic() - started)
             if remaining_s <= 0:
                 log.error("evaluation.skipped", version=version, why="no feeder has uploaded the evaluation prompts")
                 return
@@ -104,8 +105,7 @@ class EvaluationScheduler:
             return
         self._timed_out = not await self._wait_until(self._running, lambda progress: not progress.unsampled)
         if self._timed_out and not self._is_stopping:
-            version, wait_s = self._running.version, self._settings.publish_wait_s
-            log.warning("evaluation.timed_out", version=version, publish_wait_s=wait_s)
+            log.warning("evaluation.timed_out", version=self._running.version, after_s=self._wait_s)
 
     async def end_if_complete(self) -> None:
         """Write the result of the running evaluation if all of it is scored."""
@@ -180,7 +180,7 @@ class EvaluationScheduler:
         )
 
     async def _wait_until(self, running: RunningEvaluation, is_done: Callable[[EvaluationProgress], bool]) -> bool:
-        """Wait for a condition; False after `publish_wait_s` without progress, or when a stop is requested."""
+        """Wait for a condition; False after too long without progress, or when a stop is requested."""
         seen: tuple[int, int] | None = None
         last_change = time.monotonic()
         while True:
@@ -193,7 +193,7 @@ class EvaluationScheduler:
                 return True
             elif (progress.unsampled, progress.unfinished) != seen:
                 seen, last_change = (progress.unsampled, progress.unfinished), time.monotonic()
-            remaining_s = self._settings.publish_wait_s - (time.monotonic() - last_change)
+            remaining_s = self._wait_s - (time.monotonic() - last_change)
             if remaining_s <= 0 or self._is_stopping:
                 return False
             await self._wait(progress.wake_id, remaining_s)

@@ -4,6 +4,7 @@ While a step trains, `prefetch` claims and checks what has arrived for the next 
 """
 
 import time
+from collections.abc import Callable
 
 import anyio
 import anyio.to_thread
@@ -59,14 +60,16 @@ class Collector:
         self.warnings = checker.warnings
         self._settings = settings
         self._waits_for_stragglers = settings.pacing.stale_policy == "wait"
-        self._stragglers = StragglerWait(settings.pacing.straggler_timeout_s)
+        self._stragglers = StragglerWait(settings.abort.trainer_wait_s)
         self._idle_logger = IdleLogger("scored")
 
-    async def collect(self, steps_left: int = 1) -> CollectedBatch:
+    async def collect(self, steps_left: int = 1, is_publishing: Callable[[], bool] = lambda: False) -> CollectedBatch:
         """Poll until a step is full, no more groups will come, or a stop is requested (then the batch is empty).
 
         Args:
             steps_left: steps until the next policy version is published, the coming one included.
+            is_publishing: whether a policy version is being published. Rollouts may have to wait for it, so this time
+                counts towards no timeout.
 
         Raises:
             RunFailedError: no group came for `abort.stall_timeout_s`, or too many completions are invalid.
@@ -81,14 +84,15 @@ class Collector:
             claim = await consumer.poll(self._room)
             if consumer.connection.stopping.is_set():
                 return CollectedBatch([])
-            if claim.leases or claim.paused:
+            halted = claim.paused or is_publishing()
+            if claim.leases or halted:
                 last_arrival = time.monotonic()
             if claim.leases:
                 receiving_s += last_arrival - polled
             plan = await self._plan_step(steps_left)
             drained = consumer.is_drained(claim)
             full = len(plan.prompt_ids) == batch_size
-            must_wait = full and self._stragglers.should_wait([] if drained else plan.stragglers, paused=claim.paused)
+            must_wait = full and self._stragglers.should_wait([] if drained else plan.stragglers, halted=halted)
             if drained or (full and not must_wait):
                 has_more = not drained or len(consumer.buffer) > len(plan.prompt_ids)
                 waiting_s = time.monotonic() - started - receiving_s

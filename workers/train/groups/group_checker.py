@@ -3,8 +3,8 @@
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
-from stream.records import Group
-from stream.trainer.outcomes import Dropped
+from stream.records import Group, TrainedCompletion
+from stream.trainer.consumer import DroppedGroup
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.groups.failure_causes import failure_causes
@@ -38,8 +38,8 @@ class GroupChecker:
         self._dropped: Counter[DropReason] = Counter()
         self._filtered: deque[GroupRewards] = deque(maxlen=_FILTERED_STEPS * settings.train.batch_size)
 
-    def check(self, group: Group, version: int) -> CheckedGroup | Dropped:
-        """Return the collated group, or `Dropped` if it is not worth training on at this policy version.
+    def check(self, group: Group, version: int) -> CheckedGroup | DroppedGroup:
+        """Return the collated group, or `DroppedGroup` if it is not worth training on at this policy version.
 
         Raises:
             RecordError: the group cannot be trained on as it is.
@@ -54,8 +54,9 @@ class GroupChecker:
         self.warnings.observe_group(group)
         self._dropped[checked.drop_reason] += 1
         self._filtered.append(checked.rewards)
-        self._progress.count_states(checked.states)
-        return Dropped(checked.drop_reason)
+        self._progress.count_states(Counter(checked.states))
+        states = (f"dropped:{checked.drop_reason}" if state == "valid" else state for state in checked.states)
+        return DroppedGroup(checked.drop_reason, [TrainedCompletion(state, None, 0) for state in states])
 
     def observe_step(self, groups: Sequence[Group], no_loss: Mapping[str, Mapping[str, int]]) -> None:
         """Count completions that bore no loss in a step, where correction may have rejected more than `check` did.

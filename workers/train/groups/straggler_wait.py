@@ -43,19 +43,19 @@ class StragglerWait:
         }
         return set(self._abandoned)
 
-    def should_wait(self, stragglers: Sequence[str], *, paused: bool) -> bool:
+    def should_wait(self, stragglers: Sequence[str], *, halted: bool) -> bool:
         """Whether the step waits for these groups; False if there are none, or the timeout is over.
 
         Args:
             stragglers: prompts that the step lacks, the longest in flight first.
-            paused: the run is paused. Prompts of a dead worker are claimed again only after a pause, so this time does
-                not count.
+            halted: the run is paused, or its engines get new weights; this time does not count. Prompts of a dead
+                worker are claimed again only after a pause.
         """
         now = time.monotonic()
         if not self._waiting_for and stragglers:
             log.info("stragglers.waiting", count=len(stragglers), prompts=list(stragglers[:_MAX_LOGGED_PROMPTS]))
             self._wait_started = self._last_arrival = now
-        elif paused or not self._waiting_for <= set(stragglers):  # one arrived, or started again
+        elif halted or not self._waiting_for <= set(stragglers):  # one arrived, or started again
             self._last_arrival = now
         if stragglers and now - self._last_arrival < self._timeout_s:
             self._waiting_for = frozenset(stragglers)

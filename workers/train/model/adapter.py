@@ -6,7 +6,7 @@ format, which `peft.PeftModel.from_pretrained` and vLLM load.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -99,16 +99,24 @@ class Adapter:
                 merged[f"{place}.{rest}" if is_layer else name] = value
         return merged
 
-    def save(self, folder: Path, dtype_name: str) -> None:
+    def copy_tensors(self) -> dict[str, Tensor]:
+        """Return a copy of the adapter's tensors, by name, on the CPU."""
+        return {
+            name: parameter.detach().to("cpu", torch.float32, copy=True).contiguous()
+            for name, parameter in self.parameters.items()
+        }
+
+    def save(self, folder: Path, dtype_name: str, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Write the adapter in peft's format to an existing folder.
 
         Args:
             folder: target.
             dtype_name: dtype of the merged model, should it be written; the adapter itself is float32.
+            tensors: an earlier result of `copy_tensors`; by default the adapter as it is now.
         """
         self._config.save_pretrained(folder)
-        tensors = {name: p.detach().to("cpu", torch.float32).contiguous() for name, p in self.parameters.items()}
-        save_file(tensors, folder / WEIGHTS, {"format": "pt", "base": self._digest, "dtype": dtype_name})
+        written = dict(tensors or self.copy_tensors())
+        save_file(written, folder / WEIGHTS, {"format": "pt", "base": self._digest, "dtype": dtype_name})
 
     def load(self, folder: Path) -> dict[str, Tensor]:
         """Load an adapter's tensors, by name.
@@ -178,7 +186,7 @@ def _config(folder: Path) -> dict[str, Any]:
     """Read peft's description of the adapter in a folder."""
     try:
         return msgspec.json.decode((folder / CONFIG).read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError) as error:
         raise RunMismatchError(f"{folder / CONFIG}: cannot be read: {error}; take another checkpoint") from error
 
 

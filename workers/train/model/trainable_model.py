@@ -55,10 +55,14 @@ class TrainableModel:
         """Dtype in which trained weights are written."""
         return torch.float32 if self.adapter else cast("torch.dtype", getattr(torch, self.settings.model.dtype))
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the full policy tensors as they are written, on the CPU; empty on other ranks than 0."""
+    def weights(self, *, copy: bool = False) -> dict[str, Tensor]:
+        """Return the full policy tensors as they are written, on the CPU; empty on other ranks than 0.
+
+        Args:
+            copy: no tensor shares memory with the policy.
+        """
         tensors = self.adapter.merged_state() if self.adapter else self.model.state_dict(keep_vars=True)
-        return gather_full(tensors, self.ranks, getattr(torch, self.settings.model.dtype))
+        return gather_full(tensors, self.ranks, getattr(torch, self.settings.model.dtype), copy=copy)
 
     def save_policy(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Write the full policy in Hugging Face form to an existing folder; rank 0 only.

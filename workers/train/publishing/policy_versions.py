@@ -52,10 +52,18 @@ class PolicyVersions:
         self._pushed: int | None = None
         """The version that the engines have from this trainer; None before the first."""
 
-    async def publish(self, write: Callable[[Path], None], step: int, metrics: Mapping[str, float]) -> None:
-        """Write weights, push them to the engines and announce them, under a number that was never used.
+    async def reserve(self) -> int:
+        """Reserve a version number that was never used, not even by an engine in an earlier life of the run."""
+        used = [version for version in (await self._publisher.engine_versions()).values() if version is not None]
+        return await self._consumer.reserve_version(max(used, default=-1))
+
+    async def publish(
+        self, version: int, write: Callable[[Path], None], step: int, metrics: Mapping[str, float]
+    ) -> None:
+        """Write weights, push them to the engines and announce them. The next step may train meanwhile.
 
         Args:
+            version: from `reserve`.
             write: writes the weights into a new folder; called in a thread.
             step: the number of steps trained.
             metrics: of that step, announced with the version.
@@ -63,8 +71,6 @@ class PolicyVersions:
         Raises:
             RunFailedError: every engine refuses the weights, and would refuse them from a restarted trainer too.
         """
-        used = [version for version in (await self._publisher.engine_versions()).values() if version is not None]
-        version = await self._consumer.reserve_version(max(used, default=-1))
         path = self._path(version)
         await anyio.to_thread.run_sync(_write, write, path)
         async with self._push_lock:

@@ -57,10 +57,10 @@ class Rank0Learner(Learner):
         with self._commands.broadcast(TrainStep(batch, version)):
             return super().step(batch, version, filtered=filtered, dropped=dropped)
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, *, copy: bool = False) -> dict[str, Tensor]:
         """Gather the policy's weights here."""
         with self._commands.broadcast(GatherWeights()):
-            return super().weights()
+            return super().weights(copy=copy)
 
     def state(self) -> dict[str, Tensor]:
         """Gather here everything else that the next step depends on."""

@@ -54,8 +54,8 @@ class CheckedGroup:
     drop_reason: DropReason | None
     """Why the group is not worth training on; None if it is."""
     rewards: GroupRewards
-    states: Counter[str]
-    """Number of completions by state, as `count_states`."""
+    states: Sequence[str]
+    """State of each completion, as in the metrics `rows/*`."""
     no_loss: Counter[str]
     """Number of completions that bear no loss, as `count_no_loss`."""
 
@@ -74,7 +74,7 @@ def check_group(group: Group, settings: Settings, version: int, vocab_size: int)
         batch=batch,
         drop_reason=filter_reasons(batch, masks, settings)[0],
         rewards=GroupRewards(masks.rewards_C, masks.baseline_C, batch.parts),
-        states=count_states(batch.facts, masks),
+        states=_states(batch.facts, masks),
         no_loss=count_no_loss(batch, masks).get(group.prompt.id, Counter()),
     )
 

@@ -3,8 +3,9 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class Learner:
             self.policy.logprob_model, reference, self.critic, settings, self.ranks, as_reference=as_reference
         )
         self.optimizer = Optimizer(self.parameters, self.critic_parameters, settings)
-        self._annotates = self.ranks.is_rank0 and settings.archive.has_annotations
+        self._annotates = self.ranks.is_rank0 and settings.archive.keep != "none"
 
     @property
     def vocab_size(self) -> int:
@@ -157,21 +158,27 @@ class Learner:
             completions=self._describe(prepared, trained=trained),
         )
 
-    def save_weights(self, folder: Path) -> None:
-        """Write the weights for the engines to a new folder, which appears complete or not at all.
+    def copy_weights(self) -> Callable[[Path], None]:
+        """Copy the weights for the engines.
 
-        This is the policy in Hugging Face form, with any adapter merged; with `weights.transport = "adapter"` it
-        is the adapter alone.
+        The copy is the policy with any adapter merged, or with `weights.transport = "adapter"` the adapter alone.
 
-        Raises:
-            FileExistsError: the folder exists.
-            OSError: the disk is full or fails; nothing is left behind.
+        Returns:
+            A function that writes the copy to a new folder, in Hugging Face form, while later steps train. The folder
+            appears complete or not at all. It raises `FileExistsError` if the folder exists, `OSError` if the disk is
+            full or fails; nothing is left behind then.
         """
-        with create_folder_atomically(folder) as temporary:
-            if self.policy.adapter is None or self.settings.publishes_adapters:
-                self.write_trained_weights(temporary)
-            else:
-                self.policy.save_policy(temporary, self.weights())
+        if self.policy.adapter is not None and self.settings.publishes_adapters:
+            dtype, tensors = self.settings.model.dtype, self.policy.adapter.copy_tensors()
+            write: Callable[[Path], None] = partial(self.policy.adapter.save, dtype_name=dtype, tensors=tensors)
+        else:
+            write = partial(self.policy.save_policy, weights=self.weights(copy=True))
+
+        def write_folder(folder: Path) -> None:
+            with create_folder_atomically(folder) as temporary:
+                write(temporary)
+
+        return write_folder
 
     def write_trained_weights(self, folder: Path) -> None:
         """Write the trained weights to an existing folder, in Hugging Face form or as an adapter; rank 0 only."""
@@ -180,9 +187,13 @@ class Learner:
         else:
             self.policy.save_policy(folder, self.weights())
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the full policy tensors as they are written, on the CPU; empty on other ranks than 0."""
-        return self.policy.weights()
+    def weights(self, *, copy: bool = False) -> dict[str, Tensor]:
+        """Return the full policy tensors as they are written, on the CPU; empty on other ranks than 0.
+
+        Args:
+            copy: the next step leaves them as they are. Otherwise they may share memory with the policy.
+        """
+        return self.policy.weights(copy=copy)
 
     def state(self) -> dict[str, Tensor]:
         """Return all other tensors that the next step depends on, by name, full, on the CPU; empty on other ranks.

@@ -96,17 +96,20 @@ COLLECTION_METRICS: Final[dict[str, str]] = {
     "that it ran, a lower bound. Above `attempt/seconds`, training favours short completions",
     "attempt/cancelled": "attempts at the batch's prompts that were cancelled for their age",
     "stragglers/seconds": "time that a full batch waited for stragglers",
-    "stragglers/abandoned": "stragglers abandoned after `pacing.straggler_timeout_s`",
+    "stragglers/abandoned": "stragglers abandoned after half of `abort.stall_timeout_s`",
 }
 """Metrics of how the batch was collected; the trainer adds them."""
 
 TRAINER_METRICS: Final[dict[str, str]] = {
     "time": "when the step ended",
-    "step_seconds": "from the end of the step before: collecting groups, training, recording",
+    "step_seconds": "from the end of the step before: collecting groups, training, recording, and waiting for the "
+    "publication before it",
     "waiting_seconds": "of these, the time without enough scored groups for a step, in which the trainer did nothing",
     "tokens_per_second": "`tokens/sampled` divided by `step_seconds`",
     "publish/time": "when the last policy version before the step was announced",
-    "publish/seconds": "that publication: write the weights, push them to the engines, announce the version",
+    "publish/seconds": "that publication: copy and write the weights, push them to the engines, announce the version. "
+    "It goes on beside the next step",
+    "publish/waiting_seconds": "time that the trained step waited for that publication to end",
 }
 """Metrics of the trainer's loop, which adds them."""
 

@@ -1,4 +1,4 @@
-"""Rewards of a batch as an estimator compares them: overlong penalty, bias, scale, clip, normalization, in that order.
+"""Rewards of a batch as an estimator compares them: overlong penalty, clip, normalization, in that order.
 
 What holds for a completion's reward holds for everything in its unit: the reward of the greedy completion (`remax`) and
 the reward still to come at each turn.
@@ -13,7 +13,7 @@ from workers.settings import Normalization, Settings
 from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.masks import TRUNCATION_REASONS, Masks
 from workers.train.algorithms.normalization import center_and_divisor
-from workers.train.algorithms.shaping import clip_rewards, overlong_penalty, shift_and_scale
+from workers.train.algorithms.shaping import clip_rewards, overlong_penalty
 from workers.train.step.batch import Batch
 
 
@@ -39,11 +39,14 @@ class ShapedRewards:
     @cached_property
     def penalized_C(self) -> Tensor:
         """float64: rewards with the overlong penalty, in the unit in which they were measured; 0 outside B."""
-        lengths_C = torch.zeros_like(self._batch.facts.group_ids_C).index_add(
-            0, self._batch.completion_ids_R, self._batch.sampled_RT.sum(dim=1)
+        batch, masks = self._batch, self._masks
+        if not self._settings.algorithm.overlong_penalty[0]:
+            return masks.rewards_C  # counting tokens would cost more than all other shaping
+        lengths_C = torch.zeros_like(batch.facts.group_ids_C).index_add(
+            0, batch.completion_ids_R, batch.sampled_RT.sum(dim=1)
         )
-        penalized_C = self._masks.rewards_C + self._penalty(lengths_C, self._masks.penalised_C)
-        return torch.where(self._masks.baseline_C, penalized_C, 0.0)
+        penalized_C = masks.rewards_C + self._penalty(lengths_C, masks.penalised_C)
+        return torch.where(masks.baseline_C, penalized_C, 0.0)
 
     @cached_property
     def rewards_C(self) -> Tensor:
@@ -54,14 +57,14 @@ class ShapedRewards:
     def returns(self, to_go_CT: Tensor) -> Tensor:
         """Shape the reward still to come at each token like the reward of the whole completion.
 
-        A return is shifted, scaled, clipped and normalized as a total of the same size would be; at a completion's
+        A return is clipped and normalized as a total of the same size would be; at a completion's
         first token it is the completion's shaped reward. If the compared rewards are all equal, returns are 0.
 
         Args:
             to_go_CT: `penalized_C` at the first token, minus the rewards of the turns before each later one.
         """
         # The difference from the completion's own total keeps the mean of each completion's pool out of it.
-        change_CT = self._scaled(to_go_CT, torch.ones_like(to_go_CT, dtype=torch.bool)) - self._scaled_C.unsqueeze(1)
+        change_CT = self._clip(to_go_CT, torch.ones_like(to_go_CT, dtype=torch.bool)) - self._clipped_C.unsqueeze(1)
         divisor_C = self._centred_and_divisor[1]
         if self._normalization.std == "none":
             factor_C = torch.ones_like(divisor_C)
@@ -75,17 +78,17 @@ class ShapedRewards:
         batch = self._batch
         rewards_G, usable_G = greedy_baseline(batch, self._settings)
         penalised_G = _has_policy(batch.greedy_truncated_G, self._settings, "penalty")
-        return self._scaled(rewards_G + self._penalty(batch.greedy_lengths_G, penalised_G), usable_G)
+        return self._clip(rewards_G + self._penalty(batch.greedy_lengths_G, penalised_G), usable_G)
 
     @cached_property
-    def _scaled_C(self) -> Tensor:
-        return self._scaled(self.penalized_C, self._masks.baseline_C)
+    def _clipped_C(self) -> Tensor:
+        return self._clip(self.penalized_C, self._masks.baseline_C)
 
     @cached_property
     def _centred_and_divisor(self) -> tuple[Tensor, Tensor]:
         normalization = self._normalization
         return center_and_divisor(
-            self._scaled_C,
+            self._clipped_C,
             self.groups,
             self._masks.loss_C,
             mean=normalization.mean,
@@ -103,10 +106,8 @@ class ShapedRewards:
             lengths, penalised, max_length=self._settings.rollout.max_tokens, tail=tail, factor=factor
         )
 
-    def _scaled(self, rewards: Tensor, known: Tensor) -> Tensor:
-        algorithm = self._settings.algorithm
-        scaled: Tensor = shift_and_scale(rewards, known, bias=algorithm.reward_bias, scale=algorithm.reward_scale)
-        clipped: Tensor = clip_rewards(scaled, known, limit=algorithm.reward_clip)
+    def _clip(self, rewards: Tensor, known: Tensor) -> Tensor:
+        clipped: Tensor = clip_rewards(rewards, known, limit=self._settings.algorithm.reward_clip)
         return clipped
 
 

@@ -223,7 +223,7 @@ def missing_steps(file: Path, delivered: int, first_step: int) -> Iterator[Metri
         for line in lines:
             try:
                 metrics = msgspec.json.decode(line, type=dict[str, Any])
-            except msgspec.DecodeError:
+            except ValueError:
                 continue
             if delivered < int(metrics.get("step", 0)) < first_step:
                 yield metrics
@@ -244,7 +244,7 @@ def _without_private(value: Any) -> Any:
 def _read_delivered(file: Path) -> int:
     try:
         return msgspec.json.decode(file.read_bytes(), type=_Delivered).step
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return 0
 
 
