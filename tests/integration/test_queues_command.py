@@ -2,8 +2,10 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -124,6 +126,19 @@ async def test_reading_creates_and_changes_no_key(connection, redis_url, run_nam
         assert contents(redis) == before
 
 
+async def test_a_status_is_printed_without_loading_a_client_or_an_event_loop(connection, redis_url, run_name):
+    await some_work(connection)
+    code = (
+        "import sys; from click.testing import CliRunner; from workers.cli import penstock\n"
+        f"done = CliRunner().invoke(penstock, ['queues', {run_name!r}, '--redis', {redis_url!r}])\n"
+        "print(done.exit_code, {'anyio', 'asyncio', 'redis'} & set(sys.modules), done.output)"
+    )
+    done = await anyio.run_process([sys.executable, "-c", code])
+    text = done.stdout.decode()
+    assert text.startswith("0 set() "), text
+    assert run_name in text
+
+
 async def test_watching_ends_when_the_run_has_finished(connection, redis_url, run_name, capsys):
     await connection.write_hash("meta", {"finished": "trained 3 steps"})
     await in_thread(run_name, redis_url, watch=True, as_json=True)
@@ -131,6 +146,16 @@ async def test_watching_ends_when_the_run_has_finished(connection, redis_url, ru
     first, *rest = capsys.readouterr().out.splitlines()
     assert json.loads(first)["finished"] == "trained 3 steps"
     assert "trained 3 steps" in "\n".join(rest)
+
+
+async def test_watching_begins_when_the_run_does(connection, redis_url, run_name, capsys):
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(in_thread, run_name, redis_url, watch=True, as_json=True))
+        while "waiting for it to start" not in (told := capsys.readouterr()).err:
+            await anyio.sleep(0.02)
+        assert told.out == ""
+        await connection.write_hash("meta", {"finished": "stopped"})
+    assert json.loads(capsys.readouterr().out)["finished"] == "stopped"
 
 
 def announce_mine(run_name: str, redis_url: str) -> None:

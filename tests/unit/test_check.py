@@ -263,6 +263,25 @@ def test_calls_and_turns_keep_their_order_on_the_command_line():
     assert "the arguments are not JSON" in wrong.output
 
 
+def test_a_coroutine_that_blocks_is_named_with_the_remedy(environment, capsys, monkeypatch, blockbuster):
+    monkeypatch.setattr("workers.commands.check.check._BLOCK_S", 0.05)
+    ref = environment("""
+        import time
+        class Env:
+            def reset(self, **row): pass
+            async def look(self) -> str:
+                time.sleep(0.2)
+                return "around"
+        """)
+    blockbuster.deactivate()
+    check_reference(ref, {"a": 1}, as_json=True)
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    (warning,) = (each for each in warnings if "event loop" in each)
+    assert warning.startswith("Env.look blocks the event loop")
+    assert "checked.py:6" in warning
+    assert "write `def`" in warning
+
+
 async def test_an_environment_with_its_own_loop_is_run_with_a_scripted_model():
     report = await check_environment("tests.cases.answering:Agent", {}, turns=["Four", "Five"])
     assert (report.ok, report.reward) == (True, Measured(1.0))

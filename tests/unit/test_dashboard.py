@@ -1,6 +1,7 @@
 """The dashboard's pages: who may see them, what they show, and that nothing from a run can act in a page."""
 
 import json
+import shutil
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from stream.errors import PenstockError, SettingsError
+from workers.dashboard import server
 from workers.dashboard.access import Access, is_same_origin
 from workers.dashboard.metrics_series import MAX_POINTS, make_charts
 from workers.dashboard.rendering import render, with_query
 from workers.dashboard.run_source import RunCatalog, read_overview
 from workers.dashboard.server import serve_dashboard
+from workers.run.plot import read_metrics
 
 TOKEN = "a token, 7 words long"
 STEPS = [
@@ -180,6 +183,17 @@ def test_charts_of_a_long_run_are_means_over_equal_numbers_of_steps():
     assert [chart.empty for chart in make_charts([]).charts] == ["no step yet: the first one adds a point"] * 6
 
 
+def test_the_reward_is_drawn_with_its_parts_if_it_has_several():
+    row = {"step": 1, "reward/mean": 1.5, "reward/part/env.served/mean": 1.0, "reward/part/env.served/std": 0.0}
+
+    def lines(row):
+        return [(line.label, line.last) for line in make_charts([row]).charts[0].lines]
+
+    assert lines(row) == [("reward", 1.5)]
+    both = row | {"reward/part/env.clean/mean": 0.5}
+    assert lines(both) == [("reward", 1.5), ("env.served", 1.0), ("env.clean", 0.5)]
+
+
 def test_runs_of_one_name_have_addresses_of_their_own(folder, tmp_path):
     other = tmp_path / "other" / folder.name
     other.mkdir(parents=True)
@@ -194,8 +208,47 @@ def test_runs_of_one_name_have_addresses_of_their_own(folder, tmp_path):
 def test_the_list_of_runs_shows_the_last_whole_step_of_a_killed_run(folder):
     (source,) = RunCatalog([str(folder)]).sources()
     assert (read_overview(source).step, read_overview(source).reward) == (3, 0.3)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(f'{{"text": "{"x" * 70_000}"}}\n' + '{"step": 4, "reward/mean": 0.4}\n{"step": 5, "rew')
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"text": "%b"}\n{"step": 4, "reward/mean": 0.4}\n' % (b"x" * 70_000))
+        file.write(b'{"step": null}\n[1]\nnull\n{"step": "x"}\n{"text": "\xff"}\n{"step": 5, "rew')
     assert (read_overview(source).step, read_overview(source).reward) == (4, 0.4)
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][:4] == [1, 2, 3, 4]
     (folder / "metrics.jsonl").unlink()
     assert (read_overview(source).step, read_overview(source).reward) == (0, None)
+
+
+async def test_a_run_whose_folder_has_any_name_opens(folder):
+    strange = folder.rename(folder.with_name("l\u00e4uft #1? 100%41"))
+    async with browser(strange) as session:
+        page = await text_of(session, "/")  # the only run
+        address = "/runs/l%C3%A4uft%20%231%3F%20100%2541"
+        assert f'href="{address}/groups"' in page
+        await text_of(session, f"{address}/groups")
+
+
+async def test_what_fails_unexpectedly_says_so_and_the_rest_is_shown(folder, monkeypatch):
+    async def fail(*_):
+        raise ZeroDivisionError("a figure of the run")
+
+    monkeypatch.setitem(server._PARTS, "pipeline", fail)
+    monkeypatch.setitem(server._PAGES, "/runs/{run}/timeline", fail)
+    async with browser(folder) as session:
+        page = await text_of(session, "/")
+        assert "This part cannot be shown: ZeroDivisionError: a figure of the run" in page
+        assert "3 points" in page
+        async with session.get("/runs/a%20run/timeline") as response:
+            assert response.status == 500
+            assert "default-src" in response.headers["Content-Security-Policy"]
+            assert "ZeroDivisionError: a figure of the run" in await response.text()
+        await text_of(session, "/runs/a%20run/groups")
+
+
+def test_a_run_that_was_removed_leaves_the_list(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    kept = folder.rename(tmp_path / "runs" / "a run")
+    catalog = RunCatalog()
+    assert [source.key for source in catalog.sources()] == ["a run"]
+    shutil.rmtree(kept)
+    assert catalog.sources() == []
+    assert catalog.find("a run") is None

@@ -20,10 +20,10 @@ from stream.records import (
     TrainedCompletion,
     TrainedRow,
 )
-from stream.trainer.archive import Archive
+from stream.trainer.archive import Archive, ArchivedGroups
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord, content_hash
-from stream.trainer.outcomes import Dropped, Trained
+from stream.trainer.outcomes import Dead, Dropped, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 from tests.unit.test_dashboard import browser, text_of
@@ -84,8 +84,14 @@ def run(tmp_path):
     made.ledger.close()
 
 
+def scanned_segments(monkeypatch) -> list[str]:
+    """Return a list that gets the name of each segment that is scanned whole."""
+    scanned, scan = [], ArchivedGroups._scan
+    monkeypatch.setattr(ArchivedGroups, "_scan", lambda self, path: (scanned.append(path.name), scan(self, path)))
+    return scanned
+
+
 def found(index: GroupIndex, **query: str) -> list[str]:
-    index.refresh()
     return [group.prompt for group in index.search(parse_filter(query), None, 99, 60).groups]
 
 
@@ -115,24 +121,31 @@ def test_an_index_follows_a_run_that_goes_on_and_one_that_was_set_back(run):
     index = GroupIndex(run.path)
     assert found(index) == ["c", "b", "a"]
     run.end("d", 4, [1.0])
+    assert index.refresh()
     assert found(index) == ["d", "c", "b", "a"]
     lines = (run.path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     (run.path / "ledger.jsonl").write_bytes(b"".join(lines[:1]))
-    assert found(index) == ["a"]
-    assert index.find("a") == 0
-    assert index.find("b") is None
+    assert [index.refresh(), index.refresh()] == [False, False]
+    assert found(index) == ["d", "c", "b", "a"]  # what is being read from it in a thread goes on
+    new = GroupIndex(run.path)
+    assert found(new) == ["a"]
+    assert (new.groups.find("a"), new.groups.find("b")) == (0, None)
 
 
 def test_a_page_of_the_newest_groups_reads_the_newest_segment_only(run, monkeypatch):
+    scanned = scanned_segments(monkeypatch)
     index = GroupIndex(run.path)
-    index.refresh()
-    scanned = []
-    scan = index._scan
-    monkeypatch.setattr(index, "_scan", lambda segment: (scanned.append(segment.name), scan(segment)))
     assert [group.prompt for group in index.search(GroupFilter(), None, 1, 60).groups] == ["c"]
-    assert scanned == []
+    assert scanned == ["000004.groups"]
     assert [group.prompt for group in index.search(GroupFilter(), None, 2, 60).groups] == ["c", "b"]
-    assert scanned == ["000003.groups", "000002.groups"]
+    assert scanned == ["000004.groups", "000002.groups"]  # the other one begins with a later step
+
+
+def test_a_group_of_the_oldest_step_is_found_without_a_scan_of_newer_segments(run, monkeypatch):
+    scanned = scanned_segments(monkeypatch)
+    groups = GroupIndex(run.path).groups
+    group, _ = groups.read(groups.find("a"))
+    assert (group.prompt.id, scanned) == ("a", ["000001.groups"])
 
 
 def test_a_search_whose_time_is_up_goes_on_from_where_it_came_to(run):
@@ -295,6 +308,8 @@ async def test_pages_of_groups_keep_their_filters_and_show_hostile_text_as_text(
         assert "the reward is unmeasured (timeout): judge: 5 s" in group
         assert r"\u202eevil\x1b[31m" in group
         assert "<script>alert" not in group
+        dropped = await text_of(session, "/runs/run/group?id=b")
+        assert "All valid completions have the same reward, so none is better than another" in dropped
         assert "write a number or an interval" in await text_of(session, "/runs/run/groups?reward=high")
         tokens = await text_of(session, "/runs/run/group?id=c&tokens=1&color=mask")
         assert tokens.count("does not exist here") == 1
@@ -302,6 +317,9 @@ async def test_pages_of_groups_keep_their_filters_and_show_hostile_text_as_text(
         assert "does not exist here" in await text_of(session, "/runs/run/group/tokens?id=c&completion=0")
         assert "I say 0." in await text_of(session, "/runs/run/group/message?id=c&completion=0&message=1")
         await text_of(session, "/runs/run/group?id=none", 404)
+        run.ledger.append_end("bad", Dead("worker_lost"), 3, 2)
+        run.ledger.sync()
+        assert "Prompt bad is a dead letter (worker_lost)." in await text_of(session, "/runs/run/group?id=bad", 404)
         assert "groups without an outcome are on the server only" in await text_of(
             session, "/runs/run/groups?at=trainer"
         )

@@ -78,7 +78,8 @@ def folder(tmp_path):
     )
     done = [TrainedCompletion("valid", 0.5, 3), TrainedCompletion("valid", -0.5, 2, (row,))]
     made.end("a", 1, [completion(0, 1.0), completion(1, 0.0, truncated=TruncationReason.LENGTH)], done=done)
-    made.end("b", 2, [completion(0, 0.5, version=2), completion(1, 0.5)], outcome=Dropped("zero_variance"))
+    done = [TrainedCompletion("dropped:zero_variance", None, 0), TrainedCompletion("rejected:too_old", None, 0)]
+    made.end("b", 2, [completion(0, 0.5, version=2), completion(1, 0.5)], outcome=Dropped("zero_variance"), done=done)
     made.end("lost", 3, [completion(0, 9.0)], in_ledger=False)
     failed = Completion(index=1, failure=Failure(reason=RolloutReason.ENV_STEP, detail="till: ring: KeyError: 'x'"))
     done = [TrainedCompletion("reward:timeout", None, 0), TrainedCompletion("failed:env_step", None, 0)]
@@ -141,6 +142,10 @@ def test_a_conversation_is_printed_with_reward_validity_and_what_the_step_did(fo
     text = run("show", str(folder), "--invalid").stdout
     assert "c #0  step 3  trained · no loss: reward:timeout" in text
     assert "invalid    the episode failed (env_step): till: ring: KeyError: 'x'" in text
+    dropped = run("show", str(folder), "--end", "dropped").stdout
+    assert "b #0  step 2  dropped:zero_variance ──" in dropped
+    assert "b #1  step 2  dropped:zero_variance · no loss: rejected:too_old ──" in dropped
+    assert dropped.count("trainer    All valid completions have the same reward") == 2
 
 
 def test_what_does_not_exist_is_answered_with_what_does(folder, tmp_path):

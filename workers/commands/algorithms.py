@@ -31,7 +31,7 @@ _KINDS: Final[tuple[tuple[str, Registry[Any]], ...]] = (
     ("algorithm.aggregation", AGGREGATIONS),
     ("algorithm.kl_estimator", DIVERGENCES),
     ("algorithm.reward_normalization, algorithm.advantage_normalization", NORMALIZERS),
-    ("algorithm.reward_bias, reward_scale, reward_clip, overlong_penalty", REWARD_SHAPINGS),
+    ("algorithm.reward_clip, overlong_penalty", REWARD_SHAPINGS),
     ("filter", FILTERS),
     ("correction.weights", IMPORTANCE_LEVELS),
     ("correction.reject", REJECTIONS),

@@ -47,7 +47,7 @@ def list_dead(target: str | None, redis: str, chosen: LetterChoice = _ALL, *, as
     if as_json:
         print_json([_metadata(letter) for letter in letters])
         return
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     for letter in letters:
         failures = letter.infra_failures + letter.data_failures
         head = (

@@ -8,12 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stream.connection.run_connection import RunConnection
 from stream.operator.in_flight import OngoingActivity, groups_in_flight, ongoing_activities
-from stream.operator.run_status import RunStatus, read_status
+from stream.operator.run_status import RunStatus
 from workers.commands.output import make_console, print_json
 from workers.run.progress_display import format_duration
-from workers.run.run_info import find_run, with_run
+from workers.run.run_info import find_run, read_run_status
 from workers.runtime.transcript import escape_controls
 
 
@@ -27,12 +26,8 @@ def show_in_flight(target: str | None, redis: str, *, count: int, stuck_s: float
         stuck_s: seconds after which an activity is marked.
         as_json: print one JSON object with all groups.
     """
-
-    async def read(connection: RunConnection) -> RunStatus:
-        return await read_status(connection, with_in_flight=True)
-
     location = find_run(target, redis)
-    status = with_run(location, read)
+    status = read_run_status(location)
     if as_json:
         print_json(in_flight_report(location.run, status, stuck_s))
         return

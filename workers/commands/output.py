@@ -11,8 +11,9 @@ _PIPE_WIDTH: Final = 200
 
 
 def make_console() -> Console:
-    """Return a console for tables on stdout, without markup; lines that go to a file or a pipe are long."""
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    """Return a console for tables on stdout, which shows text as it is; lines that go to a file or a pipe are long."""
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def print_line(text: str) -> None:

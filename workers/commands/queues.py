@@ -2,25 +2,28 @@
 
 import sys
 import time
-from typing import Any, Final
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-import anyio
 from msgspec import Struct
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stream.connection.run_connection import RunConnection
-from stream.errors import PenstockError, SettingsError
+from stream.errors import NoRunError, PenstockError, SettingsError
 from stream.operator.bottleneck import Bottleneck, find_bottleneck
 from stream.operator.in_flight import groups_in_flight
 from stream.operator.run_status import EvaluationStatus, RunStatus, StageStatus, read_status
 from stream.validity import TruncationReason
 from workers.commands.output import make_console, print_json
 from workers.run.progress_display import balance_text, evaluation_lines, stage_table
-from workers.run.run_info import RunLocation, find_run, with_run
+from workers.run.run_info import RunLocation, find_run, read_run_status, with_run
 from workers.run.summary import has_finished
 from workers.runtime.transcript import escape_controls
+
+if TYPE_CHECKING:  # a command that reads one status does not load a Redis client
+    from stream.connection.run_connection import RunConnection
 
 _WATCH_INTERVAL_S = 1.0
 _START_TIMEOUT_S: Final = 600.0
@@ -110,20 +113,39 @@ def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch:
     Raises:
         PenstockError: there is no such run.
     """
+    if watch:
+        with suppress(KeyboardInterrupt):  # how a watch ends, while it waits for the run, too
+            with_run(_wait_for_run(target, redis), partial(_watch, as_json=as_json))
+        return
+    location = find_run(target, redis)
+    status = read_run_status(location)
+    if as_json:
+        print_json(queue_report(location.run, status))
+    else:
+        make_console().print(render_queues(location.run, status))
 
-    async def show(connection: RunConnection) -> None:
-        if watch:
-            await _watch(connection, as_json)
-        elif as_json:
-            print_json(queue_report(connection.run, await read_status(connection, with_in_flight=True)))
-        else:
-            make_console().print(render_queues(connection.run, await read_status(connection, with_in_flight=True)))
 
-    try:
-        with_run(_wait_for_run(target, redis) if watch else find_run(target, redis), show)
-    except KeyboardInterrupt:  # how a watch ends, while it waits for the run, too
-        if not watch:
-            raise
+async def first_status(connection: "RunConnection") -> RunStatus:
+    """Return the status of a run as soon as its server has one: the run may be about to start.
+
+    Raises:
+        NoRunError: it has not started in time.
+    """
+    deadline, after, has_told = time.monotonic() + _START_TIMEOUT_S, "0-0", False
+    while True:
+        try:
+            return await read_status(connection, with_in_flight=True)
+        except NoRunError as error:
+            if time.monotonic() > deadline:
+                raise
+            if not has_told:
+                _tell_waiting(error)
+                has_told = True
+        after = await connection.wait_for_change(after, _WATCH_INTERVAL_S)
+
+
+def _tell_waiting(missing: PenstockError) -> None:
+    print(f"{missing}; waiting for it to start, Ctrl-C ends this", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _wait_for_run(target: str | None, redis: str) -> RunLocation:
@@ -147,7 +169,7 @@ def _wait_for_run(target: str | None, redis: str) -> RunLocation:
         if time.monotonic() > deadline:
             raise missing
         if not has_told:
-            print(f"{missing}; waiting for it to start, Ctrl-C ends this", file=sys.stderr, flush=True)  # noqa: T201
+            _tell_waiting(missing)
             has_told = True
         time.sleep(_WATCH_INTERVAL_S)
 
@@ -282,15 +304,16 @@ def _consumer_table(report: QueueReport) -> list[RenderableType]:
     return [grid, Text()] if grid.row_count else []
 
 
-async def _watch(connection: RunConnection, as_json: bool) -> None:
+async def _watch(connection: "RunConnection", *, as_json: bool) -> None:
     """Print the status every second until the run has finished."""
+    import anyio
     from rich.live import Live
 
-    with Live(console=Console(), auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as screen:
+    status = await first_status(connection)
+    with Live(console=make_console(), auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as screen:
         if as_json:
             screen.stop()
         while True:
-            status = await read_status(connection, with_in_flight=True)
             if as_json:
                 print_json(queue_report(connection.run, status))
             else:
@@ -298,3 +321,4 @@ async def _watch(connection: RunConnection, as_json: bool) -> None:
             if status.meta.get("finished"):
                 return
             await anyio.sleep(_WATCH_INTERVAL_S)
+            status = await read_status(connection, with_in_flight=True)

@@ -15,7 +15,7 @@ from stream.connection.run_connection import RunConnection
 from stream.operator.run_status import RunStatus, read_status
 from workers.commands.inflight import in_flight_report, render_in_flight
 from workers.commands.output import make_console, print_json
-from workers.commands.queues import queue_report, render_queues
+from workers.commands.queues import first_status, queue_report, render_queues
 from workers.run.run_info import find_run, with_run
 
 _INTERVAL_S: Final = 1.0
@@ -67,21 +67,23 @@ class TopScreen:
 
 async def _show_screen(connection: RunConnection, stuck_s: float) -> None:
     console = make_console()
+    status = await first_status(connection)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            status = await read_status(connection, with_in_flight=True)
             live.update(TopScreen(connection.run, status, stuck_s), refresh=True)
             if status.meta.get("finished"):
                 break
             await anyio.sleep(_INTERVAL_S)
+            status = await read_status(connection, with_in_flight=True)
     console.print(render_queues(connection.run, status))
 
 
 async def _print_lines(connection: RunConnection, stuck_s: float) -> None:
+    status = await first_status(connection)
     while True:
-        status = await read_status(connection, with_in_flight=True)
         in_flight = in_flight_report(connection.run, status, stuck_s)
         print_json({"queues": queue_report(connection.run, status), "in_flight": in_flight})
         if status.meta.get("finished"):
             return
         await anyio.sleep(_INTERVAL_S)
+        status = await read_status(connection, with_in_flight=True)

@@ -64,7 +64,11 @@ class Access(Struct, frozen=True, kw_only=True):
 
     def allows_token(self, token: str) -> bool:
         """Whether this is the token."""
-        return not self.token or hmac.compare_digest(token.encode(), self.token.encode())
+        return not self.token or hmac.compare_digest(_as_bytes(token), _as_bytes(self.token))
+
+
+def _as_bytes(text: str) -> bytes:
+    return text.encode(errors="surrogateescape")  # a header that is not UTF-8 has surrogates
 
 
 def is_loopback(host: str) -> bool:

@@ -1,6 +1,7 @@
 """What all pages share: the runs, their live views, and the frame of a page."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import anyio
@@ -10,6 +11,7 @@ from anyio.abc import TaskGroup
 
 from workers.dashboard.access import Access
 from workers.dashboard.engine_queries import EngineQueries
+from workers.dashboard.failures import log_page_failure
 from workers.dashboard.group_index import GroupIndex
 from workers.dashboard.live_view import LiveView, RenderPart
 from workers.dashboard.metrics_series import MetricsFile
@@ -55,8 +57,8 @@ class Dashboard:
         self.engines = EngineQueries()
         self.renders = anyio.CapacityLimiter(_MAX_RENDERS)
         """Processes with environments' code, which render snapshots."""
-        self._reading: set[str] = set()
-        """Runs whose summaries are being read in the background."""
+        self._reading: set[GroupIndex] = set()
+        """Indexes whose summaries are being read in the background."""
 
     async def source(self, request: web.Request) -> RunSource:
         """Return the run of an address.
@@ -83,12 +85,13 @@ class Dashboard:
 
     async def groups(self, source: RunSource) -> GroupIndex:
         """Return the index of a run's archived groups; its summaries are read on in the background."""
-        if source.key not in self._groups:
-            self._groups[source.key] = GroupIndex(source.file())
+        known = self._groups.get(source.key)
+        index = await anyio.to_thread.run_sync(_fresh_index, known, source.file())
+        if self._groups.get(source.key) is known:
+            self._groups[source.key] = index
         index = self._groups[source.key]
-        await anyio.to_thread.run_sync(index.refresh)
-        if index.unread and source.key not in self._reading:
-            self._reading.add(source.key)
+        if index.unread and index not in self._reading:
+            self._reading.add(index)
             self._tasks.start_soon(self._read_summaries, source.key, index)
         return index
 
@@ -99,8 +102,10 @@ class Dashboard:
                 while not is_done:
                     await anyio.sleep(_PAUSE_S)
                     is_done = await anyio.to_thread.run_sync(index.read_more, _READ_SLICE_S)
+        except Exception as error:  # noqa: BLE001  (pages about groups go on with what was read)
+            await log_page_failure(error, f"{key}, groups")
         finally:
-            self._reading.discard(key)
+            self._reading.discard(index)
 
     def page(
         self, template: str, source: RunSource | None, values: Mapping[str, Any], status: int = 200
@@ -109,3 +114,8 @@ class Dashboard:
         shared = {"source": source, "access": self.access, "navigation": NAVIGATION}
         text = render(template, {**shared, **values})
         return web.Response(status=status, text=text, content_type="text/html", charset="utf-8")
+
+
+def _fresh_index(known: GroupIndex | None, folder: Path) -> GroupIndex:
+    """Return the index of a run with all groups that have ended: the known one, unless its ledger was cut."""
+    return known if known is not None and known.refresh() else GroupIndex(folder)

@@ -5,10 +5,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
+from urllib.parse import quote
 
 import anyio
 import anyio.to_thread
 from aiohttp import web
+from yarl import URL
 
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
@@ -73,7 +75,7 @@ async def change_letters(dashboard: Dashboard, request: web.Request) -> web.Stre
             await record_untrained_ends(connection, ledger)
     text = f"{_DONE[action]} {count:,} dead letter{'' if count == 1 else 's'}"
     text += "" if is_done else "; the time was up before all were done, repeat it for the rest"
-    raise web.HTTPSeeOther(with_query(f"/runs/{source.key}/dead", {"done": text}))
+    raise web.HTTPSeeOther(URL(with_query(f"/runs/{quote(source.key, safe='')}/dead", {"done": text}), encoded=True))
 
 
 async def _read_page(connection: RunConnection, query: dict[str, str]) -> tuple[list[DeadEntry], str]:

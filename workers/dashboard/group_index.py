@@ -1,8 +1,7 @@
-"""An index of a run's archived groups: position and summary of each, read once and kept while the dashboard runs.
+"""An index of a run's archived groups: a summary of each, read once and kept while the dashboard runs.
 
-Positions are read segment by segment, the newest first; a summary needs the group's payload, so it is read when a page
-needs it. A page of the newest groups reads one segment, however many there are. Everything here blocks on files: call
-it in a thread.
+A summary needs the group's payload, so it is read when a page needs it: a page of the newest groups reads one segment
+of the archive, however many there are. Everything here blocks on files: call it in a thread.
 """
 
 import sys
@@ -16,12 +15,11 @@ from msgspec import Struct
 
 from stream.codec import decode
 from stream.errors import PenstockError, RecordError
-from stream.records import Failure, Group, Message, Span, TrainedCompletion
-from stream.trainer.annotations import read_annotations
-from stream.trainer.archive import ArchiveOffset, ArchiveScan
-from stream.trainer.ledger_records import LedgerRecord, LedgerTail
+from stream.records import Failure, Group, Message, Span
+from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import encode_outcome
 from stream.validity import Measured, Reward, TruncationReason
+from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
 from workers.commands.transcripts.run_completions import episode_end, invalid_code
 from workers.commands.transcripts.selection import Interval, end_names
 from workers.runtime.transcript import content_text
@@ -128,28 +126,21 @@ class SearchResult(Struct, frozen=True, kw_only=True):
 
 
 class GroupIndex:
-    """The archived groups of one run that its ledger confirms.
+    """Summaries of the archived groups of one run. A group's number is that of `ArchivedRunGroups`.
 
     Args:
         folder: of the run.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._archive = ArchiveScan(folder / "groups")
-        self._ledger = LedgerTail(folder / "ledger.jsonl")
+        self.groups = ArchivedRunGroups(folder)
         self._lock = Lock()
-        self._offsets: dict[tuple[str, str], ArchiveOffset] = {}
-        self._unscanned: list[Path] = []
-        """Segments of the archive that no group was looked for in, the oldest first."""
-        self._records: list[LedgerRecord] = []
-        self._summaries: list[GroupSummary | None] = []
+        self._summaries: list[GroupSummary | None] = [None] * len(self.groups.records)
         self._unreadable: set[int] = set()
         """Numbers of groups that are not in the archive (any more), or damaged."""
-        self._by_prompt: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._summaries)
 
     @property
     def unread(self) -> int:
@@ -161,58 +152,24 @@ class GroupIndex:
         """Number of groups that are not in the archive any more, or damaged, as far as read."""
         return len(self._unreadable)
 
-    def refresh(self) -> None:
-        """Read what was added to ledger and archive since the last call."""
+    def refresh(self) -> bool:
+        """Learn of the groups that ended since the last call. False: a new index is needed (`ArchivedRunGroups`)."""
         with self._lock:
-            if not self._ledger.exists():
-                return
-            records, is_cut = self._ledger.read_new()
-            if is_cut:
-                self._records, self._summaries, self._by_prompt = [], [], {}
-                self._unreadable.clear()
-            segments = self._archive.segments()
-            self._unscanned = [path for path in reversed(segments[1:]) if not self._archive.is_read(path)]
-            for path in segments:
-                if path == segments[0] or self._archive.is_read(path):
-                    self._scan(path)
-            for record in records:
-                if record.has_group:
-                    self._by_prompt[record.prompt] = len(self._records)
-                    self._records.append(record)
-                    self._summaries.append(None)
+            is_valid = self.groups.refresh()
+            self._summaries += [None] * (len(self.groups.records) - len(self._summaries))
+            return is_valid
 
     def summary(self, number: int) -> GroupSummary | None:
         """Return the summary of one group; None if it cannot be read any more."""
         known = self._summaries[number]
         if known is None and number not in self._unreadable:
-            record = self._records[number]
             try:
-                known = _summarize(number, record, decode(self._locate(record).read_payload(), _Group))
+                group = decode(self.groups.locate(number).read_payload(), _Group)
             except (RecordError, PenstockError):
                 self._unreadable.add(number)
                 return None
-            self._summaries[number] = known
+            known = self._summaries[number] = _summarize(number, self.groups.records[number], group)
         return known
-
-    def _locate(self, record: LedgerRecord) -> ArchiveOffset:
-        """Return the position of a group, and scan older segments for it if necessary.
-
-        Raises:
-            PenstockError: the archive does not have it.
-        """
-        key = record.prompt, record.hash
-        while key not in self._offsets:
-            with self._lock:
-                if key in self._offsets:
-                    break
-                if not self._unscanned:
-                    raise PenstockError(f"the group of prompt {record.prompt} is not in the archive (archive.keep)")
-                self._scan(self._unscanned.pop())
-        return self._offsets[key]
-
-    def _scan(self, segment: Path) -> None:
-        for record, offset in self._archive.read_new(segment):
-            self._offsets[record.prompt, record.hash] = offset
 
     def read_more(self, seconds: float) -> bool:
         """Read summaries for some time, the newest first. Returns whether all are read."""
@@ -235,12 +192,12 @@ class GroupIndex:
         """
         deadline = time.monotonic() + seconds
         groups: list[GroupSummary] = []
-        number = min(before if before is not None else len(self._records), len(self._records))
+        number = min(before if before is not None else len(self._summaries), len(self._summaries))
         while number > 0:
             if len(groups) == count or time.monotonic() > deadline:
                 return SearchResult(groups=groups, next_before=number, is_interrupted=len(groups) < count)
             number -= 1
-            if wanted.steps is not None and self._records[number].step not in wanted.steps:
+            if wanted.steps is not None and self.groups.records[number].step not in wanted.steps:
                 continue
             found = self.summary(number)
             if found is not None and wanted.matches(found) and self._has_text(found, wanted):
@@ -264,21 +221,6 @@ class GroupIndex:
                 found[name] = found.get(name, 0) + 1
         return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
-    def find(self, prompt: str) -> int | None:
-        """Return the number of the last group of a prompt; None if the archive has none."""
-        return self._by_prompt.get(prompt)
-
-    def read(self, number: int) -> tuple[LedgerRecord, Group, list[TrainedCompletion]]:
-        """Return one group, with its line of the ledger and what the step did with its completions.
-
-        Raises:
-            PenstockError: the group is damaged, or was removed from the archive.
-        """
-        record = self._records[number]
-        offset = self._locate(record)
-        trained = read_annotations(self._folder, record) or offset.read_completions()
-        return record, decode(offset.read_payload(), Group), trained
-
     def _newest_first(self) -> Iterator[int]:
         return iter(range(len(self._summaries) - 1, -1, -1))
 
@@ -289,7 +231,7 @@ class GroupIndex:
         if wanted.has_text(group) or group.is_whole:
             return wanted.has_text(group)
         try:
-            payload = self._locate(self._records[group.number]).read_payload()
+            payload = self.groups.locate(group.number).read_payload()
             return wanted.prompt in _prompt_text(decode(payload, _Group))
         except (RecordError, PenstockError):
             return False

@@ -9,6 +9,7 @@ from msgspec import Struct
 from stream.operator.unfinished_groups import find_unfinished_group
 from stream.records import Completion, Group, TrainedCompletion
 from stream.trainer.outcomes import encode_outcome
+from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
 from workers.commands.transcripts.run_completions import UNFINISHED
 from workers.dashboard.conversation import (
     FIRST,
@@ -26,7 +27,13 @@ from workers.dashboard.run_source import NoServerError, RunSource
 from workers.dashboard.snapshot_panel import snapshot_panel
 from workers.dashboard.token_panel import TokenChoice, TokenPanel
 from workers.dashboard.token_view import COLORS
-from workers.runtime.transcript import describe_end, describe_reward, describe_versions, invalid_reason
+from workers.runtime.transcript import (
+    describe_end,
+    describe_outcome,
+    describe_reward,
+    describe_versions,
+    invalid_reason,
+)
 
 COLUMNS: Final = 8
 """Completions side by side; links lead to the others."""
@@ -210,6 +217,7 @@ def _page_values(source: RunSource, found: FoundGroup, first: int, choice: Token
         "shown_first": FIRST,
         "phases": phases(group),
         "invalid_reason": invalid_reason,
+        "why": describe_outcome(found.outcome),
     }
 
 
@@ -238,30 +246,37 @@ async def _find(dashboard: Dashboard, source: RunSource, request: web.Request) -
         HTTPNotFound: neither has it.
     """
     prompt = request.query.get("id", "")
-    index = await dashboard.groups(source)
-    if (number := index.find(prompt)) is not None:
-        record, group, trained = await anyio.to_thread.run_sync(index.read, number)
-        done = iter(trained)
-        return FoundGroup(
-            group=group,
-            outcome=encode_outcome(record.outcome),
-            place="archive",
-            step=record.step,
-            version=record.version,
-            trained=[None if each.greedy else next(done, None) for each in group.completions],
-        )
+    groups = (await dashboard.groups(source)).groups
+    if (number := groups.find(prompt)) is not None:
+        return await anyio.to_thread.run_sync(_read_archived, groups, number)
     try:
         async with source.connect() as connection:
             unfinished = await find_unfinished_group(connection, prompt)
     except NoServerError:
         unfinished = None
     if unfinished is None:
-        raise web.HTTPNotFound(
-            text=f"Neither the archive nor the server has a group of prompt {prompt!r} now. It may still be rolled out."
+        missing = (
+            f"Neither the archive nor the server has a group of prompt {prompt!r} now. It may still be rolled out."
         )
+        raise web.HTTPNotFound(text=groups.why_none(prompt) or missing)
     stage, group = unfinished
     place = "server, waiting for the trainer" if stage == "scored" else "server, waiting for rewards"
     return FoundGroup(group=group, outcome=UNFINISHED, place=place)
+
+
+def _read_archived(groups: ArchivedRunGroups, number: int) -> FoundGroup:
+    """Read a group from the archive. Blocks on files."""
+    record = groups.records[number]
+    group, trained = groups.read(number)
+    done = iter(groups.annotations(number) or trained)
+    return FoundGroup(
+        group=group,
+        outcome=encode_outcome(record.outcome),
+        place="archive",
+        step=record.step,
+        version=record.version,
+        trained=[None if each.greedy else next(done, None) for each in group.completions],
+    )
 
 
 def _completion(found: FoundGroup, request: web.Request) -> Completion:

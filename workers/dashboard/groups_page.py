@@ -89,7 +89,6 @@ async def show_groups(dashboard: Dashboard, request: web.Request) -> web.StreamR
 
 def _archived_groups(index: GroupIndex, wanted: GroupFilter, before: int | None) -> dict[str, Any]:
     """Return what the page shows of archived groups. Blocks on files."""
-    index.refresh()
     found = index.search(wanted, before, PAGE_SIZE, _SEARCH_S)
     bars = histogram(index.rewards(wanted))
     return {

@@ -15,6 +15,8 @@ from msgspec import Struct
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError, ServerError
 from stream.operator.run_status import RunStatus, read_status
+from workers.dashboard.failures import describe_exception, log_page_failure
+from workers.dashboard.rendering import render
 from workers.dashboard.run_source import NoServerError, RunSource
 
 log = structlog.get_logger()
@@ -129,9 +131,9 @@ class LiveView:
                             if frame.snapshot.status is None:
                                 break
                             await anyio.sleep(_INTERVAL_S)
-                except PenstockError as error:
+                except Exception as error:  # noqa: BLE001  (one run that cannot be read must not end the dashboard)
                     async with self._reading:
-                        await self._publish(_without_server(error), None)
+                        await self._publish(self._without_status(error), None)
                 if self.viewers:
                     await anyio.sleep(_RETRY_S)
         finally:
@@ -142,8 +144,8 @@ class LiveView:
         try:
             async with self._source.connect() as connection:
                 return await self._read_with(connection)
-        except PenstockError as error:
-            return await self._publish(_without_server(error), None)
+        except Exception as error:  # noqa: BLE001  (the rest of the page can be shown)
+            return await self._publish(self._without_status(error), None)
 
     async def _read_with(self, connection: RunConnection) -> Frame:
         try:
@@ -152,7 +154,7 @@ class LiveView:
         except TimeoutError:
             snapshot = Snapshot(problem=f"it did not answer within {_READ_S:g} s", label=_NO_ANSWER)
         except PenstockError as error:
-            snapshot = _without_server(error)
+            snapshot = self._without_status(error)
         return await self._publish(snapshot, connection)
 
     async def _publish(self, snapshot: Snapshot, connection: RunConnection | None) -> Frame:
@@ -160,15 +162,27 @@ class LiveView:
         parts = {}
         for name in [name for name, count in self._wanted.items() if name and count > 0]:
             with anyio.move_on_after(_READ_S):
-                parts[name] = await self._render[name](self._source, snapshot, connection)
+                parts[name] = await self._render_part(name, snapshot, connection)
         number = self._frame.number + 1 if self._frame else 1
         self._frame = Frame(number=number, read_at=time.monotonic(), snapshot=snapshot, parts=parts)
         self._changed.set()
         self._changed = anyio.Event()
         return self._frame
 
+    async def _render_part(self, name: str, snapshot: Snapshot, connection: RunConnection | None) -> str:
+        try:
+            return await self._render[name](self._source, snapshot, connection)
+        except Exception as error:  # noqa: BLE001  (the other parts can be shown)
+            await log_page_failure(error, f"{self._source.key}, {name}")
+            return render("parts/failed.html", {"error": describe_exception(error)})
 
-def _without_server(error: PenstockError) -> Snapshot:
-    if isinstance(error, NoServerError):
-        return Snapshot(problem=str(error), label="no server", is_offline=True)
-    return Snapshot(problem=str(error), label=_NO_ANSWER if isinstance(error, ServerError) else "not begun")
+    def _without_status(self, error: Exception) -> Snapshot:
+        """Return the snapshot of a run whose status could not be read."""
+        if isinstance(error, NoServerError):
+            return Snapshot(problem=str(error), label="no server", is_offline=True)
+        if isinstance(error, PenstockError):
+            return Snapshot(problem=str(error), label=_NO_ANSWER if isinstance(error, ServerError) else "not begun")
+        problem = f"its status cannot be read: {describe_exception(error)}"
+        if self._frame is None or self._frame.snapshot.problem != problem:
+            log.error("run.unreadable", run=self._source.key, why=problem)
+        return Snapshot(problem=problem, label="unreadable")

@@ -9,11 +9,12 @@ from typing import Any, Final
 from msgspec import Struct
 
 from workers.run.display_metrics import DisplayMetric, finite_value, metric_value
-from workers.run.plot import read_metrics
+from workers.run.plot import part_names, read_metrics
 
 MAX_POINTS: Final = 600
 """Points of a line; of longer runs each point is the mean over several steps."""
 _MAX_REASONS: Final = 5
+_MAX_PARTS: Final = 4
 
 Rows = Sequence[dict[str, Any]]
 Values = list[float | None]
@@ -108,8 +109,11 @@ def make_charts(rows: Rows) -> MetricCharts:
     def known(label: str, metric: DisplayMetric) -> Line:
         return Line(label, [_mean([metric_value(row, metric) for row in group]) for group in groups])
 
+    parts = part_names(rows)
+    reward = [known("reward", "reward"), line("held out", "eval/mean/valid")]
+    reward += [line(name, f"reward/part/{name}/mean") for name in parts[:_MAX_PARTS]] if len(parts) > 1 else []
     charts = [
-        _chart("reward", "Reward", "mean of a step", [known("reward", "reward"), line("held out", "eval/mean/valid")]),
+        _chart("reward", "Reward", "mean of a step", reward),
         _chart("valid", "Valid completions", "fraction", _validity(groups, known("valid", "valid")), low=0.0),
         _chart(
             "staleness",

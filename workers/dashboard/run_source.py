@@ -3,11 +3,11 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import anyio.to_thread
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
@@ -81,6 +81,11 @@ class RunSource:
             yield connection
 
 
+class _LastMetrics(Struct):
+    step: int
+    reward: float = field(name="reward/mean")
+
+
 class RunOverview(Struct, frozen=True, kw_only=True):
     """What the folder of a run says about it, without its server."""
 
@@ -126,6 +131,8 @@ class RunCatalog:
     def sources(self) -> list[RunSource]:
         """Return all runs. Blocks on files."""
         if not self._named:
+            for key in [key for key, source in self._sources.items() if not source.file("run.toml").is_file()]:
+                del self._sources[key]  # its folder was removed
             known = set(self._sources)
             for file in sorted(RUNS.glob("*/run.toml")):
                 if file.parent.name not in known:
@@ -194,11 +201,10 @@ def _last_step(path: Path) -> tuple[int, float | None]:
         return 0, None
     for line in reversed(lines):
         try:
-            metrics = msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.MsgspecError:  # the first line is a part of one, and a crash may have cut the last
+            metrics = msgspec.json.decode(line, type=_LastMetrics)
+        except ValueError:  # the first line is a part of one, a crash may have cut the last, and some have no reward
             continue
-        if "reward/mean" in metrics:
-            return int(metrics["step"]), metrics["reward/mean"]
+        return metrics.step, metrics.reward
     return 0, None
 
 

@@ -15,6 +15,7 @@ from stream.errors import PenstockError
 from workers.dashboard.access import Access, access_middleware, add_headers
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.dead_letters_page import change_letters, send_letter, show_dead_letters
+from workers.dashboard.failures import describe_exception, log_page_failure
 from workers.dashboard.group_page import send_message, send_messages, send_snapshot, send_tokens, show_group
 from workers.dashboard.groups_page import show_groups
 from workers.dashboard.in_flight_page import render_in_flight, show_in_flight
@@ -187,6 +188,10 @@ async def _error_pages(request: web.Request, handler: Handler) -> web.StreamResp
         return _error_page(
             503, "This page took too long", f"It was not ready within {_PAGE_S:g} s. Try a narrower filter."
         )
+    except Exception as error:  # noqa: BLE001  (a page that fails says so, and the others go on)
+        await log_page_failure(error, request.path)
+        text = f"{describe_exception(error)}. The dashboard's log has the traceback."
+        return _error_page(500, "This page cannot be shown", text)
 
 
 def _error_page(status: int, title: str, text: str) -> web.Response:

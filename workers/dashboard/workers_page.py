@@ -9,6 +9,7 @@ from msgspec import Struct
 from stream.connection.run_connection import RunConnection
 from stream.operator.in_flight import groups_in_flight, ongoing_activities
 from stream.operator.run_status import RunStatus
+from stream.trainer.lease import owner_name
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.live_view import Snapshot
 from workers.dashboard.rendering import render
@@ -74,7 +75,9 @@ def trainer_row(status: RunStatus) -> TrainerRow | None:
         return None
     left = (int(policy.get("owner_until", 0)) - status.now_ms) / 1000
     step = int(policy.get("step", 0))
-    return TrainerRow(owner=policy["owner"], is_held=left > 0, seconds_left=left, version=status.version, step=step)
+    return TrainerRow(
+        owner=owner_name(policy["owner"]), is_held=left > 0, seconds_left=left, version=status.version, step=step
+    )
 
 
 async def render_workers(source: RunSource, snapshot: Snapshot, _: RunConnection | None) -> str:

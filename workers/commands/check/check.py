@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import click
@@ -19,6 +19,10 @@ from workers.rollout.tool_formats.parsed_turn import ToolCall
 from workers.runtime.daemon_thread import run_in_daemon_thread
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.log_setup import configure_logging
+from workers.runtime.loop_watchdog import LoopWatchdog
+
+_BLOCK_S: Final = 0.5
+"""Code that keeps the event loop from running so long is named."""
 
 
 def check_reference(
@@ -62,9 +66,25 @@ async def _check(
     outcome = await CallRunner(anyio.CapacityLimiter(1)).call(
         is_reward_function, {"ref": ref, "args": args}, LOAD_TIMEOUT_S
     )
-    if isinstance(outcome, Ok) and outcome.value:
-        return await check_reward(ref, row, args=args, environment=environment)
-    return await check_environment(ref, row, args=args, turns=turns)
+    blocked: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(LoopWatchdog(_BLOCK_S, lambda by, _: blocked.append(by)).watch)
+        report: EnvironmentReport | RewardReport
+        if isinstance(outcome, Ok) and outcome.value:
+            report = await check_reward(ref, row, args=args, environment=environment)
+        else:
+            report = await check_environment(ref, row, args=args, turns=turns)
+        tasks.cancel_scope.cancel()
+    report.warnings += [_blocks_text(by) for by in dict.fromkeys(blocked)]
+    return report
+
+
+def _blocks_text(by: str) -> str:
+    place, _, name = by.rpartition(" ")
+    return (
+        f"{name} blocks the event loop ({place}): no deadline can end it, and a worker that it blocks renews no lease; "
+        "`await` in it, or write `def` instead of `async def`, which gets a thread"
+    )
 
 
 def parse_call(text: str) -> ToolCall:
@@ -76,7 +96,7 @@ def parse_call(text: str) -> ToolCall:
     name, equals, arguments = text.partition("=")
     try:
         found = msgspec.json.decode(arguments) if equals else {}
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise SettingsError(f"--call {text}: the arguments are not JSON: {error}") from error
     if not name or not isinstance(found, dict):
         raise SettingsError(f'--call {text}: write it as NAME={{"argument": value}}')
@@ -98,5 +118,5 @@ def _parse_pair(text: str, option: str) -> tuple[str, Any]:
         raise SettingsError(f"{option} {text}: write it as name=value")
     try:
         return name, msgspec.json.decode(value)
-    except msgspec.DecodeError:
+    except ValueError:
         return name, value

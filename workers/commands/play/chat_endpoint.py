@@ -92,7 +92,7 @@ class ChatEndpoint:
             raise EngineError(str(error)) from error
         try:
             return msgspec.json.decode(payload, type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except ValueError as error:
             raise EngineError(f"the endpoint returned no JSON object: {payload[:200]!r}") from error
 
     def _parse(self, choice: Mapping[str, Any]) -> ChatTurn:

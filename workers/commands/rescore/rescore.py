@@ -27,13 +27,13 @@ from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from stream.errors import PenstockError, SettingsError
 from stream.records import Completion, Group, Message, RewardPart
-from stream.trainer.archive import ArchivedGroups
-from stream.trainer.ledger_records import read_ledger
+from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import encode_outcome
 from stream.validity import Reward
 from workers.commands.output import print_json
 from workers.commands.rescore.rescore_summary import RescoreSummary, RewardComparison, summarize
 from workers.commands.run_files import saved_settings
+from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
 from workers.run.run_info import find_run
 from workers.runtime.reward_functions import load_factories, load_reward_function
 from workers.score.worker import score_group
@@ -107,7 +107,7 @@ async def rescore(
         PenstockError: no group of the run is archived.
     """
     factories = await anyio.to_thread.run_sync(load_factories, settings)
-    archived = ArchivedRun(run_folder)
+    archived = await anyio.to_thread.run_sync(ArchivedRunGroups, run_folder)
     comparisons: list[RewardComparison] = []
     async with _atomic_folder(folder) as making, AsyncExitStack() as stack:
         ready = [await stack.enter_async_context(function.open()) for function in functions]
@@ -121,7 +121,7 @@ async def rescore(
             ]
         if not comparisons:
             raise PenstockError(f"{run_folder / 'groups'}: none of the run's groups is archived (archive.keep)")
-        summary = summarize(comparisons, groups=archived.groups_read, missing=archived.groups_missing)
+        summary = summarize(comparisons, groups=len(archived), missing=archived.missing)
         text = msgspec.json.format(msgspec.json.encode(summary)) + b"\n"
         await anyio.Path(making / "summary.json").write_bytes(text)
     return summary
@@ -141,57 +141,34 @@ async def _atomic_folder(folder: Path) -> AsyncIterator[Path]:
         raise
 
 
-class ArchivedRun:
-    """The archived groups of a run, in the order of its ledger."""
-
-    def __init__(self, run_folder: Path) -> None:
-        self.groups_read = 0
-        """Groups read so far."""
-        self.groups_missing = 0
-        """Groups in the ledger that are missing from the archive."""
-        self._folder = run_folder
-
-    def __iter__(self) -> Iterator[tuple[str, str, Group]]:
-        """Yield outcome, hash and group of each archived group."""
-        groups = ArchivedGroups(self._folder / "groups")
-        written, _ = read_ledger(self._folder / "ledger.jsonl")
-        for line in (each.record for each in written if each.record.has_group):
-            if (line.prompt, line.hash) not in groups:
-                self.groups_missing += 1
-                continue
-            self.groups_read += 1
-            yield encode_outcome(line.outcome), line.hash, groups.read(line.prompt, line.hash)
-
-
 async def _rescore_in_chunks(
-    archived: ArchivedRun,
+    archived: ArchivedRunGroups,
     functions: Sequence[RewardFunction],
     factories: dict[str, EnvironmentFactory],
     timeout_s: float,
 ) -> AsyncIterator[list[RescoredCompletion]]:
     """Yield the lines of `_GROUPS_IN_FLIGHT` groups at a time, in order."""
-    groups = iter(archived)
+    groups = ((archived.records[number], archived.read(number)[0]) for number in archived.numbers())
     while chunk := await anyio.to_thread.run_sync(_next_chunk, groups):
         found: dict[int, list[RescoredCompletion]] = {}
 
         async def again(
-            position: int, end: str, content: str, group: Group, found: dict[int, list[RescoredCompletion]]
+            position: int, record: LedgerRecord, group: Group, found: dict[int, list[RescoredCompletion]]
         ) -> None:
-            found[position] = await _rescore_group(end, content, group, functions, factories, timeout_s)
+            found[position] = await _rescore_group(record, group, functions, factories, timeout_s)
 
         async with anyio.create_task_group() as tasks:
-            for position, (end, content, group) in enumerate(chunk):
-                tasks.start_soon(again, position, end, content, group, found)
+            for position, (record, group) in enumerate(chunk):
+                tasks.start_soon(again, position, record, group, found)
         yield [line for position in range(len(chunk)) for line in found[position]]
 
 
-def _next_chunk(groups: Iterator[tuple[str, str, Group]]) -> list[tuple[str, str, Group]]:
+def _next_chunk(groups: Iterator[tuple[LedgerRecord, Group]]) -> list[tuple[LedgerRecord, Group]]:
     return [group for _, group in zip(range(_GROUPS_IN_FLIGHT), groups, strict=False)]
 
 
 async def _rescore_group(
-    end: str,
-    content: str,
+    record: LedgerRecord,
     group: Group,
     functions: Sequence[RewardFunction],
     factories: dict[str, EnvironmentFactory],
@@ -203,8 +180,8 @@ async def _rescore_group(
     return [
         RescoredCompletion(
             prompt=group.prompt.id,
-            hash=content,
-            outcome=end,
+            hash=record.hash,
+            outcome=encode_outcome(record.outcome),
             completion=old.index,
             environment=group.prompt.environment,
             old=old.reward,

@@ -57,9 +57,9 @@ def read_steps(lines: Iterable[Mapping[str, float]]) -> dict[int, Step]:
     rows = [row for row in lines if "step" in row and "time" in row]
     found = {}
     for row, later in zip(rows, [*rows[1:], {}], strict=True):
-        ended_at = row["time"]
+        ended_at = row["time"] - row.get("publish/waiting_seconds", 0.0)
         publish_ended_at = later.get("publish/time", 0.0)
-        if publish_ended_at < ended_at:
+        if publish_ended_at < row["time"]:
             publish_ended_at = 0.0  # several steps share one publication
         found[int(row["step"])] = Step(
             number=int(row["step"]),

@@ -11,7 +11,7 @@ from workers.commands.run_files import saved_settings
 from workers.commands.trace.opentelemetry_export import export_spans
 from workers.commands.trace.perfetto import perfetto_trace
 from workers.commands.trace.spans import Span, Step, group_span, read_steps
-from workers.commands.transcripts.run_completions import ArchivedRunGroups
+from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
 from workers.commands.transcripts.selection import Interval
 from workers.run.run_info import find_run
 
@@ -55,7 +55,7 @@ def write_trace(target: str | None, perfetto: Path | None, otlp: str, steps: str
 def _newest(archived: ArchivedRunGroups, steps: dict[int, Step], wanted: Interval | None, count: int) -> Iterator[Span]:
     """Yield the spans of the newest groups, each group once."""
     last = None
-    for found in archived.read(wanted, newest_first=True):
+    for found in archived.completions(wanted, newest_first=True):
         if found.group is last:
             continue
         if not count:
@@ -73,5 +73,5 @@ def _metrics(path: Path) -> Iterator[dict[str, float]]:
     for line in path.read_bytes().splitlines():
         try:
             yield _decoder.decode(line)
-        except msgspec.DecodeError:  # the last line of a trainer that was killed
+        except ValueError:  # the last line of a trainer that was killed
             continue

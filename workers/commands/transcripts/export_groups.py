@@ -18,7 +18,8 @@ from envs.extras import import_extra
 from stream.errors import PenstockError, SettingsError
 from stream.records import Message
 from workers.commands.run_files import saved_settings
-from workers.commands.transcripts.run_completions import ArchivedRunGroups, RunCompletion, describe_run_completion
+from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
+from workers.commands.transcripts.run_completions import RunCompletion, describe_run_completion
 from workers.commands.transcripts.selection import Filter
 from workers.run.run_info import find_run
 from workers.runtime.token_columns import annotated_row, token_columns
@@ -44,7 +45,9 @@ def export_groups(target: str | None, out: str, format_: Format | None, filter_:
     _, folder = saved_settings(find_run(target, must_have_begun=False), "an export")
     format_ = format_ or _format_of(out)
     archived = ArchivedRunGroups(folder)
-    rows = (export_row(archived.annotate(found)) for found in archived.read(filter_.steps) if filter_.matches(found))
+    rows = (
+        export_row(archived.annotate(found)) for found in archived.completions(filter_.steps) if filter_.matches(found)
+    )
     if out == "-" and format_ == "parquet":
         raise SettingsError("Parquet is not written to stdout: name a file")
     path = Path(out) if out else folder / f"groups.{format_}"

@@ -13,7 +13,8 @@ from stream.errors import PenstockError
 from stream.operator.unfinished_groups import unfinished_groups
 from workers.commands.output import make_console, print_json, print_note
 from workers.commands.run_files import saved_settings
-from workers.commands.transcripts.run_completions import ArchivedRunGroups, RunCompletion, unfinished_completions
+from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
+from workers.commands.transcripts.run_completions import RunCompletion, unfinished_completions
 from workers.commands.transcripts.selection import Filter
 from workers.run.run_info import RunLocation, find_run, with_run
 from workers.runtime.transcript import escape_controls
@@ -97,7 +98,7 @@ def find_groups(target: str | None, redis: str, filter_: Filter, count: int) -> 
 
 
 def _archived(archived: ArchivedRunGroups, filter_: Filter) -> Iterator[list[RunCompletion]]:
-    completions = archived.read(filter_.steps, newest_first=True)
+    completions = archived.completions(filter_.steps, newest_first=True)
     return (list(each) for _, each in groupby(completions, key=lambda found: id(found.group)))
 
 

@@ -17,18 +17,20 @@ from stream.operator.unfinished_groups import unfinished_groups
 from stream.records import Row
 from workers.commands.output import print_json, print_note
 from workers.commands.run_files import saved_settings
+from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
 from workers.commands.transcripts.export_groups import token_rows
-from workers.commands.transcripts.run_completions import (
-    ArchivedRunGroups,
-    RunCompletion,
-    describe_run_completion,
-    unfinished_completions,
-)
+from workers.commands.transcripts.run_completions import RunCompletion, describe_run_completion, unfinished_completions
 from workers.commands.transcripts.selection import Chosen, Filter
 from workers.run.run_info import RunLocation, find_run, with_run
 from workers.runtime.rendered_snapshots import render_of_run
 from workers.runtime.token_columns import logprob_differences, rejected_tokens
-from workers.runtime.transcript import DecodeRow, completion_lines, escape_controls, wrapped_lines
+from workers.runtime.transcript import (
+    DecodeRow,
+    completion_lines,
+    describe_outcome,
+    escape_controls,
+    wrapped_lines,
+)
 from workers.settings import Settings
 
 _MAX_MESSAGE_CHARACTERS: Final = 3000
@@ -108,7 +110,7 @@ def _offer_unfinished(location: RunLocation, filter_: Filter, chosen: Chosen) ->
 
 
 def _offer_archived(archived: ArchivedRunGroups, filter_: Filter, chosen: Chosen) -> None:
-    for found in archived.read(filter_.steps, newest_first=True):
+    for found in archived.completions(filter_.steps, newest_first=True):
         if chosen.is_complete:
             return
         if filter_.matches(found):
@@ -116,6 +118,8 @@ def _offer_archived(archived: ArchivedRunGroups, filter_: Filter, chosen: Chosen
 
 
 def _why_nothing(settings: Settings, archived: ArchivedRunGroups, filter_: Filter) -> str:
+    if why := archived.why_none(filter_.prompt):
+        return f"{why} `penstock dead list` shows dead letters with their errors"
     if not len(archived):
         kept = " (archive.keep = 'none' keeps no group)" if settings.archive.keep == "none" else ""
         return f"run {settings.run.name!r} has no completion yet{kept}"
@@ -148,7 +152,7 @@ def _print(
     *,
     full: bool,
 ) -> None:
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     width = min(_MAX_WIDTH, max(_MIN_WIDTH, console.width))
     decode = _tokenizer(settings)
     for each, state in found:
@@ -174,7 +178,8 @@ def heading(found: RunCompletion, width: int) -> Text:
     """Return the line above a completion."""
     trained = found.trained
     advantage = "" if trained is None or trained.advantage is None else f" · advantage {trained.advantage:+.3g}"
-    masked = f" · no loss: {trained.state}" if trained is not None and not trained.loss_tokens else ""
+    masks = trained is not None and not trained.loss_tokens and trained.state != found.outcome
+    masked = f" · no loss: {trained.state}" if trained is not None and masks else ""
     parts = [
         f"{escape_controls(found.group.prompt.id)} #{found.completion.index}",
         *([f"step {found.step}"] if found.step is not None else []),
@@ -193,7 +198,9 @@ def state_paragraphs(state: RenderedSnapshot) -> list[tuple[str, str]]:
 
 
 def step_paragraphs(found: RunCompletion) -> list[tuple[str, str]]:
-    """Return label and text of what the step did with the completion's tokens; none if that is not recorded."""
+    """Return label and text of why the group was not trained, or what the step did with the completion's tokens."""
+    if why := describe_outcome(found.outcome):
+        return [("trainer", why)]
     trained = found.trained
     if trained is None or not trained.rows:
         return []
