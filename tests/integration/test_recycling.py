@@ -21,6 +21,12 @@ from workers.testing.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
+OLD_WORKER = """
+from envs.call import abandoned_threads
+
+for _ in range(60):  # 4 more, and the worker is recycled
+    abandoned_threads.add()
+"""
 STICKY = """
 import sys, time
 
@@ -91,7 +97,7 @@ def resident_mb(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("leak", "limit_s", "bound", "why"),
     [
-        (0, 0.2, "queue.max_abandoned_threads=4", "4 threads hang"),
+        (0, 0.2, "queue.max_memory_mb=0", "64 threads hang"),
         (10_000_000, 30, "queue.max_memory_mb={limit}", "MiB of memory, the limit is {limit}"),
     ],
     ids=["threads", "memory"],
@@ -103,13 +109,13 @@ async def test_a_recycled_worker_drains_and_nothing_is_lost(
     bound, why = bound.format(limit=limit), why.format(limit=limit)
     prompts = 12 if leak == 0 else 9
     write_project(tmp_path, 1, seed=1)
-    (tmp_path / "sticky.py").write_text(STICKY.replace("{leak}", str(leak)))
+    (tmp_path / "sticky.py").write_text((OLD_WORKER if leak == 0 else "") + STICKY.replace("{leak}", str(leak)))
     file = tmp_path / "run.toml"
     file.write_text(
         f'[run]\nname = "{run_name}"\nfolder = "{tmp_path}/run"\n[model]\npath = "{tmp_path}/model"\n'
         f'[data]\npath = "{tmp_path}/prompts.jsonl"\n[environments]\nsticky = "{tmp_path}/sticky.py:Sticky"\n'
         f"[rollout]\ngroup_size = 2\ngroups_in_flight = 2\ncall_timeout_s = {limit_s}\nmax_tokens = 8\n"
-        "max_tokens_per_turn = 8\n[queue]\nmax_abandoned_threads = 1000\n"
+        "max_tokens_per_turn = 8\n"
     )
     fed = [
         Prompt(

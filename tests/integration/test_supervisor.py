@@ -55,7 +55,8 @@ def lives(name):
     return [line for line in open(home / "lives") if line.startswith(name + " ")]
 def leave(*_):
     with open(home / "left", "a") as f: f.write(me + "\\n")
-    sys.exit(0)
+    sys.stdout.flush()
+    os._exit(0)  # the interpreter may be exiting already
 signal.signal(signal.SIGTERM, leave)
 def stay(finished=home / "finished"):
     while not finished.exists(): time.sleep(0.02)
@@ -82,8 +83,8 @@ class Pipeline:
 
     async def run(self) -> RunOutcome:
         self.settings.folder.mkdir(exist_ok=True)
-        seen = Seen(self.statuses)
-        return await Supervisor(self.settings, Path("run.toml"), seen, self.roles, self.engine).run()
+        self.seen = Seen(self.statuses)
+        return await Supervisor(self.settings, Path("run.toml"), self.seen, self.roles, self.engine).run()
 
     def roles(self, settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
         return [
@@ -126,8 +127,13 @@ class Seen(SilentDisplay):
     def __init__(self, statuses: list[SupervisorState]) -> None:
         self.statuses = statuses
 
+        self.lines: list[str] = []
+
     def show(self, view, status: SupervisorState) -> None:
         self.statuses.append(status)
+
+    def print_lines(self, lines) -> None:
+        self.lines += [line.plain for line in lines]
 
 
 def settings_in(folder: Path, run: str, redis: str, engine: dict, queue: dict) -> Settings:
@@ -406,6 +412,25 @@ async def test_a_stalled_run_fails_and_reports_where_the_work_is(make_pipeline, 
     assert "nothing was trained or dropped for 1.5 s" in str(outcome.failure)
     assert "1 prompts are unfinished: prompts has 1 waiting, 0 claimed" in str(outcome.failure)
     await pipeline.assert_no_process_is_left()
+
+
+async def test_code_that_blocks_a_worker_is_named_once_on_the_screen(make_pipeline):
+    blocked = """
+import json
+from datetime import UTC, datetime
+event = {"event": "event_loop.blocked", "by": "/me/world.py:13 World.look"}
+for _ in range(2):
+    print(json.dumps(event | {"timestamp": datetime.now(UTC).isoformat()}), flush=True)
+    time.sleep(0.3)
+(home / "named").touch()
+stay()
+"""
+    train = "until((home / 'named').exists); time.sleep(0.3);" + FINISH
+    pipeline = make_pipeline({"rollout": blocked, "train": train})
+    await pipeline.run()
+    (line,) = pipeline.seen.lines
+    assert "World.look blocks the event loop of rollout" in line
+    assert "/me/world.py, line 13" in line
 
 
 async def test_a_paused_run_is_not_stalled(make_pipeline, connection):

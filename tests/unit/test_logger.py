@@ -1,8 +1,13 @@
 """The package's logger: structlog is imported, and set up, by the first event."""
 
+import io
+import sys
+
+import structlog
 from structlog.testing import capture_logs
 
 from stream.logger import log, set_up_at_first_event
+from workers.runtime.log_setup import configure_logging
 
 
 def test_what_sets_up_the_log_is_called_before_the_first_event_and_once():
@@ -14,3 +19,22 @@ def test_what_sets_up_the_log_is_called_before_the_first_event_and_once():
         log.info("second.logged")
     assert calls == [0]
     assert [(line["event"], line.get("key")) for line in lines] == [("first.logged", "value"), ("second.logged", None)]
+
+
+def test_what_servers_write_does_not_change_the_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    before, bound = structlog.get_config(), structlog.contextvars.get_contextvars()
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    try:
+        configure_logging("rollout")
+        structlog.get_logger().info("engine.found", model="\x1b]0;title\x07", max_length=5)
+        written = sys.stderr.getvalue()
+    finally:
+        structlog.configure(**before)
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(**bound)
+    assert "\x1b]0" not in written
+    assert r"\x1b]0;title\x07" in written

@@ -1,5 +1,6 @@
 """Names of runs, and what a start says before it does anything."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ from stream.errors import PenstockError, SettingsError
 from workers.commands.queues import _wait_for_run
 from workers.run.identity_check import FolderCheck
 from workers.run.run_folder import write_settings
-from workers.run.run_info import RunInfo, find_run, find_run_folder, write_run_info
+from workers.run.run_info import RunInfo, RunLocation, find_run, find_run_folder, write_run_info
 from workers.run.run_start import finished_summary, finished_text, prepare_start, start_lines
 from workers.run.summary import RunSummary, Staleness
 from workers.settings.estimators import Grpo
@@ -89,6 +90,21 @@ def test_a_run_is_resumed_by_folder_name_or_file(file, target):
     assert find_run_folder(target) == Path("runs/a")
 
 
+def test_a_run_of_a_version_with_more_keys_is_resumed_by_its_own_file(file):
+    file.write_text("[run]\nname = 'a'\n" + LEAST)
+    stored = begin(prepare_start(str(file), ())) / "run.toml"
+    text = stored.read_text().replace("[filter]\n", "[filter]\nmin_mean_reward = 0.0\n")
+    stored.write_text(text.replace("[algorithm]\n", "[algorithm]\nreward_scale = 1.0\n"))
+    old = (
+        r"runs/a/run\.toml: algorithm\.reward_scale is now rewards\.weight; "
+        r"filter\.min_mean_reward is now filter\.mean_reward_range"
+    )
+    with pytest.raises(SettingsError, match=f"^{old}$"):
+        prepare_start("a", ())
+    [line] = start_lines(prepare_start(str(file), ()).settings, RESUMED)
+    assert re.fullmatch(f"resuming run a at step 0; not compared with the last start: {old}", line)
+
+
 def test_a_finished_run_says_so_until_something_changes(file):
     settings = load_settings(file, ("run.name=a",))
     assert finished_summary(settings) is None
@@ -112,6 +128,35 @@ def test_no_such_run_is_an_error_by_name(file):
     for find in (lambda: prepare_start("nothing", ()), lambda: find_run_folder("nothing")):
         with pytest.raises(PenstockError, match="nothing is neither"):
             find()
+
+
+@pytest.mark.parametrize(
+    ("target", "remedy"),
+    [
+        ("counter.py", "penstock check counter.py:NAME"),
+        ("counter.py:Counter", "penstock check counter.py:Counter"),
+        ("prompts.jsonl", r'\[data\] path = "prompts.jsonl"'),
+        ("policy", r'\[model\] path = "policy"'),
+    ],
+)
+def test_what_a_settings_file_names_is_not_started_itself(file, target, remedy):
+    folder = file.parent / "policy"
+    folder.mkdir()
+    for each in (folder / "config.json", file.parent / "counter.py", file.parent / "prompts.jsonl"):
+        each.touch()
+    with pytest.raises(PenstockError, match=f"neither a settings file.*{remedy}"):
+        prepare_start(target, ())
+
+
+def test_a_run_is_named_on_the_server_of_the_environment(file, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_REDIS", "redis://server")
+    assert find_run("far-away") == RunLocation(run="far-away", url="redis://server")
+    with pytest.raises(PenstockError, match="far-away is neither"):  # its files are asked for
+        find_run("far-away", must_have_begun=False)
+    (file.parent / "by-hand").mkdir()
+    (file.parent / "by-hand/identity.json").touch()
+    with pytest.raises(PenstockError, match=r"by-hand has no run.toml.*give their settings file"):
+        find_run("by-hand")
 
 
 def test_options_of_the_default_loss_and_estimator_need_no_name(file):

@@ -19,18 +19,20 @@ from workers.settings.toml_file import parse_settings
 from workers.storage import uploader
 from workers.storage.bucket import Bucket
 from workers.storage.download import RESTORED, STAGING, download_snapshot
-from workers.storage.snapshot import OBJECTS, SNAPSHOTS, newest_snapshot
+from workers.storage.snapshot import OBJECTS, SNAPSHOTS, newest_snapshot, read_snapshot
 from workers.storage.uploader import SavedCheckpoint, SnapshotUploader
 
 pytest.importorskip("obstore")
 
+TOKEN = 1_795_423_141_293_123
+"""A trainer's fencing token, a time in microseconds."""
 LINE = b'{"prompt": "p"}\n'
 
 
 class Run:
     """A run's folder whose trainer makes checkpoints, and its storage."""
 
-    def __init__(self, folder: Path, token: int = 1, identity: str = "a" * 32) -> None:
+    def __init__(self, folder: Path, token: int = TOKEN, identity: str = "a" * 32) -> None:
         self.folder = folder / "run"
         self.url = f"file://{folder}/storage"
         self.identity = RunIdentity(id=identity)
@@ -122,19 +124,19 @@ def test_a_lost_folder_comes_back_as_of_the_last_checkpoint(run):
     run.lose()
     restore_if_lost(run.settings())
     assert run.restored_step() == 3
-    assert last_token(run.folder) == 1  # the next trainer gets a larger one
+    assert last_token(run.folder) == TOKEN  # the next trainer gets a larger one
     assert msgspec.json.decode((run.folder / RESTORED).read_bytes()) == {"url": f"{run.url}/test", "step": 3}
     restore_if_lost(run.settings())
     assert newest_snapshot(run.bucket) == before
 
     # The next trainer uploads only what is new, and what it does not need any more goes.
-    run.lock = RunFolderLock.acquire(run.folder, 2)
+    run.lock = RunFolderLock.acquire(run.folder, TOKEN + 1)
     (run.folder / "ledger.jsonl").write_bytes(LINE * 6)
     (run.folder / "metrics.jsonl").write_bytes(LINE * 6)
     upload(run, run.checkpoint(4))
     after = newest_snapshot(run.bucket)
     assert after.files["groups/000002.groups"] == before.files["groups/000002.groups"]
-    assert run.bucket.list_keys(OBJECTS) == sorted(before.keys | after.keys)
+    assert list(run.bucket.list_sizes(OBJECTS)) == sorted(before.keys | after.keys)
 
 
 def test_a_long_file_has_few_parts_and_nothing_is_left_over(run):
@@ -143,8 +145,8 @@ def test_a_long_file_has_few_parts_and_nothing_is_left_over(run):
     assert sum(part.size for part in ledger) == 79 * len(LINE)
     assert len(ledger) <= 28
     assert all(part.size <= 100 for part in ledger)
-    assert len(run.bucket.list_keys(SNAPSHOTS)) == 2
-    assert len(run.bucket.list_keys(OBJECTS)) < 140
+    assert len(run.bucket.list_sizes(SNAPSHOTS)) == 2
+    assert len(run.bucket.list_sizes(OBJECTS)) < 140
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -224,16 +226,18 @@ def test_the_end_of_a_trainer_waits_only_so_long(run):
     assert logs[-1]["step"] == 1
 
 
-@pytest.mark.parametrize(("token", "identity", "words"), [(1, "b" * 32, "another run"), (0, "a" * 32, "later trainer")])
+@pytest.mark.parametrize(
+    ("token", "identity", "words"), [(TOKEN, "b" * 32, "another run"), (TOKEN - 1, "a" * 32, "later trainer")]
+)
 def test_storage_of_another_run_or_of_a_later_trainer_is_left_alone(run, tmp_path, token, identity, words):
     upload(run, run.checkpoint(1))
-    before = run.bucket.list_keys("")
+    before = run.bucket.list_sizes("")
     other = Run(tmp_path / "other", token, identity)
     with structlog.testing.capture_logs() as logs:
         upload(other, other.checkpoint(5), bucket=run.bucket)
     assert [each["event"] for each in logs] == ["storage.stopped"]
     assert words in logs[0]["why"]
-    assert run.bucket.list_keys("") == before
+    assert run.bucket.list_sizes("") == before
 
 
 def test_an_altered_object_is_refused_and_the_run_does_not_begin_anew(run, tmp_path):
@@ -251,6 +255,123 @@ def test_an_altered_object_is_refused_and_the_run_does_not_begin_anew(run, tmp_p
     assert run.restored_step() == 1
 
 
+def test_a_checkpoint_that_is_damaged_in_storage_gives_way_to_the_one_before(run):
+    upload(run, run.checkpoint(1), run.checkpoint(2))
+    run.lose()
+    part = newest_snapshot(run.bucket).files["checkpoints/step-000002/checkpoint.json"][0]
+    run.bucket.put(part.key, b"x" * part.size)
+    restored = restore_if_lost(run.settings())
+    assert (restored.step, run.restored_step()) == (1, 1)
+    assert "was altered" in restored.problem
+
+
+DAMAGES = {
+    "bits": lambda content: content[:40] + b"!" + content[41:],
+    "no UTF-8": lambda content: content.replace(b"groups", b"gro\xffps"),
+    "cut": lambda content: content[:50],
+    "empty": lambda content: b"",
+    "deep": lambda content: b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("whole", [0, 1])
+def test_a_damaged_snapshot_hides_neither_the_one_before_nor_the_next(run, damage, whole):
+    upload(run, *map(run.checkpoint, range(1, whole + 2)))
+    newest = list(run.bucket.list_sizes(SNAPSHOTS))[-1]
+    run.bucket.put(newest, damage(run.bucket.get(newest)))
+    if whole:
+        assert newest_snapshot(run.bucket).step == 1
+    else:
+        with pytest.raises(StorageError, match="none of 1 snapshots can be read"):
+            newest_snapshot(run.bucket)
+    run.lock = RunFolderLock.acquire(run.folder, TOKEN + 1)
+    upload(run, run.checkpoint(whole + 2))
+    assert newest not in run.bucket.list_sizes(SNAPSHOTS)
+    run.lose()
+    restore_if_lost(run.settings())
+    assert len(list((run.folder / "checkpoints").iterdir())) == 1
+    assert newest_snapshot(run.bucket).step == whole + 2
+
+
+@pytest.mark.parametrize("keys", [slice(None), slice(0, 1)], ids=["all", "one"])
+@pytest.mark.parametrize("is_new", [False, True], ids=["same trainer", "next trainer"])
+def test_what_disappears_from_storage_is_copied_again(run, keys, is_new):
+    its = run.uploader()
+    its.request(run.checkpoint(1))
+    wait_until(lambda: not its.in_use)
+    files = newest_snapshot(run.bucket).files
+    archive = files["groups/000001.groups"][0].key
+    lost = [archive, *run.bucket.list_sizes("")]
+    run.bucket.delete(lost[keys])
+    if is_new:
+        its.close(5)
+        run.lock = RunFolderLock.acquire(run.folder, TOKEN + 1)
+        its = run.uploader()
+    its.request(run.checkpoint(2))
+    its.close(5)
+    run.lose()
+    restore_if_lost(run.settings())
+    assert (run.folder / "groups" / "000001.groups").read_bytes() == b"group 1group 2"
+
+
+def test_what_strangers_put_beside_the_copies_stays_and_does_no_harm(run):
+    strange = ["snapshots/readme.txt", "snapshots/zz/deep.json", "objects/readme.txt", "objects/00000001/deep/er"]
+    for key in strange:
+        run.bucket.put(key, b"hello")
+    upload(run, run.checkpoint(1), run.checkpoint(2))
+    run.lose()
+    assert restore_if_lost(run.settings()).step == 2
+    assert set(strange) < run.bucket.list_sizes("").keys()
+
+
+def test_two_new_runs_of_one_name_leave_each_others_copies_whole(run, tmp_path):
+    """Both begin before either has a snapshot."""
+    other = Run(tmp_path / "other", identity="b" * 32)
+    together = threading.Barrier(2)
+
+    class Meeting(Bucket):
+        has_met = False
+
+        def put(self, key, content):
+            if not self.has_met:
+                self.has_met = True
+                together.wait(5)
+            super().put(key, content)
+
+    with structlog.testing.capture_logs() as logs:
+        uploaders = [each.uploader(Meeting(f"{run.url}/test")) for each in (run, other)]
+        for its, each in zip(uploaders, (run, other), strict=True):
+            its.request(each.checkpoint(1))
+        for its in uploaders:
+            wait_until(partial(has_ended, its))
+        for its, each in zip(uploaders, (run, other), strict=True):
+            its.request(each.checkpoint(2))
+            its.close(5)
+    assert {each["event"] for each in logs} <= {"storage.saved", "storage.stopped"}
+    assert "another run named 'test'" in next(each["why"] for each in logs if each["event"] == "storage.stopped")
+    objects = run.bucket.list_sizes(OBJECTS)
+    snapshots = [read_snapshot(run.bucket, key) for key in run.bucket.list_sizes(SNAPSHOTS)]
+    assert snapshots
+    assert all(each.keys <= objects.keys() for each in snapshots)
+
+
+def test_an_error_that_nobody_expected_is_reported_and_copying_goes_on(run):
+    class Surprising(Bucket):
+        has_failed = False
+
+        def put(self, key, content):
+            if not self.has_failed:
+                self.has_failed = True
+                raise MemoryError("no memory")
+            super().put(key, content)
+
+    with structlog.testing.capture_logs() as logs:
+        upload(run, run.checkpoint(1), bucket=Surprising(f"{run.url}/test"))
+    assert [each["event"] for each in logs] == ["storage.failed", "storage.saved", "storage.recovered"]
+    assert "no memory" in logs[0]["error"]
+
+
 def test_a_folder_that_holds_a_run_is_not_touched(run, tmp_path):
     upload(run, run.checkpoint(1))
     shutil.rmtree(run.folder / "checkpoints")
@@ -261,6 +382,16 @@ def test_a_folder_that_holds_a_run_is_not_touched(run, tmp_path):
     with pytest.raises(RunMismatchError, match="of the same name"):
         restore_if_lost(run.settings())
     assert not (run.folder / "checkpoints").exists()
+
+
+def test_an_error_of_s3_has_its_reason_which_stands_in_the_second_line(run):
+    body = '<?xml version="1.0"?>\n<Error><Code>NoSuchBucket</Code><Message>It does not exist</Message></Error>'
+
+    def refuse():
+        raise OSError(f"Error performing GET http://s3: 404 Not Found: {body}\n\nDebug source: ...")
+
+    with pytest.raises(StorageError, match=r"404 Not Found: NoSuchBucket: It does not exist; check storage\.url"):
+        run.bucket._call("list", "snapshots", refuse)
 
 
 def test_a_url_that_cannot_be_is_refused_with_its_name():

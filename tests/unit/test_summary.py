@@ -8,13 +8,16 @@ from matplotlib.figure import Figure
 
 from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus
+from stream.trainer.ledger_records import read_events
 from workers.run import plot
 from workers.run.pinned import differences, free_changes, pinned_settings
 from workers.run.plot import draw_progress, read_metrics, smooth
-from workers.run.summary import RunSummary, latest_progress, summarize
+from workers.run.run_info import read_run_info
+from workers.run.summary import RunSummary, latest_progress, read_summary, summarize
 from workers.run.verdict import describe_early_end, describe_rewards
 from workers.settings.toml_file import parse_settings
 from workers.train.progress import Progress
+from workers.train.training_warnings import WARNINGS_FILE, read_warnings
 
 KEYS = [
     "finished", "steps", "groups_trained", "groups_dropped", "completion_states", "score_before", "score_after",
@@ -34,6 +37,23 @@ def summary_of(view: RunStatus, before=Progress(), after=Progress(), seconds=10.
 
 def test_the_report_has_these_keys():
     assert list(json.loads(msgspec.json.encode(summary_of(view(0))))) == KEYS
+
+
+def test_damaged_utf8_in_a_runs_files_is_no_crash(tmp_path):
+    damaged = b'{"step": 1, "\xff": "\xff"}'
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "live.json").write_bytes(damaged)
+    for name in ("summary.json", "checkpoints/step-000001/checkpoint.json"):
+        (tmp_path / name).write_bytes(damaged)
+    for name in ("metrics.jsonl", WARNINGS_FILE, "ledger.jsonl"):
+        (tmp_path / name).write_bytes(damaged + b"\n")
+    assert read_summary(tmp_path) is None
+    assert latest_progress(tmp_path) == Progress()
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    assert read_warnings(tmp_path, 0) == ([], len(damaged) + 1)
+    assert read_events(tmp_path / "ledger.jsonl") == []
+    with pytest.raises(PenstockError, match="is broken"):
+        read_run_info(tmp_path)
 
 
 def test_every_prompt_is_accounted_for():

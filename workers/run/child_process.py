@@ -48,7 +48,7 @@ class ChildProcess:
         self._launcher = launcher
         self._process: LaunchedProcess | None = None
         self._stop_requested = False
-        self._log_start = 0
+        self._log_start = self._searched_size = 0
 
     async def run(self, on_listening: Callable[[str], None] | None = None) -> int:
         """Start the process and wait until it exits.
@@ -142,6 +142,15 @@ class ChildProcess:
                     line=int(number),
                 )
         return None
+
+    def new_blocking_code(self, within_s: float) -> ErrorCause | None:
+        """Return what `blocking_code` finds if the log has changed since the last call. Blocks on file I/O."""
+        try:
+            size = self.log_file.stat().st_size
+        except FileNotFoundError:  # not started yet
+            return None
+        has_changed, self._searched_size = size != self._searched_size, size
+        return self.blocking_code(within_s) if has_changed else None
 
     def _log_tail(self) -> str:
         with self.log_file.open("rb") as file:

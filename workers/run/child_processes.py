@@ -47,6 +47,15 @@ class ChildProcesses:
         found = [await anyio.to_thread.run_sync(child.blocking_code, within_s) for child in self._all]
         return next((cause for cause in found if cause is not None), None)
 
+    async def new_blocking_codes(self, within_s: float) -> list[ErrorCause]:
+        """Return the code that blocks the event loop of each process whose log has changed since the last call."""
+
+        def find() -> list[ErrorCause]:
+            found = [child.new_blocking_code(within_s) for child in list(self._all)]
+            return [cause for cause in found if cause is not None]
+
+        return await anyio.to_thread.run_sync(find)
+
     async def wait_exited(self, roles: Collection[str]) -> None:
         """Wait until no process of these roles runs or restarts."""
         await _wait_exited(self._of(roles))

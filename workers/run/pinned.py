@@ -24,9 +24,9 @@ from msgspec import Struct
 
 from envs.factory import ENTRY_POINT_GROUP as ENVIRONMENTS
 from envs.rewards.loading import ENTRY_POINT_GROUP as REWARDS
-from stream.connection.address import redact_url
 from stream.connection.keys import LAYOUT
 from stream.connection.run_identity import AcceptedChange
+from stream.connection.url import redact_url
 from stream.errors import RunMismatchError
 from workers.feed.dataset_rows import dataset_name, is_rows
 from workers.run.code_digest import code_digests

@@ -1,6 +1,6 @@
 """Plot the progress of a run by step: reward and its parts, loss, length, entropy, KL, validity, staleness, speed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +75,10 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     for number, text in enumerate(file.read_bytes().splitlines(), 1):
         try:
             row = msgspec.json.decode(text, type=dict[str, Any])
-        except msgspec.DecodeError:
-            continue  # incomplete line of a killed trainer
-        steps[int(row.get("step", number))] = row | {"step": int(row.get("step", number))}
+            step = int(row.get("step", number))
+        except (ValueError, TypeError):
+            continue  # incomplete line of a killed trainer, or damaged
+        steps[step] = row | {"step": step}
     return [steps[step] for step in sorted(steps)]
 
 
@@ -95,7 +96,7 @@ def smooth(points: Points, window: int = _WINDOW) -> Points:
 def _panels(rows: Rows) -> list[Panel]:
     """Return the panels in the order of reading; those without data are left out, except what every run has."""
     panels: list[Panel] = [_reward]
-    panels += [_parts] if len(_part_names(rows)) > 1 else []
+    panels += [_parts] if len(part_names(rows)) > 1 else []
     panels += [_loss, _length, _entropy]
     panels += [_divergence] if any(_values(rows, name) for name, _, _ in _DIVERGENCES) else []
     panels += [_valid, _staleness, _speed]
@@ -141,7 +142,7 @@ def _reward(axes: "Axes", rows: Rows) -> None:
     _bound_to_unit(axes, points + held_out)
 
 
-def _part_names(rows: Rows) -> list[str]:
+def part_names(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the reward parts in the order in which they first appear."""
     prefix, suffix = "reward/part/", "/mean"
     found = (name for row in rows for name in row if name.startswith(prefix) and name.endswith(suffix))
@@ -149,7 +150,7 @@ def _part_names(rows: Rows) -> list[str]:
 
 
 def _parts(axes: "Axes", rows: Rows) -> None:
-    names = _part_names(rows)
+    names = part_names(rows)
     lines = [(name, _values(rows, f"reward/part/{name}/mean")) for name in names[:_MAX_PARTS]]
     _frame(axes, "Reward parts", "mean, before weights", [point for _, points in lines for point in points])
     for (name, points), color in zip(lines, _PALETTE, strict=False):

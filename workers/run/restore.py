@@ -7,12 +7,12 @@ from typing import Final
 from msgspec import Struct
 
 from stream.connection.run_identity import read_identity
-from stream.errors import RunMismatchError, StorageError
+from stream.errors import DamagedObjectError, RunMismatchError, StorageError
 from workers.run.run_folder import lock_folder
 from workers.settings import Settings
 from workers.storage.bucket import Bucket
 from workers.storage.download import STAGING, download_snapshot
-from workers.storage.snapshot import Snapshot, newest_snapshot
+from workers.storage.snapshot import belongs_to, intact_snapshots, list_snapshots, newest_snapshot
 
 _ATTEMPTS: Final = 3
 """A trainer that is still alive elsewhere may delete objects of a snapshot while it is read."""
@@ -24,6 +24,8 @@ class Restored(Struct, frozen=True):
     url: str
     step: int
     bytes: int
+    problem: str = ""
+    """Why a newer snapshot could not be used; empty: this is the newest."""
 
 
 def restore_if_lost(settings: Settings) -> Restored | None:
@@ -49,9 +51,9 @@ def restore_if_lost(settings: Settings) -> Restored | None:
             "name: give this run another run.name, or set another storage.url"
         )
     with lock_folder(folder):
-        snapshot, size = _download(bucket, snapshot, folder)
+        restored = _download(bucket, snapshot.run_id, folder)
         shutil.rmtree(folder / STAGING)
-    return Restored(url=bucket.url, step=snapshot.step, bytes=size)
+    return restored
 
 
 def _is_lost(folder: Path) -> bool:
@@ -61,17 +63,34 @@ def _is_lost(folder: Path) -> bool:
     return not has_ledger and not any((folder / "checkpoints").glob("step-*"))
 
 
-def _download(bucket: Bucket, snapshot: Snapshot, folder: Path) -> tuple[Snapshot, int]:
-    for attempt in range(_ATTEMPTS):
-        try:
-            return snapshot, download_snapshot(bucket, snapshot, folder)
-        except StorageError:
-            newest = newest_snapshot(bucket)
-            if newest is None or newest == snapshot or attempt == _ATTEMPTS - 1:
-                raise
-            snapshot = newest
-        except OSError as error:
-            raise StorageError(
-                f"{folder} could not be restored from {bucket.url}: {error}; make room on that disk, and start again"
-            ) from error
-    raise StorageError(f"{bucket.url}: snapshots disappear while they are read; stop the trainer that writes them")
+def _download(bucket: Bucket, run_id: str, folder: Path) -> Restored:
+    """Download the newest snapshot, or an older one if objects of the newest are damaged.
+
+    Raises:
+        DamagedObjectError: objects of all snapshots are damaged.
+        RunMismatchError: there are snapshots of two runs.
+        StorageError: storage does not answer, or the disk is full.
+    """
+    problem, tried = "", ""
+    for _ in range(_ATTEMPTS):
+        keys = list_snapshots(bucket)
+        if foreign := [key for key in keys if not belongs_to(key, run_id)]:
+            raise RunMismatchError(
+                f"{bucket.url} holds two runs of one name: move away those of one; {foreign[-1]} is of one"
+            )
+        if not keys or keys[-1] == tried:
+            break  # no trainer writes there
+        problem, tried = "", keys[-1]
+        for snapshot in intact_snapshots(bucket, keys):
+            try:
+                size = download_snapshot(bucket, snapshot, folder)
+            except DamagedObjectError as error:
+                problem = problem or str(error)
+            except OSError as error:
+                raise StorageError(
+                    f"{folder} could not be restored from {bucket.url}: {error}; make room on that disk, and start "
+                    "again"
+                ) from error
+            else:
+                return Restored(url=bucket.url, step=snapshot.step, bytes=size, problem=problem)
+    raise DamagedObjectError(problem or f"{bucket.url}: snapshots disappear while they are read; stop their trainer")

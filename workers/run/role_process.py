@@ -69,7 +69,9 @@ def run_role(
     try:
         settings, url = _load_for_role(role, file, overrides, redis)
         if role == "train" and (restored := restore_if_lost(settings)) is not None:
-            log.warning("run.restored", url=restored.url, step=restored.step, bytes=restored.bytes)
+            log.warning(
+                "run.restored", url=restored.url, step=restored.step, bytes=restored.bytes, problem=restored.problem
+            )
         role_main = role_main or _role_main(role)
     except SettingsError as error:
         return report_error(error, ExitCode.USAGE)

@@ -72,7 +72,8 @@ def run(
     start = prepare_start(target, overrides)
     settings = start.settings
     if (restored := restore_if_lost(settings)) is not None:
-        print_start([f"{settings.folder} was lost: restored step {restored.step} from {restored.url}"])
+        newer = f"; what is newer there is damaged: {restored.problem}" if restored.problem else ""
+        print_start([f"{settings.folder} was lost: restored step {restored.step} from {restored.url}{newer}"])
     finished = finished_summary(settings) if accept == NOTHING else None
     if finished is not None:
         check_folder(settings, accept)  # an edit of data, rewards or code is named, also after the end

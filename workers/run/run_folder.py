@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from stream.connection.address import has_secret
+from stream.connection.url import has_secret
 from stream.errors import PenstockError
 from workers.settings import Settings
 from workers.settings.pipeline import name_from

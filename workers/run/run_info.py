@@ -5,21 +5,24 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import anyio
 import msgspec
 from msgspec import Struct
 
-from stream.connection.address import has_secret
-from stream.connection.run_connection import RunConnection, connect
+from stream.connection.url import has_secret
 from stream.errors import PenstockError
+from stream.operator.run_status import RunStatus, read_status, read_status_once
 from workers.run.run_folder import RUNS, find_newest_run, lock_folder, write_atomically
 from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
 from workers.settings.pipeline import name_from
 from workers.settings.toml_file import load_settings
+
+if TYPE_CHECKING:  # a command that reads one status does not load a Redis client
+    from stream.connection.run_connection import RunConnection
 
 _RECONNECT_S = 10.0
 
@@ -109,7 +112,7 @@ def read_run_info(folder: Path) -> RunInfo | None:
         raise PenstockError(
             f"{folder / 'live.json'} is for another user to read; name the server with --redis"
         ) from error
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise PenstockError(f"{folder / 'live.json'} is broken: {error}; remove it if nothing runs there") from error
     return live if live.is_running else None
 
@@ -128,12 +131,10 @@ def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = Tru
     """
     file = _default_run(or_newest=not must_have_begun) if target is None else find_settings_file(target)
     if file is None:
-        if redis:
-            return RunLocation(run=str(target), url=redis)
-        raise PenstockError(
-            f"{target} is neither a run's folder, nor a settings file, nor a run under {RUNS}/; with --redis URL it "
-            "may be the name of a run there"
-        )
+        from_environment = must_have_begun and not Path(str(target)).exists()
+        if url := redis or (read_secret(REDIS) if from_environment else ""):
+            return RunLocation(run=str(target), url=url)
+        raise PenstockError(_explain_unknown(str(target)))
     settings = load_settings(file)
     if not settings.run.name:
         file = _newest_run(file)
@@ -149,12 +150,25 @@ def find_run(target: str | None, redis: str = "", *, must_have_begun: bool = Tru
     return RunLocation(run=settings.run.name, url=url, folder=folder, fsync=settings.queue.fsync, settings=settings)
 
 
-def with_run(location: RunLocation, main: Callable[[RunConnection], Awaitable[T]]) -> T:
+def read_run_status(location: RunLocation) -> RunStatus:
+    """Return the status of a run, with the reports of workers.
+
+    Raises:
+        PenstockError: the server does not answer, or has no such run.
+    """
+    found = read_status_once(location.url, location.run, with_in_flight=True) if location.url else None
+    return found or with_run(location, partial(read_status, with_in_flight=True))
+
+
+def with_run(location: RunLocation, main: "Callable[[RunConnection], Awaitable[T]]") -> T:
     """Connect to a run without creating keys, and call `main` with the connection.
 
     If the run's private server is stopped, start it for the duration of the call. The folder's lock prevents a start of
     the run meanwhile.
     """
+    import anyio
+
+    from stream.connection.run_connection import connect
 
     async def there() -> T:
         async with AsyncExitStack() as stack:
@@ -186,6 +200,15 @@ def find_run_folder(target: str) -> Path:
         raise PenstockError(f"{target} is neither a run's folder, nor a settings file, nor a run under {RUNS}/")
     settings = load_settings(file)
     return settings.folder if settings.run.name else _newest_run(file).parent
+
+
+def _explain_unknown(target: str) -> str:
+    if (Path(target) / "identity.json").is_file():
+        return f"{target} has no run.toml, since its roles were started one by one: give their settings file instead"
+    return (
+        f"{target} is neither a run's folder, nor a settings file, nor a run under {RUNS}/; with --redis URL or "
+        f"{REDIS} it may be the name of a run there"
+    )
 
 
 def _newest_run(file: Path) -> Path:

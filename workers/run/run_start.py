@@ -1,11 +1,12 @@
 """What a start of `penstock run` is going to do: begin a run, resume one, or nothing because it has finished."""
 
 from pathlib import Path
+from typing import Final
 
 import click
 from msgspec import Struct
 
-from stream.errors import PenstockError
+from stream.errors import PenstockError, SettingsError
 from workers.run.identity_check import FolderCheck
 from workers.run.pinned import free_changes
 from workers.run.run_folder import find_newest_run, new_run_name
@@ -13,6 +14,8 @@ from workers.run.run_info import find_settings_file
 from workers.run.summary import RunSummary, latest_progress, read_summary
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
+
+_NOT_SETTINGS: Final = (".py", ".jsonl", ".parquet")
 
 
 class RunStart(Struct, frozen=True, kw_only=True):
@@ -38,14 +41,28 @@ def prepare_start(target: str, overrides: tuple[str, ...]) -> RunStart:
         SettingsError: the settings are invalid.
     """
     file = find_settings_file(target)
-    if file is None:
-        raise PenstockError(f"{target} is neither a settings file, nor the folder or the name of a run")
+    if file is None or file.suffix in _NOT_SETTINGS:
+        raise PenstockError(_explain_target(target))
     settings = load_settings(file, overrides)
     if settings.run.name:
         return RunStart(file=file, overrides=overrides, settings=settings)
     earlier = find_newest_run(file)
     overrides = (*overrides, f"run.name={new_run_name(file)}")
     return RunStart(file=file, overrides=overrides, settings=load_settings(file, overrides), earlier=earlier)
+
+
+def _explain_target(target: str) -> str:
+    """Return why a target is no settings file and no run, and where it belongs."""
+    problem = f"{target} is neither a settings file, nor the folder or the name of a run"
+    name, _, attribute = target.partition(":")
+    if name.endswith(".py"):
+        ref = target if attribute else f"{target}:NAME"
+        return f"{problem}: Python code is named in a settings file; `penstock check {ref}` tries it"
+    if name.endswith(_NOT_SETTINGS):
+        return f'{problem}: prompts are named in a settings file, as [data] path = "{target}"'
+    if (Path(target) / "config.json").is_file():
+        return f'{problem}: a model is named in a settings file, as [model] path = "{target}"'
+    return problem
 
 
 def finished_summary(settings: Settings) -> RunSummary | None:
@@ -80,7 +97,10 @@ def start_lines(settings: Settings, check: FolderCheck, earlier: Path | None = N
     step, limit = latest_progress(settings.folder).step, settings.train.max_steps
     changes = [f"accepted: {change.name} changed" for change in check.changes]
     if (file := settings.folder / "run.toml").exists():  # a copy in object storage has none with a password
-        changes += free_changes(load_settings(file), settings)
+        try:
+            changes += free_changes(load_settings(file), settings)
+        except SettingsError as error:  # another version of Penstock wrote it; this start writes it anew
+            changes.append(f"not compared with the last start: {error}")
     what = f"resuming run {settings.run.name} at step {step}" + (f" of {limit}" if limit else "")
     return [f"{what}; {'; '.join(changes)}" if changes else what]
 

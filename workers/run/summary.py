@@ -123,7 +123,7 @@ def read_summary(folder: Path) -> RunSummary | None:
     """Return the content of `summary.json`; None without a readable one."""
     try:
         return msgspec.json.decode((folder / "summary.json").read_bytes(), type=RunSummary)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return None
 
 
@@ -147,6 +147,6 @@ def _read(file: Path) -> _Manifest | None:
     try:
         manifest = msgspec.json.decode(file.read_bytes(), type=_Manifest)
         whole = all((file.parent / name).stat().st_size == part.size for name, part in manifest.files.items())
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return None
     return manifest if whole else None

@@ -123,6 +123,8 @@ class Supervisor:
         self._server_gone = False
         self._warnings_read = 0
         """Bytes of the trainer's warnings that were there before, or that were printed."""
+        self._blocking_shown: set[str] = set()
+        """Code that blocks a worker, as it was printed."""
         self._signals = 0
         self._engines: tuple[str, ...] = ()
         """URLs of the run's engines, once they listen."""
@@ -273,6 +275,7 @@ class Supervisor:
             if status is not None and self._phase == _RUNNING:
                 bottlenecks.observe(find_bottleneck(status, groups_in_flight(status)))
             await self._show_warnings()
+            await self._show_blocking_code()
             await self._show_sample(connection, status, samples)
             if self._phase == _RUNNING and detector is None:  # starting engines have their own timeout
                 detector = StallDetector(self._settings.abort.stall_timeout_s)
@@ -296,6 +299,13 @@ class Supervisor:
             read_warnings, self._settings.folder, self._warnings_read
         )
         self._display.print_lines([Text(f"warning at step {each.step}: {each.text}", "yellow") for each in found])
+
+    async def _show_blocking_code(self) -> None:
+        """Print, once each, which code blocks the event loop of a worker, before leases expire."""
+        for cause in await self._children.new_blocking_codes(self._settings.queue.lease_s):
+            if cause.headline not in self._blocking_shown:
+                self._blocking_shown.add(cause.headline)
+                self._display.print_lines([Text(f"warning: {cause.headline}", "yellow")])
 
     async def _show_sample(self, connection: RunConnection, status: RunStatus | None, samples: SampleSchedule) -> None:
         """Print one sampled completion if it is due; a server that does not answer is reported elsewhere."""

@@ -9,6 +9,8 @@ from typing import TextIO
 
 import structlog
 
+from workers.runtime.transcript import escape_controls
+
 
 def configure_logging(role: str, *, file: TextIO | None = None, level: str = "debug") -> None:
     """Set up structlog for this process.
@@ -19,13 +21,15 @@ def configure_logging(role: str, *, file: TextIO | None = None, level: str = "de
         level: events below it are not logged.
     """
     people = file is None and sys.stderr.isatty()
-    renderer = structlog.dev.ConsoleRenderer() if people else structlog.processors.JSONRenderer()
+    plain = structlog.dev.plain_traceback  # a rich one shows local variables, in which passwords are
+    people_renderer = structlog.dev.ConsoleRenderer(exception_formatter=plain)
+    renderer = people_renderer if people else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *([] if people else [structlog.processors.format_exc_info]),
+            *([_escape_values] if people else [structlog.processors.format_exc_info]),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -33,6 +37,11 @@ def configure_logging(role: str, *, file: TextIO | None = None, level: str = "de
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(role=role)
+
+
+def _escape_values(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Make control characters visible: what servers and models wrote must not change the terminal's state."""
+    return {key: escape_controls(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
 class _LossyFile:

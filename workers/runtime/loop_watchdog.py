@@ -1,4 +1,4 @@
-"""Logs which code blocks the event loop.
+"""Finds which code blocks the event loop.
 
 An `async def` that blocks (`time.sleep`, `requests.get`, a long computation) cannot be interrupted, and no lease is
 renewed meanwhile. Leases expire and their entries go to other workers: nothing is lost, but the work is done twice. The
@@ -7,7 +7,7 @@ log names the code to fix.
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -19,15 +19,22 @@ log = structlog.get_logger()
 _OWN_FOLDERS = tuple(str(Path(__file__).parents[2] / package) + "/" for package in ("stream", "envs", "workers"))
 
 
+def log_block(by: str, so_far_s: float) -> None:
+    """Log what blocks the event loop."""
+    log.warning("event_loop.blocked", by=by, so_far_s=so_far_s)
+
+
 class LoopWatchdog:
     """Watches one event loop from a separate thread.
 
     Args:
-        after_s: shortest block in seconds that is logged. It is logged once, at the latest after twice this time.
+        after_s: shortest block in seconds that is reported. It is reported once, at the latest after twice this time.
+        report: called on that thread with the code, as `FILE:LINE NAME`, and `after_s`.
     """
 
-    def __init__(self, after_s: float) -> None:
+    def __init__(self, after_s: float, report: Callable[[str, float], None] = log_block) -> None:
         self._after_s = after_s
+        self._report = report
         self._beats = 0
         self._stopped = threading.Event()
         self._loop_thread = 0
@@ -49,7 +56,7 @@ class LoopWatchdog:
             if seen == self._beats != logged:
                 logged = seen
                 frame = sys._current_frames().get(self._loop_thread)  # noqa: SLF001  (the only way to see another thread)
-                log.warning("event_loop.blocked", by=_blocking_frame(frame), so_far_s=self._after_s)
+                self._report(_blocking_frame(frame), self._after_s)
             seen = self._beats
 
 

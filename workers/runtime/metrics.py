@@ -113,7 +113,7 @@ rewards: Final = Counter(
 steps: Final = Counter("penstock_steps_total", "Optimizer steps since this trainer started.", registry=TRAIN)
 step_duration: Final = Histogram(
     "penstock_step_duration_seconds",
-    "Time of an optimizer step with the collection of its groups, without publishing.",
+    "Time of an optimizer step with the collection of its groups, and of waiting for the publication before it.",
     buckets=_LONG,
     registry=TRAIN,
 )

@@ -13,6 +13,9 @@ from workers.settings import Queue
 
 log = structlog.get_logger()
 
+_MAX_ABANDONED_THREADS = 64
+"""Hanging threads of one worker. Each holds what its call holds, and a stack of at most 8 MiB, so 64 are no danger to a
+machine; a verifier that hangs now and then does not cost a restart every minute."""
 _MIB = 1 << 20
 _POLL_S = 1.0
 
@@ -39,11 +42,8 @@ class WorkerRecycler:
                 tasks.start_soon(self._watch_memory)
 
     async def _watch_threads(self) -> None:
-        limit = self._queue.max_abandoned_threads
-        await abandoned_threads.wait_for_count(limit)
-        self._request_recycle(
-            f"{limit} threads hang in environments or reward functions, the limit is queue.max_abandoned_threads"
-        )
+        await abandoned_threads.wait_for_count(_MAX_ABANDONED_THREADS)
+        self._request_recycle(f"{_MAX_ABANDONED_THREADS} threads hang in environments or reward functions")
 
     async def _watch_memory(self) -> None:
         limit = self._queue.max_memory_mb

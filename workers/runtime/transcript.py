@@ -24,7 +24,7 @@ from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
 from stream.records import Completion, Message, RewardPart, Row, ToolRun
-from stream.validity import Measured, Reward, Unmeasured
+from stream.validity import DropReason, Measured, Reward, Unmeasured
 
 LABEL_WIDTH: Final = 11
 _MIN_TEXT_WIDTH = 20
@@ -45,6 +45,18 @@ _STYLES: Final = {
     "trainer": ("bright_black", "bright_black"),
 }
 """Styles of label and text, by label."""
+
+_WHY_DROPPED: Final[dict[str, str]] = {
+    DropReason.NO_VALID_ROW: "No completion is valid.",
+    DropReason.MIN_VALID_ROWS: "Fewer completions are valid than filter.min_valid_rows requires.",
+    DropReason.ZERO_VARIANCE: "All valid completions have the same reward, so none is better than another "
+    "(filter.zero_variance).",
+    DropReason.SINGLETON: 'Only one completion is valid (algorithm.single_sample_policy = "drop").',
+    DropReason.NO_BASELINE: "The greedy completion, whose reward is the baseline, has none.",
+    DropReason.DIFFICULTY: "The mean reward is outside filter.mean_reward_range.",
+    DropReason.ADVANTAGE: "The largest advantage is outside filter.advantage_range.",
+    DropReason.GRADIENT_NOT_FINITE: "The gradient of its step was not finite, so the step was skipped.",
+}
 
 DecodeRow = Callable[[Row], tuple[str, str]]
 """Returns the text of a row's prompt, and of the tokens after it."""
@@ -173,6 +185,15 @@ def invalid_reason(completion: Completion) -> str:
     if isinstance(reward := completion.reward, Unmeasured):
         return f"the reward is unmeasured ({reward.reason})" + (f": {reward.detail}" if reward.detail else "")
     return ""
+
+
+def describe_outcome(outcome: str) -> str:
+    """Return why a group ended without being trained on, as a sentence; empty if there is no more to say.
+
+    Args:
+        outcome: `trained`, `dropped:REASON` or `unfinished`.
+    """
+    return _WHY_DROPPED.get(outcome.removeprefix("dropped:"), "")
 
 
 def shorten(text: str, max_characters: int) -> str:

@@ -1,18 +1,20 @@
 """Object storage behind a URL. Every call blocks; threads may share a bucket."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from stream.errors import SettingsError, StorageError
+from stream.errors import DamagedObjectError, SettingsError, StorageError
 
 T = TypeVar("T")
 
 _TIMEOUT_S: Final = 120
 """For one request, which transfers at most a part."""
 _RETRY_TIMEOUT_S: Final = 30
+_S3_REASON: Final = re.compile(r"<Code>(\w{1,100})</Code>\s*<Message>([^<]{0,300})")
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Environment variables with the address of an S3-compatible server."""
 
@@ -61,14 +63,16 @@ class Bucket:
 
         return self._call("read", key, lambda: bytes(obstore.get(self._store, key).bytes()))
 
-    def list_keys(self, prefix: str) -> list[str]:
-        """Return the keys below a prefix, sorted."""
+    def list_sizes(self, prefix: str) -> dict[str, int]:
+        """Return the size in bytes of each object below a prefix, by key, sorted."""
         import obstore
 
         return self._call(
             "list",
             prefix,
-            lambda: sorted(str(each["path"]) for page in obstore.list(self._store, prefix) for each in page),
+            lambda: dict(
+                sorted((each["path"], each["size"]) for page in obstore.list(self._store, prefix) for each in page)
+            ),
         )
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -82,10 +86,13 @@ class Bucket:
         """Make a call.
 
         Raises:
-            StorageError: storage does not answer, refuses us, or lacks the object.
+            DamagedObjectError: storage lacks the object.
+            StorageError: storage does not answer, or refuses us.
         """
         try:
             return call()
+        except FileNotFoundError as error:
+            raise DamagedObjectError(f"{self.url}: {key} does not exist: {_first_line(error)}") from error
         except Exception as error:  # the library's errors have no useful common base class
             raise StorageError(
                 f"{self.url}: could not {verb} {key}: {_first_line(error)}; check storage.url, the network, and the "
@@ -101,5 +108,8 @@ def _delete(obstore: Any, store: Any, key: str) -> None:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of an error, and the reason that an S3 server gives in the lines behind it."""
     text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
+    reason = _S3_REASON.search(text)
+    line = text.splitlines()[0][:300]
+    return f"{line.partition(': <?xml')[0]}: {reason[1]}: {reason[2]}" if reason else line

@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from stream.durable import fsync_path, remove_folder
-from stream.errors import StorageError
+from stream.errors import DamagedObjectError, StorageError
 from workers.storage.bucket import Bucket
 from workers.storage.snapshot import Part, Snapshot, hash_bytes
 
@@ -25,10 +25,12 @@ def download_snapshot(bucket: Bucket, snapshot: Snapshot, folder: Path) -> int:
     The ledger and the checkpoint get their names last: a run without a checkpoint is restored again.
 
     Raises:
-        StorageError: storage does not answer, or a part is missing or was altered; the folder has no checkpoint.
+        DamagedObjectError: a part is missing or was altered; the folder has no checkpoint.
+        StorageError: storage does not answer; the same holds.
         OSError: the disk is full or fails; the same holds.
     """
     staging = folder / STAGING
+    _clear(staging)
     for name, parts in snapshot.files.items():
         _download_file(bucket, parts, _below(staging, name))
     names = sorted(snapshot.files, key=lambda name: (name.startswith(f"{_CHECKPOINTS}/"), name == _LEDGER))
@@ -48,11 +50,21 @@ def _download_file(bucket: Bucket, parts: tuple[Part, ...], target: Path) -> Non
         for part in parts:
             content = bucket.get(part.key)
             if len(content) != part.size or hash_bytes(content) != part.blake2b:
-                raise StorageError(f"{bucket.url}/{part.key} was altered: it is not what the trainer uploaded")
+                raise DamagedObjectError(f"{bucket.url}/{part.key} was altered: it is not what the trainer uploaded")
             file.write(content)
         file.flush()
         os.fsync(file.fileno())
     fsync_path(target.parent)
+
+
+def _clear(staging: Path) -> None:
+    """Remove what was downloaded of another snapshot. The folder stays: it marks the run's folder as not restored."""
+    staging.mkdir(parents=True, exist_ok=True)
+    for path in staging.iterdir():
+        if path.is_dir():
+            remove_folder(path)
+        else:
+            path.unlink()
 
 
 def _below(folder: Path, name: str) -> Path:

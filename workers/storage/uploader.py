@@ -7,7 +7,8 @@ while they are smaller, so a long file has few parts and each byte is uploaded f
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Condition, Thread
 from typing import BinaryIO, Final
@@ -17,16 +18,18 @@ from msgspec import Struct
 
 from stream.backoff import Backoff
 from stream.connection.run_identity import IDENTITY_FILE
-from stream.errors import FencedError, PenstockError, RunMismatchError, StorageError
+from stream.errors import DamagedObjectError, FencedError, PenstockError, RunMismatchError, StorageError
 from stream.trainer.folder_lock import LOCK_FILE, RunFolderLock
 from workers.storage.bucket import Bucket
 from workers.storage.snapshot import (
     OBJECTS,
-    SNAPSHOTS,
     Part,
     Snapshot,
+    belongs_to,
     hash_bytes,
-    newest_snapshot,
+    intact_snapshots,
+    list_snapshots,
+    object_key,
     read_snapshot,
     snapshot_key,
     token_of,
@@ -85,6 +88,8 @@ class SnapshotUploader:
         self._closing_at: float | None = None
         self._stored: dict[str, tuple[Part, ...]] | None = None
         """Files of the newest snapshot, and of one that is being uploaded; None: not read yet."""
+        self._present: dict[str, int] = {}
+        """Size of each object in storage, when the upload in progress began; other tools may delete objects."""
         self._seen: dict[str, tuple[int, int]] = {}
         """Size and modification time of files that this trainer has uploaded or compared."""
         self._thread = Thread(target=self._work, name="storage", daemon=True)
@@ -128,10 +133,11 @@ class SnapshotUploader:
                 log.error("storage.stopped", url=self._bucket.url, why=str(error))  # noqa: TRY400  (expected)
                 self._waiting = self._uploading = None
                 return
-            except (PenstockError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  (whatever it is, the thread must not end without a word)
                 attempt += 1
                 if attempt == 1:
-                    log.warning("storage.failed", step=checkpoint.step, error=str(error))
+                    why = str(error) if isinstance(error, PenstockError | OSError) else repr(error)
+                    log.warning("storage.failed", step=checkpoint.step, error=why)
                 self._retry_later(checkpoint, attempt)
             else:
                 if attempt:
@@ -162,7 +168,7 @@ class SnapshotUploader:
         began = time.monotonic()
         if self._stored is None:
             self._stored = self._read_stored()
-        before = {part.key for parts in self._stored.values() for part in parts}
+        self._present = self._bucket.list_sizes(OBJECTS)
         files = dict[str, tuple[Part, ...]]()
         for name, path, end in self._list_files(checkpoint):
             if (parts := self._upload_file(name, path, end)) is not None:
@@ -178,31 +184,47 @@ class SnapshotUploader:
         )
         with self._folder_lock.hold():  # raises if another trainer has taken over
             pass
-        self._bucket.put(snapshot_key(snapshot), snapshot.encode())
+        snapshots = self._list_snapshots()
+        key = snapshot_key(snapshot)
+        self._bucket.put(key, snapshot.encode())
         self._stored = files
-        sizes = [part.size for parts in snapshot.files.values() for part in parts if part.key not in before]
+        sizes = [part.size for parts in files.values() for part in parts if part.key not in self._present]
         seconds = round(time.monotonic() - began, 3)
         log.info("storage.saved", step=checkpoint.step, bytes=sum(sizes), objects=len(sizes), seconds=seconds)
-        self._clean_up()
+        self._clean_up([*snapshots, key])
 
     def _read_stored(self) -> dict[str, tuple[Part, ...]]:
-        """Return the files of the newest snapshot.
+        """Return the files of the newest snapshot that can be read; nothing if all are damaged: a new one is whole.
 
         Raises:
-            RunMismatchError: it is of another run.
-            FencedError: it is of a later trainer.
+            RunMismatchError: storage holds another run.
+            FencedError: there is a snapshot of a later trainer.
         """
-        newest = newest_snapshot(self._bucket)
-        if newest is None:
-            return {}
-        if newest.run_id != self._run_id:
-            raise RunMismatchError(
-                f"{self._bucket.url} holds another run named {newest.run!r}, {newest.run_id[:8]}, and this one is "
-                f"{self._run_id[:8]}: nothing is copied; set another storage.url, or give this run another run.name"
-            )
-        if newest.fencing_token > self._folder_lock.token:
+        newest = next(intact_snapshots(self._bucket, self._list_snapshots()), None)
+        if newest is not None and newest.run_id != self._run_id:
+            raise self._mismatch(newest.run_id[:8])
+        return {} if newest is None else newest.files
+
+    def _list_snapshots(self) -> list[str]:
+        """Return the keys of all snapshots, oldest first.
+
+        Raises:
+            RunMismatchError: one is of another run.
+            FencedError: one is of a later trainer.
+        """
+        keys = list_snapshots(self._bucket)
+        for key in keys:
+            if not belongs_to(key, self._run_id):
+                raise self._mismatch(key.removesuffix(".json").rpartition("-")[2])
+        if max(map(token_of, keys), default=0) > self._folder_lock.token:
             raise FencedError(f"{self._bucket.url} has a snapshot of a later trainer; this one copies nothing")
-        return newest.files
+        return keys
+
+    def _mismatch(self, found: str) -> RunMismatchError:
+        return RunMismatchError(
+            f"{self._bucket.url} holds another run named {self._run!r}, {found}, and this one is {self._run_id[:8]}: "
+            f"nothing is copied; set another storage.url, or give this run another run.name"
+        )
 
     def _list_files(self, checkpoint: SavedCheckpoint) -> Iterator[tuple[str, Path, int | None]]:
         """Yield name, path and length of every file; the archive first: it has the groups of the ledger's part."""
@@ -239,9 +261,9 @@ class SnapshotUploader:
             is_known = seen is not None and (path.suffix in _APPENDED or seen == (stat.st_size, stat.st_mtime_ns))
             kept, offset = list[Part](), 0
             for part in (self._stored or {}).get(name, ()):
-                if offset + part.size > end or not (
-                    is_known or hash_bytes(_read(file, offset, part.size)) == part.blake2b
-                ):
+                if offset + part.size > end or self._present.get(part.key) != part.size:
+                    break
+                if not is_known and hash_bytes(_read(file, offset, part.size)) != part.blake2b:
                     break
                 kept.append(part)
                 offset += part.size
@@ -257,19 +279,22 @@ class SnapshotUploader:
         return tuple(kept)
 
     def _put(self, content: bytes) -> Part:
-        key = f"{OBJECTS}/{self._folder_lock.token:08d}/{secrets.token_hex(16)}"
+        key = object_key(self._folder_lock.token, self._run_id, secrets.token_hex(16))
         self._bucket.put(key, content)
         return Part(key=key, size=len(content), blake2b=hash_bytes(content))
 
-    def _clean_up(self) -> None:
-        """Delete snapshots but the newest, and objects that the remaining ones do not need."""
-        keys = self._bucket.list_keys(SNAPSHOTS)
-        if token_of(keys[-1]) > self._folder_lock.token:
-            raise FencedError(f"{self._bucket.url} has a snapshot of a later trainer; this one copies nothing more")
-        self._bucket.delete(keys[:-_KEPT_SNAPSHOTS])
-        needed = set[str]().union(*(read_snapshot(self._bucket, key).keys for key in keys[-_KEPT_SNAPSHOTS:]))
-        objects = self._bucket.list_keys(OBJECTS)
-        self._bucket.delete([key for key in objects if key not in needed and token_of(key) <= self._folder_lock.token])
+    def _clean_up(self, snapshots: Sequence[str]) -> None:
+        """Delete all snapshots but the newest intact ones, and this run's objects that those do not need."""
+        kept = dict[str, set[str]]()
+        for key in reversed(snapshots):
+            if len(kept) < _KEPT_SNAPSHOTS:
+                with suppress(DamagedObjectError):
+                    kept[key] = read_snapshot(self._bucket, key).keys
+        self._bucket.delete([key for key in snapshots if key not in kept])
+        needed = set[str]().union(*kept.values())
+        for key in sorted(self._present.keys() - needed):
+            if belongs_to(key, self._run_id) and token_of(key) <= self._folder_lock.token:
+                self._bucket.delete([key])
 
 
 def _read(file: BinaryIO, offset: int, size: int) -> bytes:
