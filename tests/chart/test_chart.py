@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stream.connection.run_connection import connect
 from stream.operator.acl import acl_user, aclfile_line
 from tests.cases.ports import free_port
-from tests.chart.rendered import CHART, EXAMPLES, KUBERNETES, leaves
+from tests.chart.rendered import CHART, EXAMPLES, KUBERNETES, ROOT, leaves
 from workers.settings.toml_file import load_settings
 from workers.vllm.launch_command import build_command
 
@@ -41,6 +41,7 @@ NEEDS = {
     "rollout.replicas": {"rollout": {"autoscaling": {"enabled": False}}},
     "score.replicas": {"score": {"autoscaling": {"enabled": False}}},
     "metrics.podMonitor.engines": {"metrics": {"podMonitor": {"enabled": True}}},
+    "metrics.prometheusRule.labels": {"metrics": {"prometheusRule": {"enabled": True}}},
 }
 """What a value needs to have an effect."""
 
@@ -215,6 +216,15 @@ def test_a_release_with_other_settings_makes_another_job(chart):
 
     assert job({}) == job({"rollout": {"autoscaling": {"maxReplicas": 3}}, "suspend": True})
     assert job({}) != job({"image": {"train": "penstock-train:2"}})
+
+
+def test_the_alert_rules_are_those_of_compose(chart):
+    manifests = chart.render(CHART / "ci" / "nodes-values.yaml")
+    (rules,) = (each for each in manifests if each["kind"] == "PrometheusRule")
+    mounts = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["prometheus"]["volumes"]
+    (file,) = (mount.split(":")[0] for mount in mounts if mount.split(":")[1] == "/etc/prometheus/alerts.yml")
+    assert rules["spec"] == yaml.safe_load((ROOT / file).read_text())
+    assert rules["metadata"]["labels"]["release"] == "prometheus"
 
 
 def value_at(page, location):

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "monitoring"
 PAGE = runpy.run_path(str(ROOT / "docs" / "metrics_page.py"))
 PROMTOOL = shutil.which(os.environ.get("PROMTOOL", "promtool"))
-RULES = [rule for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+ALERTS = ROOT / "charts" / "penstock" / "alerts.yml"
+RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 PANELS = [
     panel
     for path in sorted((FOLDER / "grafana" / "dashboards").glob("*.json"))
@@ -89,9 +90,11 @@ def test_compose_mounts_files_that_exist():
     assert {job["dns_sd_configs"][0]["names"][0] for job in jobs} == {"feed", "rollout", "score", "train", "engine"}
 
 
-def test_promtool_accepts_rules_and_configuration():
-    promtool("check", "rules", "alerts.yml")
-    promtool("check", "config", "prometheus.yml")
+def test_promtool_accepts_rules_and_configuration(tmp_path):
+    for file in (FOLDER / "prometheus.yml", ALERTS):  # side by side, as compose mounts them
+        shutil.copy(file, tmp_path)
+    promtool("check", "rules", str(ALERTS))
+    promtool("check", "config", str(tmp_path / "prometheus.yml"))
 
 
 def test_every_alert_fires_when_it_should():
