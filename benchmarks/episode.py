@@ -11,6 +11,7 @@ The worker's own code (groups, episodes, environments in threads, tokenizer) wit
                what the request's bytes cost
     rewriting  the same with a chat template that drops earlier reasoning, so that each turn starts with the whole
                conversation
+    paired     early and late turns of two such episodes in turns, so that a busy machine slows both alike
     megabyte   an episode whose tool results have a megabyte each
 
 `loop_ms` is the longest CPU time that the event loop's thread spent without returning to the loop. `--check` exits with
@@ -21,6 +22,7 @@ import argparse
 import asyncio
 import gc
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -28,6 +30,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,17 @@ import anyio
 import structlog
 from tokenizers import Tokenizer
 
-from benchmarks.rollout_case import ANSWER, CALL, END, GROUP, TURNS, conversations, make_folder, padded
+from benchmarks.rollout_case import (
+    ANSWER,
+    CALL,
+    END,
+    GROUP,
+    TURNS,
+    conversations,
+    make_folder,
+    make_prompt,
+    padded,
+)
 from envs.factory import EnvironmentFactory
 from stream.codec import encode
 from stream.records import Group, Message, Prompt, Span
@@ -53,8 +66,12 @@ from workers.settings import Rollout
 EPISODES, ENGINE_S, ROUND = 64, 0.05, 32
 READ = '<tool_call>\n{"name": "read", "arguments": {"characters": %d}}\n</tool_call>'
 TEMPLATES = Path(__file__).parents[1] / "tests" / "cases" / "templates"
+THOUGHT = "<think>\nI need more of the text.\n</think>\n\n"
 REWRITING = TEMPLATES / "Qwen-QwQ-32B.jinja"
+PARTS = ("short", "long", "rewriting", "paired", "megabyte")
+PAIRED_EPISODES, PAIRED_TURNS = 6, 8
 MAX_GROWTH, MAX_LOOP_MS = 1.5, 20.0
+_offsets = count()
 TEXT = Path(__file__).read_text(encoding="utf-8")
 
 
@@ -116,6 +133,34 @@ class CannedEngine:
             self.between.append((asked_at - self._answered_at, time.process_time() - asked_at))
 
 
+class PairedEngine(CannedEngine):
+    """An engine of one of two episodes that work in turns, from a given turn on.
+
+    Args:
+        turns: as for `CannedEngine`.
+        first: the first turn, from 0, whose answer waits for the other episode.
+    """
+
+    def __init__(self, turns: Sequence[Sequence[int]], first: int) -> None:
+        super().__init__(turns)
+        self._first = first
+        self.may_answer = anyio.Semaphore(0)
+        self.is_waiting = anyio.Event()
+        self.other: PairedEngine | None = None
+
+    async def sample(
+        self, prompt_ids: Sequence[int], options: SamplingOptions, *, min_policy_version: int = 0
+    ) -> SampledTurn:
+        if self.count >= self._first:
+            self._measure(prompt_ids, options)
+            self._answered_at = None
+            if self.is_waiting.is_set() and self.other is not None:
+                self.other.may_answer.release()
+            self.is_waiting.set()
+            await self.may_answer.acquire()
+        return await super().sample(prompt_ids, options, min_policy_version=min_policy_version)
+
+
 class LoopTimer:
     """Finds the longest CPU time of this thread between two iterations of the event loop."""
 
@@ -160,9 +205,7 @@ async def short(folder: Path, tokenizer: Tokenizer, groups: int) -> dict[str, An
 
 
 async def _roll_out(runner: GroupRunner, messages: list[list[Message]], name: str) -> None:
-    prompts = [
-        Prompt(id=f"{name}:0:{i}", messages=each, environment="it", group_size=GROUP) for i, each in enumerate(messages)
-    ]
+    prompts = [make_prompt(f"{name}:0:{i}", each, "it", offset=next(_offsets)) for i, each in enumerate(messages)]
 
     async def work() -> None:
         while prompts:
@@ -181,11 +224,44 @@ def _check(group: Group, turns: int) -> None:
         raise SystemExit(f"the episodes are not what they should be: {seen}")
 
 
+def _call(tokenizer: Tokenizer, text: str, tokens: int) -> list[int]:
+    """Return a turn that starts with `text` and calls a tool; turn and result have about `tokens` tokens together."""
+    sample = tokenizer.encode(TEXT)
+    characters = int((tokens - 90) * len(tokenizer.decode(sample.ids)) / len(sample.ids))
+    return [*tokenizer.encode(text + READ % characters).ids, tokenizer.token_to_id(END)]
+
+
+async def paired(folder: Path, tokenizer: Tokenizer, text: str, turns: int, tokens: int) -> dict[str, Any]:
+    """Run an early and a late part of episodes in turns; return how much more CPU time the late turns take."""
+    call, answer = _call(tokenizer, text, tokens // turns), padded(tokenizer, ANSWER)
+    (messages,) = conversations(tokenizer, 1)
+    limits = Rollout(max_tokens=2 * tokens, max_turns=turns, max_tool_calls=turns, episode_timeout_s=3600)
+    growth: list[float] = []
+
+    async def run(engine: PairedEngine, other: PairedEngine) -> None:
+        async with runner_of(folder, "benchmarks.episode:Library", engine, limits) as runner:
+            await runner.run(Prompt(id="paired:0:0", messages=messages, environment="it"))
+        other.may_answer.release()
+
+    for _ in range(PAIRED_EPISODES):
+        early = PairedEngine([call] * (6 + PAIRED_TURNS) + [answer], 6)
+        late = PairedEngine([call] * (turns - 1) + [answer], turns - 1 - PAIRED_TURNS)
+        early.other, late.other = late, early
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run, early, late)
+            tasks.start_soon(run, late, early)
+            await early.is_waiting.wait()
+            await late.is_waiting.wait()
+            early.may_answer.release()
+        pairs = zip(early.between[-PAIRED_TURNS:], late.between[-PAIRED_TURNS:], strict=True)
+        growth += [after / before for (before, _), (after, _) in pairs]
+    low, middle, high = statistics.quantiles(growth, n=4)
+    return {"growth": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]}
+
+
 async def long(folder: Path, tokenizer: Tokenizer, text: str, turns: int, tokens: int) -> dict[str, Any]:
     """Run one episode; return the milliseconds of CPU that turns take, and how long the loop was held."""
-    sample = tokenizer.encode(TEXT)
-    characters = int((tokens / turns - 90) * len(tokenizer.decode(sample.ids)) / len(sample.ids))
-    call = [*tokenizer.encode(text + READ % characters).ids, tokenizer.token_to_id(END)]
+    call = _call(tokenizer, text, tokens // turns)
     engine = CannedEngine([call] * (turns - 1) + [padded(tokenizer, ANSWER)])
     limits = Rollout(max_tokens=2 * tokens, max_turns=turns, max_tool_calls=turns, episode_timeout_s=3600)
     async with runner_of(folder, "benchmarks.episode:Library", engine, limits) as runner:
@@ -215,23 +291,21 @@ def _median(turns: list[tuple[float, float]]) -> tuple[float, float]:
 
 async def bench(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Measure everything that was asked for."""
-    result = {}
     with tempfile.TemporaryDirectory(prefix="penstock-episode-") as name:
-        folder = Path(name)
+        folder, rewriting = Path(name) / "plain", Path(name) / "rewriting"
+        folder.mkdir()
         tokenizer = make_folder(folder)
+        shutil.copytree(folder, rewriting)
+        shutil.copy(REWRITING, rewriting / "chat_template.jinja")
+        size = (arguments.turns, arguments.tokens)
         measures = {
             "short": partial(short, folder, tokenizer, arguments.groups),
-            "long": partial(long, folder, tokenizer, "", arguments.turns, arguments.tokens),
+            "long": partial(long, folder, tokenizer, "", *size),
+            "rewriting": partial(long, rewriting, tokenizer, THOUGHT, *size),
+            "paired": partial(paired, rewriting, tokenizer, THOUGHT, *size),
             "megabyte": partial(long, folder, tokenizer, "", 12, 12 * 300_000),
         }
-        for part in arguments.only or measures:
-            if part in measures:
-                result[part] = await measures[part]()
-        if "rewriting" in (arguments.only or ("rewriting",)):
-            (folder / "chat_template.jinja").write_text(REWRITING.read_text(encoding="utf-8"), encoding="utf-8")
-            text = "<think>\nI need more of the text.\n</think>\n\n"
-            result["rewriting"] = await long(folder, tokenizer, text, arguments.turns, arguments.tokens)
-    return result
+        return {part: await measures[part]() for part in arguments.only or measures}
 
 
 def main() -> None:
@@ -239,7 +313,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=320, help="of the short episodes")
     parser.add_argument("--turns", type=int, default=100, help="of the long episode")
     parser.add_argument("--tokens", type=int, default=128_000, help="of the long episode")
-    parser.add_argument("--only", action="append", choices=("short", "long", "rewriting", "megabyte"), default=[])
+    parser.add_argument("--only", action="append", choices=PARTS, default=[])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()

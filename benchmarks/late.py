@@ -52,7 +52,6 @@ def describe(
     max_staleness: int = 1,
     batch_size: int = 8,
     save_every: int = 50,
-    straggler_timeout_s: float = 60.0,
 ) -> Settings:
     """Settings of a run whose prompts are these numbers; `tests.chaos.ends` defines each number's outcome."""
     base = project.write_project(folder, 0, 1)
@@ -61,9 +60,7 @@ def describe(
             file.write(json.dumps({"prompt": [{"role": "user", "content": str(number)}], "number": number}) + "\n")
     settings = replace(
         base,
-        pacing=replace(
-            base.pacing, stale_policy=late, max_staleness=max_staleness, straggler_timeout_s=straggler_timeout_s
-        ),
+        pacing=replace(base.pacing, stale_policy=late, max_staleness=max_staleness),
         train=replace(base.train, batch_size=batch_size, save_every=save_every),
         queue=replace(base.queue, lease_s=15.0),
         abort=replace(base.abort, max_invalid_fraction=1.0),

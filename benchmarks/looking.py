@@ -115,7 +115,7 @@ async def running(concurrency: int, page: str) -> AsyncIterator[Pipeline]:
         redis = next(each for each in psutil.Process().children() if "server" in each.name())
         role, addresses = (*module, "benchmarks.looking_roles"), (str(settings), "--redis", url)
         commands = {
-            "feed": (*role, "feed", str(file), url),
+            "feed": (*role, "feed", str(file), url, RUN),
             "rollout": (*role, "rollout", *addresses, "--engine", engine),
             "score": (*role, "score", *addresses),
             "trainer": (*role, "trainer", str(case.folder / "run"), url, RUN),

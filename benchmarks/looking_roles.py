@@ -1,7 +1,7 @@
 """Processes of a run that `looking.py` measures.
 
     python -m benchmarks.looking_roles rollout|score run.toml ...   the role, with a switch for its in-flight reports
-    python -m benchmarks.looking_roles feed CASE.json URL           feeds the conversations of the case, again and again
+    python -m benchmarks.looking_roles feed CASE.json URL RUN       feeds the conversations of the case, again and again
     python -m benchmarks.looking_roles trainer FOLDER URL RUN       trains nothing: claims, commits, checkpoints
 
 SIGRTMIN switches the reports off, SIGRTMIN+1 on.
@@ -60,7 +60,7 @@ def main() -> None:
         anyio.run(train, *arguments, backend_options={"use_uvloop": True})
     elif role == "feed":
         case = json.loads(Path(arguments[0]).read_text())
-        anyio.run(feed, arguments[1], case["conversations"], backend_options={"use_uvloop": True})
+        anyio.run(feed, *arguments[1:], case["conversations"], backend_options={"use_uvloop": True})
     else:
         add_switch()
         penstock(prog_name="penstock")

@@ -15,6 +15,7 @@ import statistics
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import anyio
 
@@ -129,7 +130,7 @@ async def measure_pool(function: RewardFunction, rows: list[Pair], group: int) -
     return [verdict for i in range(len(batches)) for verdict in result[i]], wall, spent
 
 
-async def compare(arguments: argparse.Namespace) -> dict[str, object]:
+async def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     """Alternate the two, and compare the medians of their ratios to the limit."""
     rows = pairs(arguments.rows, arguments.group)
     side = BareVerifier()

@@ -49,7 +49,7 @@ async def serve_paced(file: Path, port: int, seconds: float) -> None:
             if self._running or self._finished:
                 time.sleep(max(0.0, began + seconds - time.perf_counter()))
 
-    server.Scheduler = PacedScheduler  # type: ignore[misc]
+    server.Scheduler = PacedScheduler  # type: ignore[attr-defined]
     serve = choose_server(file, (), "generate", "")
     await serve(host="127.0.0.1", port=port, ready=lambda url: print(f"listening on {url}", flush=True))
 

@@ -36,13 +36,13 @@ import structlog
 import tomli_w
 from anyio.streams.text import TextReceiveStream
 
-from benchmarks.rollout_case import GROUP, Case, conversations, make_case
+from benchmarks.rollout_case import GROUP, Case, conversations, make_case, make_prompt
 from envs.factory import EnvironmentFactory
 from stream.codec import decode
 from stream.connection.run_connection import connect
 from stream.queue.entry_scan import read_payload
 from stream.queue.feed import Feed
-from stream.records import Group, Message, Prompt
+from stream.records import Group, Message
 from stream.server_process import private_server
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 
@@ -50,6 +50,7 @@ ROOT = Path(__file__).parents[1]
 TRL = "trl==1.16.0"
 TRL_ENVIRONMENT = ROOT / ".cache" / "benchmarks" / "trl"
 CONVERSATIONS = 512
+RUN = "penstock"
 SETTLE_S = 1.0
 """After a contender is resumed, until it is measured."""
 BACKLOG = 256
@@ -159,7 +160,7 @@ def write_settings(case: Case, concurrency: int) -> Path:
     """Write the worker's settings."""
     tokens = sum(map(len, case.turns)) + 100 * len(case.turns)
     table: dict[str, Any] = {
-        "run": {"name": "penstock", "folder": str(case.folder / "run"), "dashboard": "off"},
+        "run": {"name": RUN, "folder": str(case.folder / "run"), "dashboard": "off"},
         "model": {"path": str(case.folder), "tool_format": "hermes"},
         "data": {"path": str(case.folder / "prompts.jsonl")},
         "environments": {"adder": "benchmarks.rollout_case:Adder"},
@@ -184,7 +185,7 @@ async def feed(url: str, run: str, messages: Sequence[list[Message]]) -> None:
         feeder, count = Feed(connection, BACKLOG), 0
         while True:
             batch = [
-                Prompt(id=f"bench:0:{i}", messages=messages[i % len(messages)], environment="adder", group_size=GROUP)
+                make_prompt(f"bench:0:{i}", messages[i % len(messages)], "adder", offset=i)
                 for i in range(count, count + 64)
             ]
             await feeder.put(batch, str(count) if count else "", str(count + 64))
@@ -218,7 +219,7 @@ async def bench(arguments: argparse.Namespace) -> dict[str, Any]:
         url = arguments.url or await stack.enter_async_context(private_server(case.folder))
         tasks = await stack.enter_async_context(anyio.create_task_group())
         stack.callback(tasks.cancel_scope.cancel)
-        for run in ("penstock", *(["before"] if arguments.before else [])):
+        for run in (RUN, *(["before"] if arguments.before else [])):
             tasks.start_soon(feed, url, run, messages)
         contenders = await start_contenders(stack, arguments, file, engine, worker_command(case, arguments, url))
         seconds = arguments.seconds / arguments.rounds
@@ -231,7 +232,7 @@ async def bench(arguments: argparse.Namespace) -> dict[str, Any]:
 
 async def check_groups(url: str, turns: int) -> None:
     """Require that the worker completed groups whose episodes have all their turns and calls."""
-    async with connect(url, "penstock") as connection:
+    async with connect(url, RUN) as connection:
         entries = await connection.redis.xrevrange(connection.key("groups"), count=1)
         payload = await read_payload(connection, "groups", entries[0][0].decode())
     group = decode(payload or b"", Group)

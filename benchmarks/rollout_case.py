@@ -7,10 +7,11 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from stream.records import Message
+from stream.records import Message, Prompt
 
 GROUP, TURNS, TURN_TOKENS, PROMPT_TOKENS = 8, 3, 64, 490
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -22,10 +23,10 @@ _PREFIX_TOKENS = 230
 
 
 class Adder:
-    """An environment with one trivial tool."""
+    """An environment with one trivial tool, whose results are the same within a group and differ between groups."""
 
-    def reset(self, **row: object) -> None:  # noqa: ARG002
-        self.calls = 0
+    def reset(self, **row: Any) -> None:
+        self.calls, self._offset = 0, row.get("offset", 0)
 
     def add(self, a: int, b: int) -> int:
         """Add two numbers.
@@ -35,7 +36,7 @@ class Adder:
             b: the second one.
         """
         self.calls += 1
-        return a + b
+        return a + b + int(self._offset)
 
     def get_reward(self) -> float:
         return float(self.calls)
@@ -83,6 +84,11 @@ def conversations(tokenizer: Tokenizer, count: int) -> list[list[Message]]:
     text = Path(__file__).read_text(encoding="utf-8")
     filler = tokenizer.decode(tokenizer.encode(text).ids[: PROMPT_TOKENS - _PREFIX_TOKENS])
     return [[{"role": "user", "content": f"{i}: {filler}"}] for i in range(count)]
+
+
+def make_prompt(id_: str, messages: list[Message], environment: str, offset: int) -> Prompt:
+    """Return a prompt whose tool adds `offset` to its results, so that each group has its own."""
+    return Prompt(id=id_, messages=messages, environment=environment, group_size=GROUP, fields={"offset": offset})
 
 
 def make_case(folder: Path, tool_turns: int, tokens: int) -> tuple[Case, Tokenizer]:

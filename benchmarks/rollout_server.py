@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import uvloop
@@ -80,7 +81,7 @@ class Connection(asyncio.Protocol):
         self._server, self._buffer = server, bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

@@ -265,7 +265,7 @@ def main() -> int:
                 {"check": received - began, "merge": merged - received, **within, "rest": rest, "step": took}
             )
         began = time.perf_counter()
-        learner.save_weights(Path(folder) / "weights")
+        learner.copy_weights()(Path(folder) / "weights")
         saving = time.perf_counter() - began
     card = torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine()
     times = {part: statistics.median(each[part] for each in timings[2:]) for part in timings[-1]}

@@ -20,7 +20,7 @@ def figure(width: float, height: float) -> "Figure":
 
     mpl.rcParams.update({"font.family": "DejaVu Sans", "font.size": 9.5, "text.color": INK, "axes.labelcolor": INK})
     made = Figure(figsize=(width, height), dpi=140, facecolor="white", layout="constrained")
-    made.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.04, hspace=0.04)
+    made.get_layout_engine().set(w_pad=0.1, h_pad=0.1, wspace=0.04, hspace=0.04)  # type: ignore[call-arg]
     return made
 
 
