@@ -33,7 +33,7 @@ TITLES = {
     "algorithm.aggregation": "Aggregation over tokens: `algorithm.aggregation`",
     "algorithm.kl_estimator": "Divergence from the reference: `algorithm.kl_estimator`",
     "algorithm.reward_normalization, algorithm.advantage_normalization": "Normalization of rewards and advantages",
-    "algorithm.reward_bias, reward_scale, reward_clip, overlong_penalty": "Shaping of rewards",
+    "algorithm.reward_clip, overlong_penalty": "Shaping of rewards",
     "filter": "Filters of groups: `[filter]`",
     "correction.weights": "Importance weights: `correction.weights`",
     "correction.reject": "Rejection: `correction.reject`",

@@ -27,6 +27,7 @@ MEANINGS = {
     "endpoint.listening": "Environments with an own loop sample at this address.",
     "engine.announced": "`penstock run` added an engine that it started.",
     "engine.backend_unknown": "The engine does not say which weight transfer it has; the update is tried.",
+    "engine.busy": "The engine refused a request and said for how long; requests go to others until then.",
     "engine.context_too_short": "The engine takes fewer tokens than `rollout.max_tokens`; completions end earlier.",
     "engine.ejected": "The engine failed; requests go to others until it answers again.",
     "engine.exposed": "The engine listens for other machines: everyone who reaches it can change its weights.",
@@ -59,7 +60,7 @@ MEANINGS = {
     "evaluation.skipped": "An evaluation was due, and cannot be made.",
     "evaluation.started": "Held-out prompts are sampled with this version.",
     "evaluation.state_lost": "The server lost the state of an evaluation; it is begun again.",
-    "evaluation.timed_out": "No progress of an evaluation for `eval.publish_wait_s`; publication does not wait for it.",
+    "evaluation.timed_out": "No progress for half of `abort.stall_timeout_s`; publication does not wait.",
     "event_loop.blocked": "Code in `by` keeps the event loop from running; no lease is renewed meanwhile.",
     "feed.cursor_moved": "Another feeder moved the cursor; this one goes on from there.",
     "feed.finished": "All prompts are fed.",
@@ -79,6 +80,7 @@ MEANINGS = {
     "packing.disabled": "Sequences are padded instead of packed, with the reasons.",
     "packing.enabled": "Sequences are packed, with this attention.",
     "partial_completion.unreadable": "A saved completion cannot be read; it is sampled again.",
+    "page.failed": "A page of the dashboard, or a part of it, cannot be shown: an unexpected exception.",
     "plot.skipped": "The plot of the run could not be drawn.",
     "policy.published": "A new policy version is served.",
     "policy.state_lost": "The server lost a publication; the trainer announces the version again.",
@@ -112,6 +114,7 @@ MEANINGS = {
     "rows.written": "The rows that environments bring along are in the run's folder.",
     "run.failed": "The first error, which ends the run.",
     "run.finished": "There is nothing left to claim.",
+    "run.unreadable": "The dashboard cannot read a run: an unexpected exception.",
     "run.restored": "The run's folder was lost; it was restored from [object storage](object-storage.md).",
     "run_status.failed": "The supervisor could not read the run's status once.",
     "sample.failed": "The supervisor could not read a completion to show.",
@@ -125,8 +128,9 @@ MEANINGS = {
     "storage.incomplete": "The last checkpoint is in the run's folder alone; the next start of the trainer copies it.",
     "storage.recovered": "Object storage takes copies again.",
     "storage.saved": "A checkpoint is copied to object storage, with all that belongs to it.",
+    "storage.snapshot_skipped": "A copy in object storage is damaged; an older one is used.",
     "storage.stopped": "Copying stopped, because it would overwrite the copies of another run or of a newer trainer.",
-    "stragglers.abandoned": "The step goes on without these groups (`pacing.straggler_timeout_s`).",
+    "stragglers.abandoned": "The step goes on without these groups, after half of `abort.stall_timeout_s`.",
     "stragglers.waiting": "A full batch waits for groups of older versions.",
     "stream.ended": "A page of the dashboard lost its live updates; the browser connects again.",
     "summary.not_written": "`summary.json` could not be written.",
@@ -134,6 +138,7 @@ MEANINGS = {
     "template.inspected": "What was found out about the chat template, and why.",
     "template.tool_format_unknown": "The tool-call format of the model was not recognized.",
     "template.tools_not_rendered": "The template leaves out tools: describe them in `data.system`.",
+    "template.window_dropped": "The template changes old messages late; from now on whole conversations are rendered.",
     "tracker.failed": "A tracker did not take a step, or did not start; the run goes on.",
     "tracker.not_finished": "A tracker had steps left at the end; the next start logs them.",
     "tracker.queue_full": "A tracker is slow: later steps are missing until the next start.",
@@ -162,7 +167,7 @@ With this page you can look up an event of a role's log, `RUN/logs/ROLE-N.log`, 
 ```
 
 ```sh
-jq -c 'select(.level != "info")' runs/my-run/logs/*.log    # needs jq
+jq -cR 'fromjson? | select(.level != "info")' runs/my-run/logs/*.log    # needs jq; skips lines of other programs
 ```
 
 On a terminal the same events are lines for people. An event is named `noun.verb`. The table is generated from the code.
@@ -186,7 +191,9 @@ def log_calls() -> tuple[LogCall, ...]:
     texts = (file.read_text() for file in files)
     return tuple(
         LogCall(
-            ast.literal_eval(node.args[0]), LEVELS[node.func.attr], tuple(key.arg for key in node.keywords if key.arg)
+            ast.literal_eval(node.args[0]),
+            LEVELS[node.func.attr],
+            tuple(key.arg for key in node.keywords if key.arg and key.arg != "exc_info"),
         )
         for text in texts
         if re.search(r"\blog\.[a-z]+\(", text)

@@ -24,8 +24,8 @@ _NAMES_BY_UNIT = {
     "versions": "staleness/mean staleness/max",
     "nats per token": "entropy kl/k1 kl/k3 kl/abs reference/kl",
     "ratio": "ratio/mean ratio/max",
-    "seconds": "seconds step_seconds waiting_seconds publish/seconds attempt/seconds attempt/seconds_first "
-    "stragglers/seconds",
+    "seconds": "seconds step_seconds waiting_seconds publish/seconds publish/waiting_seconds attempt/seconds "
+    "attempt/seconds_first stragglers/seconds",
     "Unix seconds": "time publish/time",
     "tokens/s": "tokens_per_second",
     "no unit": "learning_rate loss grad_norm",

@@ -1,12 +1,12 @@
-"""Code blocks on the pages are what they say: Python that compiles, commands and options that exist, valid data.
+"""Code blocks on the pages are what they say: Python that runs, commands and options that exist, valid data.
 
-Two pages are executed as printed: `README.md` (tests/e2e/test_readme.py) and `docs/first-hour.md`
-(tests/e2e/test_first_hour.py). Settings are loaded by test_docs_settings.py. A block whose code is another project's
-has a reason in `FOREIGN`.
+`tests/pages.py` says which test runs a block as printed; here is what can be known of all blocks in a moment. Settings
+are loaded by test_docs_settings.py.
 """
 
 import ast
-import importlib.util
+import importlib
+import itertools
 import json
 import re
 import shlex
@@ -14,68 +14,96 @@ import subprocess
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 import pytest
 import yaml
 
+from tests.pages import PAGES, PYTHON_RUN_BY, READERS_FILES, ROOT, RUN_BY, Block, all_blocks, blocks_of, lines_of
 from workers.cli import penstock
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "envs" / "adapters" / "README.md"]
-PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
 LANGUAGES = {"python", "sh", "toml", "json", "yaml", "text", ""}
 """A block of `text`, or without a language, is output or a drawing."""
 OURS = ("stream", "envs", "workers")
-FOREIGN = {
-    "docs/coming-from-trl.md:1": "TRL's arguments, beside ours",
-    "docs/coming-from-verl.md:1": "verl's command, beside ours",
-    "docs/coming-from-pipelinerl.md:1": "PipelineRL's command, beside ours",
-}
-"""Blocks of other projects, with the reason why they are not checked."""
-
-
+RUNNABLE = {"cd", "curl", "jq", "penstock", "pytest", "python", "redis-server"}
+"""Programs that tests/e2e/test_docs_commands.py can run."""
+RESULTS = {"--out", "--perfetto", ">"}
+"""Before the name of a file that a command writes."""
 USERS_OWN = {"envs/till.py", "tests/test_till.py"}
 """Files of the example's own project."""
 
 
-class Block(NamedTuple):
-    """A block of code; `where` is the page and the number of the block on it."""
-
-    where: str
-    language: str
-    text: str
+def name_of(block: Block) -> str:
+    return block.where
 
 
-def blocks(*languages: str) -> list[Block]:
-    found = [
-        Block(f"{page.relative_to(ROOT)}:{number}", match[2], textwrap.dedent(match[3]))
-        for page in PAGES
-        for number, match in enumerate(
-            re.finditer(r"^( *)```(\w*)\n(.*?)^\1```", page.read_text(), re.DOTALL | re.MULTILINE), 1
-        )
-    ]
-    return [block for block in found if block.language in languages and block.where not in FOREIGN]
+def test_every_block_has_a_language_that_is_checked():
+    assert {block.language for block in all_blocks()} <= LANGUAGES
+    assert len(all_blocks()) > 200
 
 
-def test_every_block_has_a_language_that_is_checked_or_is_marked():
-    every = re.findall(r"^ *```(\w+)$", "\n".join(page.read_text() for page in PAGES), re.MULTILINE)
-    assert set(every) <= LANGUAGES
-    assert len(every) > 150
+def test_a_reason_not_to_run_stands_directly_before_its_block():
+    for page in PAGES:
+        marks = re.findall(r"^ *<!-- not run:", page.read_text(), re.MULTILINE)
+        assert len(marks) == sum(bool(block.reason_not_to_run) for block in blocks_of(page)), page
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.where)
-def test_python_compiles_and_its_imports_exist(block):
-    tree = ast.parse(block.text)
+def test_a_block_that_is_neither_marked_nor_run_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("A\n<!-- not run: it is large -->\n```sh\nkubectl a\n```\nB\n```sh\nkubectl b\n```\n")
+    marked, unmarked = blocks_of(page)
+    assert marked.reason_not_to_run == "it is large"
+    assert what_cannot_be_run(unmarked) == ["kubectl"]
+
+
+@pytest.mark.parametrize("key", sorted({*RUN_BY, *PYTHON_RUN_BY}))
+def test_a_test_that_is_said_to_run_a_block_exists_and_names_the_page(key):
+    page, _, begin = key.partition(": ")
+    assert any(block.text.startswith(begin) for block in blocks_of(ROOT / page, "sh", "python"))
+    for test in {RUN_BY.get(key), PYTHON_RUN_BY.get(key)} - {None}:
+        code = (ROOT / test).read_text()
+        assert Path(page).name in code or Path(page).parent.name in code, f"{test} does not name {page}"
+
+
+def what_cannot_be_run(block: Block) -> list[str]:
+    """Return the programs of a block that no test can run, and the files that the tests' reader lacks."""
+    found = []
+    for words in commands(block.text):
+        program, *rest = words
+        if program not in RUNNABLE:
+            found.append(program)
+        for before, word in zip(words, rest, strict=False):
+            path = re.sub(r"^([\w/]+\.py):\w+$", r"\1", word)
+            if reference := re.fullmatch(r"([\w.]+):[A-Za-z]\w*", path):
+                path = f"{reference[1].replace('.', '/')}.py"  # such as envs.till:Till
+            is_path = re.fullmatch(r"[\w.-]+/[\w./-]+|[\w-]+\.(?:py|toml|jsonl)", path)
+            if program == "penstock" and is_path and before not in RESULTS and path not in READERS_FILES:
+                found.append(word)
+    return found
+
+
+@pytest.mark.parametrize("block", all_blocks("sh"), ids=name_of)
+def test_a_block_of_commands_is_marked_or_can_be_run(block):
+    assert not (block.reason_not_to_run and block.run_by), "marked, and run all the same"
+    if not (block.reason_not_to_run or block.run_by or block.page.startswith("examples")):
+        assert not what_cannot_be_run(block), "write `<!-- not run: REASON -->` before the block, or have a test run it"
+
+
+@pytest.mark.parametrize("block", all_blocks("python"), ids=name_of)
+def test_python_runs_and_its_imports_exist(block):
+    tree = ast.parse(textwrap.dedent(block.text))  # it may be a method
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(OURS):
             module = importlib.import_module(node.module)
             missing = [name.name for name in node.names if not hasattr(module, name.name)]
             assert not missing, f"{node.module} has no {missing}"
+    if not (block.reason_not_to_run or block.run_by):
+        names: dict[str, object] = {}
+        exec(compile(tree, block.where, "exec"), names)
+        assert any(callable(value) for name, value in names.items() if not name.startswith("__"))
 
 
-@pytest.mark.parametrize("block", blocks("json", "yaml"), ids=lambda block: block.where)
+@pytest.mark.parametrize("block", all_blocks("json", "yaml"), ids=name_of)
 def test_data_is_valid(block):
     if block.language == "yaml":
         assert yaml.safe_load(block.text)
@@ -88,13 +116,14 @@ def test_data_is_valid(block):
 
 def commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command of a shell block."""
-    lines = re.sub(r"\\\n", " ", text).splitlines()
-    for line in lines:
-        for part in re.split(r"\s(?:&&|\|\||\||;|&)(?:\s|$)", line):
-            words = shlex.split(part, comments=True)
+    for line in lines_of(text):
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;")
+        lexer.whitespace_split = True
+        for is_operator, part in itertools.groupby(lexer, lambda word: word in ("&&", "||", "|", ";", "&")):
+            words = list(part)
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
                 words = words[1:]
-            if words:
+            if words and not is_operator:
                 yield words
 
 
@@ -108,18 +137,28 @@ def check_penstock(words: list[str]) -> None:
     command.make_parser(click.Context(command, help_option_names=["-h", "--help"])).parse_args(words)
 
 
-@pytest.mark.parametrize("block", blocks("sh"), ids=lambda block: block.where)
-def test_commands_and_options_exist(block):
+@pytest.mark.parametrize("block", all_blocks("sh"), ids=name_of)
+def test_commands_options_targets_and_files_exist(block):
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    folders = tuple(f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name not in ("runs", "envs"))
     for words in commands(block.text):
         program = words[0].rpartition("/")[2]
         if program == "penstock":
             check_penstock(words[1:])
         elif program == "make":
             assert {word for word in words[1:] if "=" not in word} <= set(targets)
-        elif program in ("python", "pytest"):
-            files = [word for word in words[1:] if word.startswith(("docs/", "tests/", "benchmarks/", "examples/"))]
-            assert all((ROOT / file).exists() for file in files), files
+        files = [word.removeprefix("./") for word in words if word.removeprefix("./").startswith(folders)]
+        assert all((ROOT / file).exists() for file in files), files
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "charts" / "penstock" / "alerts.yml"], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_commands_in_sentences_exist(page):
+    for command in re.findall(r"(?<!`)`(penstock [^`]+)`(?!`)", page.read_text()):
+        if command != "penstock COMMAND --help":
+            (words,) = commands(re.sub(r"\\?\|--\w+", "", command))  # of alternatives the first
+            check_penstock(words[1:])
 
 
 def test_a_wrong_command_is_seen():
@@ -127,12 +166,6 @@ def test_a_wrong_command_is_seen():
         (words,) = commands(line)
         with pytest.raises((AssertionError, click.NoSuchOption)):
             check_penstock(words[1:])
-
-
-def test_every_reason_belongs_to_a_block():
-    for where in FOREIGN:
-        page, _, number = where.rpartition(":")
-        assert (ROOT / page).read_text().count("\n```\n") >= int(number)
 
 
 def test_files_in_code_of_the_pages_exist():
