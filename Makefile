@@ -17,16 +17,23 @@ help:  ## List the targets
 setup: $(VENV)/.done  ## Create .venv with everything in it
 
 $(VENV)/.done: pyproject.toml
+	@$(MAKE) --no-print-directory $(VENV)/.runs
+	@echo "set-up, once: what tests and docs need, minutes"
+	@$(PIP) --editable ".[dev]"
+	@touch $@
+
+# What runs need, and pytest for the tests of environments: half as much as the tests of Penstock itself.
+$(VENV)/.runs: pyproject.toml
 	@echo "set-up, once: 1/3 virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) --upgrade pip
 	@echo "set-up, once: 2/3 torch, some hundred megabytes"
 	@$(PIP) "torch==2.13.0"
 	@echo "set-up, once: 3/3 Penstock and its other dependencies, a minute"
-	@$(PIP) --editable ".[dev]"
+	@$(PIP) --editable ".[local]" pytest
 	@touch $@
 
-demo: setup  ## Train a small model to use a calculator, through the whole pipeline
+demo: $(VENV)/.runs  ## Train a small model to use a calculator, through the whole pipeline
 	$(BIN)/penstock demo --seed $(SEED)
 
 check: setup  ## Format, lint, types, import contracts, spelling, house rules

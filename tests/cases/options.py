@@ -46,8 +46,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     # aggregations
     "constant": (1.0, 4.0),
     # shapings
-    "bias": (0.0, 0.5),
-    "scale": (1.0, 2.0),
     "limit": (0.75, math.inf),
     "max_length": (4, 3),
     "tail": (2, 3),

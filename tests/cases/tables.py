@@ -39,7 +39,6 @@ ALL = {"clip_cov": {"clip_cov_ratio": 1.0}, "kl_cov": {"kl_cov_ratio": 1.0}}
 so tests that move tokens let it choose all of them.
 """
 SHAPED: dict[str, Table] = {
-    "biased_scaled": {"algorithm": {"reward_bias": 0.5, "reward_scale": 2.0}},
     "clipped": {"algorithm": {"reward_clip": 0.75}},
     "overlong": {"algorithm": {"overlong_penalty": [11, 1.0], "truncation": {"tool_errors": "penalty"}}},
 }

@@ -1,7 +1,10 @@
 """Fixtures for whole runs."""
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.e2e.browser import Browser, open_browser
 from tests.e2e.harness import Project
 from workers.demo.model import make_model
 
@@ -18,3 +21,9 @@ def random_model(tmp_path_factory):
 def project(tmp_path, random_model):
     """A user's folder with ten prompts and a random reward."""
     return Project(tmp_path, random_model)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser

@@ -13,6 +13,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from torch import Tensor
+
 from tests.chaos.witness import Witness
 from workers.run.role_process import run_role
 from workers.settings import Settings
@@ -31,16 +33,16 @@ class Stopping(Witness):
     def step(self, batch: Batch, version: int, **dropped: object) -> StepReport:
         """Train on one batch."""
         report = super().step(batch, version, **dropped)
-        self._stop("step")
+        self._stop("step", self.steps)
         return report
 
-    def write_trained_weights(self, folder: Path) -> None:
-        """Write the weights into an existing folder."""
-        super().write_trained_weights(folder)
-        self._stop("model" if folder.name == "model" else "weights")
+    def write_copy(self, folder: Path, counts: Tensor, steps: int) -> None:
+        """Write the weights of a step into an existing folder."""
+        super().write_copy(folder, counts, steps)
+        self._stop("model" if folder.name == "model" else "weights", steps)
 
-    def _stop(self, what: str) -> None:
-        if f"{what}:{self.steps}" == self._point:
+    def _stop(self, what: str, step: int) -> None:
+        if f"{what}:{step}" == self._point:
             self._fifo.read_bytes()
 
 

@@ -4,14 +4,11 @@ Needs Chromium with its driver (Debian: `apt-get install chromium chromium-drive
 and, for axe-core, npm. `PENSTOCK_SCREENSHOTS=FOLDER` keeps a picture of every page.
 """
 
-import base64
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,10 @@ import tomli_w
 from stream.connection.run_connection import connect
 from stream.operator.run_status import read_status
 from stream.queue.stage import RetryPolicy, Stage
+from tests.e2e.browser import Browser
 from tests.e2e.harness import environment
 from workers.base_models.shipped import write_base_model
-from workers.commands.transcripts.run_completions import ArchivedRunGroups
+from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
 
 HOSTILE = "<script>document.title='hacked'</script>\u202e\u2066\x1b[2J\x1b]0;hacked\x07"
 ENVIRONMENT = '''
@@ -53,67 +51,6 @@ class Slow(Calculator):
 def sometimes(completions, environments=None, problem=None, **columns):
     return [None if "hack" in text else float(len(str(done)) % 2) for text, done in zip(problem, completions)]
 '''
-_WAIT_S = 60.0
-
-
-class Browser:
-    """Headless Chromium."""
-
-    def __init__(self, driver: Any) -> None:
-        self.driver = driver
-
-    def open(self, url: str) -> str:
-        self.driver.get(url)
-        return self.text
-
-    @property
-    def text(self) -> str:
-        return self.driver.execute_script("return document.body.innerText")
-
-    def find(self, selector: str) -> Any:
-        return self.driver.execute_script("return document.querySelector(arguments[0])", selector)
-
-    def wait(self, what: Callable[[], Any], seconds: float = _WAIT_S) -> Any:
-        deadline = time.monotonic() + seconds
-        while not (found := what()):
-            assert time.monotonic() < deadline, self.text
-            time.sleep(0.05)
-        return found
-
-    def show(self, width: int, theme: str) -> None:
-        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        features = [{"name": "prefers-color-scheme", "value": theme}]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-
-    def picture(self, name: str) -> None:
-        """Keep a picture, if pictures are wanted."""
-        if folder := os.environ.get("PENSTOCK_SCREENSHOTS"):
-            shot = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": False})
-            (Path(folder) / f"{name}.png").write_bytes(base64.b64decode(shot["data"]))
-
-    def pictures(self, name: str) -> None:
-        """Keep pictures of the open page in both widths and colors."""
-        for width, theme in ((390, "dark"), (390, "light"), (1440, "dark"), (1440, "light")):
-            self.show(width, theme)
-            self.picture(f"{name}-{theme}-{width}")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    chromium, chromedriver = (shutil.which(name) for name in ("chromium", "chromedriver"))
-    if not chromium or not chromedriver:
-        pytest.skip("no browser: apt-get install chromium chromium-driver")
-    webdriver = pytest.importorskip("selenium.webdriver", reason="pip install selenium")
-    service = pytest.importorskip("selenium.webdriver.chrome.service")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=service.Service(chromedriver))
-    yield Browser(driver)
-    driver.quit()
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +219,7 @@ def look(project: Path, browser: Browser, page: str) -> None:
     browser.pictures("dead-one")
     browser.find("button[aria-label^='Retry prompts']").click()
     browser.wait(lambda: "retried 1 dead letter" in browser.text)
-    archived = lambda: {found.group.prompt.id for found in ArchivedRunGroups(project / "seen").read()}  # noqa: E731
+    archived = lambda: {found.group.prompt.id for found in ArchivedRunGroups(project / "seen").completions()}  # noqa: E731
     browser.wait(lambda: prompt in archived())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import balanced, summary_of
-from workers.commands.transcripts.run_completions import ArchivedRunGroups
+from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("preloaded")]
 
@@ -61,7 +61,7 @@ def test_remax_trains_against_a_greedy_completion_and_drops_groups_whose_greedy_
 
 def _check_archived_advantages(archived):
     """The archive has the advantages that the trainer used: the reward minus that of the greedy completion."""
-    trained = [each for each in archived.read() if each.outcome == "trained"]
+    trained = [each for each in archived.completions() if each.outcome == "trained"]
     baselines = {each.group.prompt.id: each.reward for each in trained if each.completion.greedy}
     others = [each for each in trained if not each.completion.greedy]
     assert (len(baselines), len(others)) == (5, 20)

@@ -174,10 +174,9 @@ def test_with_several_engines_an_evaluation_has_one_version(tmp_path):
 
 
 @pytest.mark.full
-def test_a_stalled_evaluation_delays_publication_for_a_bounded_time_and_its_rest_is_missing(tmp_path):
-    settings = describe(
-        tmp_path / "a", groups=24, held_out=4, eval={"every": 2, "publish_wait_s": 0.3, "group_size": 2}
-    )
+def test_a_stalled_evaluation_delays_publication_for_a_bounded_time_and_its_rest_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINER_WAIT_S", "0.3")
+    settings = describe(tmp_path / "a", groups=24, held_out=4, eval={"every": 2, "group_size": 2})
     ended(settings, run(settings, "--delay", "1.5"))
     lines = read_evaluations(settings.folder)
     assert lines[0].overall.mixed + lines[0].overall.invalid.get("missing", 0) > 0

@@ -1,6 +1,5 @@
 """The code of the guides under *Learn* works as printed: an environment, reward functions, and the tests of both."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import environment
+from tests.pages import ROOT, blocks_of
 
 pytestmark = pytest.mark.full
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 
 
 def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [block.text for block in blocks_of(DOCS / page, "python")]
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ async def test_each_limit_has_its_own_reason_in_queues_and_metrics(project):
         project.table["train"]["batch_size"] = 2
         project.table["rollout"] |= {
             "group_size": len(MODES), "max_tokens_per_turn": 400, "max_tokens": 3000, "max_turns": 3,
-            "max_tool_calls": 4, "max_tool_errors": 1, "episode_timeout_s": 10.0,
+            "max_tool_calls": 4, "episode_timeout_s": 10.0,
         }  # fmt: skip
         result = await anyio.to_thread.run_sync(lambda: project.run("run", str(project.write()), "--json"))
         summary = await anyio.to_thread.run_sync(summary_of, result, project)

@@ -16,7 +16,6 @@ from stream.operator.run_control import pause, resume
 from tests.e2e.harness import environment, stop
 from tests.e2e.test_metrics import free_ports
 from tests.evaluation.project import describe, ended, ledger, run
-from workers.run.run_info import read_run_info
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300), pytest.mark.usefixtures("preloaded")]
 
@@ -29,44 +28,55 @@ PROCESSES = 6
 
 
 class Viewers:
-    """Commands and pages that look at a run, each again and again, from when it runs.
+    """Commands and pages that look at a run, each again and again, from when its server has the run.
 
     Attributes:
         looks: how often each has seen something.
+        begin: set this when the server has the run.
     """
 
-    def __init__(self, settings, port):
+    def __init__(self, settings):
         self.looks = Counter()
-        self._folder, self._port = settings.folder, port
+        self.begin = threading.Event()
+        self._folder = settings.folder
         self._metrics_port = settings.run.metrics_port
+        self._pages = ""
+        """Address of the run's pages, once the dashboard listens."""
         self._over = threading.Event()
 
     @contextmanager
     def looking(self):
         """Look while the context is open."""
         loops = (self._follow, self._call, self._load, self._stream)
-        threads = [threading.Thread(target=self._when_running, args=(loop,)) for loop in loops]
+        threads = [threading.Thread(target=self._when_begun, args=(loop,)) for loop in loops]
         for thread in threads:
             thread.start()
         try:
             yield
         finally:
             self._over.set()
+            self.begin.set()
             for thread in threads:
                 thread.join(60)
 
-    def _when_running(self, loop):
-        while (live := read_run_info(self._folder)) is None or not live.engines:
-            if self._over.wait(0.02):
-                return
-        loop()
+    def unseen(self, before):
+        """Return the kinds of viewers that have not looked since."""
+        return {kind for kind in KINDS if self.looks[kind] <= before[kind]}
+
+    def _when_begun(self, loop):
+        self.begin.wait()
+        if not self._over.is_set():
+            loop()
 
     def _command(self, *arguments):
         return [sys.executable, "-m", "workers", *arguments, str(self._folder)]
 
     def _follow(self):
         """The dashboard, and commands that print a line each second."""
-        dashboard = subprocess.Popen(self._command("dashboard", "--port", str(self._port)), env=environment())
+        dashboard = subprocess.Popen(
+            self._command("dashboard", "--port", "0"), stdout=subprocess.PIPE, env=environment(), text=True
+        )
+        self._pages = f"{dashboard.stdout.readline().split()[-1]}/runs/{self._folder.name}"
         followers = {
             name: subprocess.Popen(self._command(*each), stdout=subprocess.PIPE, env=environment(), text=True)
             for name, each in FOREVER.items()
@@ -90,17 +100,16 @@ class Viewers:
                 self.looks[each[0]] += done.returncode == 0
 
     def _load(self):
-        base = f"http://127.0.0.1:{self._port}/runs/{self._folder.name}"
         while not self._over.wait(0.05):
-            for page in PAGES:
-                self._read(base + page, "pages")
+            for page in PAGES if self._pages else ():
+                self._read(self._pages + page, "pages")
             for port in range(self._metrics_port, self._metrics_port + PROCESSES):
                 self._read(f"http://127.0.0.1:{port}/metrics", "metrics")
 
     def _stream(self):
-        url = f"http://127.0.0.1:{self._port}/runs/{self._folder.name}/events?parts=state,pipeline"
         while not self._over.wait(0.1):
-            with suppress(OSError), urllib.request.urlopen(url, timeout=3) as stream:
+            url = f"{self._pages}/events?parts=state,pipeline"
+            with suppress(OSError, ValueError), urllib.request.urlopen(url, timeout=3) as stream:
                 for line in stream:
                     self.looks["events"] += line.startswith(b"event:")
                     if self._over.is_set():
@@ -121,21 +130,30 @@ class PausedInTheMiddle:
         self._is_paused = False
 
     async def __call__(self, status, connection):
+        self._viewers.begin.set()
         await self._note_consumers(connection)
         if self._is_paused or status.counts.get("trained", 0) < GROUPS // 4:
             return
         self._is_paused = True
         await pause(connection, "test")
-        with anyio.fail_after(150):
-            self.pending.append({})
-            while self.pending != [pending := await self._note_consumers(connection)]:  # until what is begun has ended
-                self.pending = [pending]
-                await anyio.sleep(2)
-            before = Counter(self._viewers.looks)
-            while any(self._viewers.looks[name] < before[name] + 1 for name in KINDS):
+        seen = None
+        with anyio.move_on_after(150):
+            self.pending.append(await self._wait_settled(connection))
+            seen = Counter(self._viewers.looks)
+            while self._viewers.unseen(seen):
                 await anyio.sleep(0.1)
             self.pending.append(await self._note_consumers(connection))
+        assert seen is not None, "what was begun before the pause has not ended"
+        assert not self._viewers.unseen(seen), "these have not looked again"
         await resume(connection, "test")
+
+    async def _wait_settled(self, connection):
+        """Return what is pending once that has not changed for a while: what was begun before the pause has ended."""
+        readings = []
+        while len(readings) < 4 or any(each != readings[-1] for each in readings[-4:]):
+            await anyio.sleep(1.5)
+            readings.append(await self._note_consumers(connection))
+        return readings[-1]
 
     async def _note_consumers(self, connection):
         """Return the pending entries by consumer, of every stage."""
@@ -149,10 +167,10 @@ class PausedInTheMiddle:
 
 
 def test_the_ledger_is_the_same_line_by_line_whether_or_not_somebody_looks(tmp_path):
-    port = free_ports(PROCESSES + 1)
+    port = free_ports(PROCESSES)
     address = {"metrics_address": f"127.0.0.1:{port}"}
     looked_at = describe(tmp_path / "a", groups=GROUPS, held_out=2, evaluate=False, run=address)
-    viewers = Viewers(looked_at, port + PROCESSES)
+    viewers = Viewers(looked_at)
     paused = PausedInTheMiddle(viewers)
     with viewers.looking():
         ended(looked_at, run(looked_at, meddle=paused, limit_s=250))

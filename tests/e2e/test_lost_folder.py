@@ -37,9 +37,9 @@ def object_storage(tmp_path_factory) -> Iterator[str]:
     key = {"accessKey": "penstock", "secretKey": "a secret"}
     identity = {"name": "penstock", "credentials": [key], "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    # Each of its servers has a second port, for gRPC, 10,000 above the first.
+    # Each of its servers has a second port, for gRPC, 10,000 above the first; from 32,768 on are ports of connections.
     ports = {
-        name: str(20_000 + os.getpid() % 5_000 * 5 + i) for i, name in enumerate(("master", "volume", "filer", "s3"))
+        name: str(12_000 + os.getpid() % 2_000 * 5 + i) for i, name in enumerate(("master", "volume", "filer", "s3"))
     }
     command = [str(WEED), "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
     command += [f"-{name}.port={port}" for name, port in ports.items()]

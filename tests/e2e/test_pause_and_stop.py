@@ -106,7 +106,7 @@ def test_a_run_can_be_paused_resumed_stopped_and_restarted(project):
         stop(process)
     assert process.returncode == 0, f"{report}\n{project.logs()}"
     assert f"| {after.paused} |" in report
-    assert report.rstrip().endswith(f"stopped; `penstock run {folder}/run.toml` resumes")
+    assert report.rstrip().endswith(f"stopped; `penstock run {folder}` resumes")
     summary = json.loads((project.run_folder / "summary.json").read_text())
     assert balanced(summary)
     assert summary["outstanding"] > 0

@@ -7,18 +7,18 @@ import subprocess
 import sys
 import time
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from tests.e2e.harness import Project, balanced, environment, stop, summary_of
+from tests.pages import ROOT, blocks_of
 from workers.cli import penstock
 from workers.settings.settings import sections
 from workers.settings.toml_file import parse_settings
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
 REWARDS = """
 import zlib
 
@@ -30,7 +30,7 @@ def exact(completions, answer, **columns):
 
 def blocks(language: str) -> list[str]:
     """Return the page's code blocks in `language`, in order."""
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return [block.text for block in blocks_of(ROOT / "README.md", language)]
 
 
 def commands() -> list[list[str]]:

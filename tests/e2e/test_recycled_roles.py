@@ -8,6 +8,12 @@ from tests.e2e.harness import balanced, summary_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
+OLD_WORKER = """
+from envs.call import abandoned_threads
+
+for _ in range(60):  # 4 more, and the worker is recycled
+    abandoned_threads.add()
+"""
 WORLDS = '''
 import asyncio
 import time
@@ -92,7 +98,9 @@ def log_lines(project, role, event):
 
 def test_a_worker_with_too_many_hung_threads_is_recycled_and_the_run_finishes(world):
     project = world("Hangs", call_timeout_s=0.5)
-    project.table["queue"] |= {"max_abandoned_threads": 4, "max_restarts": 0}  # a single crash fails the run
+    file = project.folder / "worlds.py"
+    file.write_text(OLD_WORKER + file.read_text())
+    project.table["queue"] |= {"max_restarts": 0}  # a single crash fails the run
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["fed"] == 10
     assert summary["completion_states"]["failed:env_reset"] == 8
@@ -101,7 +109,7 @@ def test_a_worker_with_too_many_hung_threads_is_recycled_and_the_run_finishes(wo
     assert balanced(summary)
     worn = log_lines(project, "rollout-0", "worker.recycle_requested")
     assert len(worn) in (1, 2)
-    assert all("4 threads hang" in line["why"] for line in worn)
+    assert all("64 threads hang" in line["why"] for line in worn)
     assert len(log_lines(project, "rollout-0", "role.started")) == 1 + len(worn)
     result = audited(project)
     assert (result["lost"], result["twice"]) == ([], [])

@@ -167,7 +167,7 @@ async def _sampled(url: str) -> int:
     """Return how many tokens the engine has sampled so far."""
     async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
         lines = (await response.text()).splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+    return next(int(float(line.split()[1])) for line in lines if line.startswith("vllm:generation_tokens_total"))
 
 
 async def _post(url: str) -> None:

@@ -63,10 +63,10 @@ def describe(
         "train": {"batch_size": 4, "save_every": 2},
         "pacing": {"max_staleness": 0},
         "queue": {"lease_s": 2.0, "max_restarts": 100, "max_attempts": 100},
-        "abort": {"max_invalid_fraction": 1.0, "stall_timeout_s": 60.0},
+        "abort": {"max_invalid_fraction": 1.0, "stall_timeout_s": 80.0},
     }
     if evaluate:
-        table["eval"] = {"path": str(folder / "held_out.jsonl"), "every": 2, "group_size": 4, "publish_wait_s": 40.0}
+        table["eval"] = {"path": str(folder / "held_out.jsonl"), "every": 2, "group_size": 4}
     for name, section in sections.items():
         table[name] = table.get(name, {}) | section
     return parse_settings(table)

@@ -1,6 +1,7 @@
 """Run the project's trainer with the witness of these runs as its learner: `trainer.py FILE --redis URL ...`."""
 
 import argparse
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,11 @@ if __name__ == "__main__":
 
 from tests.chaos import witness
 from workers.run.role_process import run_role
+from workers.settings import Abort
 from workers.train.worker import train
+
+WAIT_S = "TRAINER_WAIT_S"
+"""Environment variable: seconds for which the trainer waits for an evaluation without progress."""
 
 
 class Witness(witness.Witness):
@@ -26,6 +31,8 @@ def main() -> int:
     parser.add_argument("--redis", required=True)
     parser.add_argument("--engine", action="append", required=True)
     options = parser.parse_args()
+    if wait_s := os.environ.get(WAIT_S):
+        Abort.trainer_wait_s = float(wait_s)  # type: ignore[assignment,method-assign]
     with_witness = partial(train, make_learner=Witness)
     return run_role("train", options.file, (), options.redis, tuple(options.engine), with_witness)
 

@@ -1,22 +1,24 @@
 """A chaos run with every role a real process, behind one proxy to the engine and one to Redis."""
 
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-import msgspec
+from msgspec.structs import replace
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError
 from stream.operator.run_status import read_status
 from tests.chaos import project
 from tests.chaos.audit import Verdict, audit
+from tests.faults import patient_rollout
 from tests.faults.proxy import Plan, Proxy, address_of
 from workers.run import run_info as live
 from workers.run.progress_display import SilentDisplay
-from workers.run.role_specs import MakeRoleSpecs, RoleSpec
+from workers.run.role_specs import MakeRoleSpecs, RoleSpec, penstock_command
 from workers.run.run_folder import lock_folder, write_settings
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runtime import log_setup as logs
@@ -24,7 +26,6 @@ from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
 _REQUEST_TIMEOUT_S = 2.0
-_PLENTY = 1000
 
 
 @dataclass(kw_only=True)
@@ -72,14 +73,13 @@ class Journey:
 
 
 def begin(folder: Path, groups: int, *, redis: str = "", reconnect_s: float = 60.0) -> Settings:
-    """Write a project with a short request timeout and unlimited retries; `redis` is the URL of an existing server."""
+    """Write a project with a short request timeout; `redis` is the URL of an existing server."""
     settings = project.write_project(folder.resolve(), groups, seed=1)
-    replace = msgspec.structs.replace
     (settings.folder / "logs").mkdir(parents=True)
     return replace(
         settings,
         run=replace(settings.run, redis=redis),
-        engine=replace(settings.engine, request_timeout_s=_REQUEST_TIMEOUT_S, max_attempts=_PLENTY),
+        engine=replace(settings.engine, request_timeout_s=_REQUEST_TIMEOUT_S),
         queue=replace(settings.queue, reconnect_timeout_s=reconnect_s),
     )
 
@@ -89,13 +89,23 @@ def again(folder: Path) -> Settings:
     return load_settings(folder / "run" / "run.toml")
 
 
+def patient_roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
+    """Return the roles of the chaos run with rollout workers that repeat a request until it succeeds."""
+    specs = project.roles(settings, file, redis, engines)
+    begin = (sys.executable, patient_rollout.__file__)
+    return [
+        replace(spec, command=(*begin, *spec.command[len(penstock_command()) :])) if spec.role == "rollout" else spec
+        for spec in specs
+    ]
+
+
 def travel(
     settings: Settings,
     *,
     on_engine: Plan | None = None,
     on_redis: Plan | None = None,
     during: Callable[[Journey], Awaitable[None]] | None = None,
-    roles: MakeRoleSpecs = project.roles,
+    roles: MakeRoleSpecs = patient_roles,
     limit_s: float,
 ) -> Journey:
     """Run to the end, with these fault plans for the connections.

@@ -190,16 +190,15 @@ async def test_junk_in_evaluation_streams_is_dead_lettered_and_not_counted(conne
     assert (view.dead, view.counts, (await read_evaluation_progress(connection)).unfinished) == (1, {}, len(PROMPTS))
 
 
-def settings(folder: Path, **section):
+def settings(folder: Path, wait_s: float):
     table = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}], "run": {"folder": str(folder)}}
-    return parse_settings(
-        table | {"eval": {"path": "held.jsonl", "every": 2, "group_size": 2, "publish_wait_s": 30.0} | section}
-    )
+    table |= {"abort": {"stall_timeout_s": 2 * wait_s}}
+    return parse_settings(table | {"eval": {"path": "held.jsonl", "every": 2, "group_size": 2}})
 
 
-async def made(tmp_path, trainer_lease, **section):
+async def made(tmp_path, trainer_lease, wait_s=30.0):
     """Make the trainer's evaluation objects, with the held-out prompts of these settings."""
-    its = settings(tmp_path, **section)
+    its = settings(tmp_path, wait_s)
     await replace_evaluation_prompts(
         trainer_lease.connection, PROMPTS, settings_digest=its.evaluation_digest, data_fingerprint="file"
     )
@@ -256,7 +255,7 @@ async def test_work_of_a_dead_worker_is_repeated_while_a_publication_waits(tmp_p
 
 
 async def test_a_stalled_evaluation_delays_nothing_and_its_rest_is_missing(tmp_path, connection, pipe, trainer_lease):
-    evaluating, book = await made(tmp_path, trainer_lease, publish_wait_s=0.2)
+    evaluating, book = await made(tmp_path, trainer_lease, wait_s=0.2)
     await evaluating.begin_if_due(4, 0)
     await sample(pipe, worker(connection), 3)
     await score(worker(connection, "eval:groups"), 3)
@@ -269,7 +268,7 @@ async def test_a_stalled_evaluation_delays_nothing_and_its_rest_is_missing(tmp_p
 
 
 async def test_without_a_feeder_the_evaluation_is_skipped(tmp_path, connection, trainer_lease):
-    evaluating, book = await made(tmp_path, trainer_lease, publish_wait_s=0.2)
+    evaluating, book = await made(tmp_path, trainer_lease, wait_s=0.2)
     await replace_evaluation_prompts(connection, PROMPTS, settings_digest="another life's", data_fingerprint="file")
     with anyio.fail_after(20):
         await evaluating.begin_if_due(4, 0)

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from envs.remote.judge import Judge
 from envs.rewards import RewardBatch, RewardFunction
+from stream.backoff import Backoff
 from stream.errors import ReferenceNotFoundError, RunFailedError
 from stream.validity import Measured, RewardReason
 from workers.runtime.http_server import listen
@@ -24,6 +25,7 @@ class Chat:
     def __init__(self, say) -> None:
         self.say = say
         self.asked, self.headers = [], []
+        self.answer_headers = {}
         self.under_way = self.most = 0
 
     async def complete(self, http: web.Request) -> web.Response:
@@ -37,7 +39,8 @@ class Chat:
         text = self.say(number, request)
         if isinstance(text, int):
             heard = http.headers.get("Authorization")
-            return web.Response(status=text, text=json.dumps({"error": {"message": f"status {text} for {heard}"}}))
+            body = json.dumps({"error": {"message": f"status {text} for {heard}"}})
+            return web.Response(status=text, text=body, headers=self.answer_headers)
         if isinstance(text, dict):
             return web.Response(text=json.dumps(text))
         return web.Response(text=json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}))
@@ -172,6 +175,17 @@ async def test_an_outage_is_retried_and_a_refusal_is_not():
         chat.say = lambda *_: 422
         await judge(["p"], ["c"])
         assert len(chat.asked) == 3
+
+
+@pytest.mark.parametrize(("named_s", "waited_s"), [("1", 1.0), ("600", 1.2)])
+async def test_a_rate_limited_server_is_asked_again_when_it_says_but_within_the_timeout(named_s, waited_s, monkeypatch):
+    monkeypatch.setattr("envs.remote.service_client.RETRY_BACKOFF", Backoff(0.001, 0.001))
+    async with judging(lambda number, _: "Score: 10" if number else 429, client={"timeout_s": 1.2}) as (chat, judge):
+        chat.answer_headers = {"Retry-After": named_s}
+        began = anyio.current_time()
+        assert await judge(["p"], ["c"]) == [Measured(1.0)]
+        assert anyio.current_time() - began >= waited_s
+    assert len(chat.asked) == 2
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,7 @@ def rewards_of(case: list[Completion], outside: float) -> tuple[Tensor, Tensor]:
 def test_shapings_equal_their_twins_and_omit_invalid_completions(
     name: str, case: list[Completion], junk: float
 ) -> None:
-    options = {"bias": -0.5, "scale": 3.0, "limit": 0.8, "max_length": 100, "tail": 30, "factor": 0.7}
+    options = {"limit": 0.8, "max_length": 100, "tail": 30, "factor": 0.7}
     options = {key: options[key] for key in REWARD_SHAPINGS[name].option_names}
     rewards, valid = rewards_of(case, junk)
     inputs = {

@@ -263,10 +263,6 @@ def pass_at_k(n: int, c: int, k: int) -> float | None:
     return float(1 - Fraction(math.comb(n - c, k), math.comb(n, k))) if n >= k else None
 
 
-def biased_scaled(reward: float, *, bias: float, scale: float) -> float:
-    return scale * reward + scale * bias
-
-
 def clipped(reward: float, *, limit: float) -> float:
     return math.copysign(min(abs(reward), limit), reward)
 
@@ -278,7 +274,6 @@ def overlong(reward: float, length: int, cut_short: bool, *, max_length: int, ta
 
 
 SHAPINGS: dict[str, Callable[..., float]] = {
-    "biased_scaled": lambda reward, _length, _cut, **options: biased_scaled(reward, **options),
     "clipped": lambda reward, _length, _cut, **options: clipped(reward, **options),
     "overlong": overlong,
 }

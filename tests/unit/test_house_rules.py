@@ -205,6 +205,18 @@ def test_no_retired_word_stands_in_a_message_or_on_a_page(retired):
     assert not found, "\n".join(found)
 
 
+def test_damaged_utf8_is_expected_wherever_json_is_decoded():
+    """msgspec raises UnicodeDecodeError for it, which is a ValueError as its DecodeError is, and not a DecodeError."""
+    narrow = re.compile(r"(except|suppress\().*\bmsgspec\.(DecodeError|MsgspecError)\b(?!.*ValueError)")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in product_files()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if narrow.search(line)
+    ]
+    assert found == []
+
+
 def test_every_log_event_is_in_the_reference():
     page = (ROOT / "docs" / "log-events.md").read_text()
     events = {call.event for call in runpy.run_path(str(ROOT / "docs" / "log_events_page.py"))["log_calls"]()}
