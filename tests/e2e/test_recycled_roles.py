@@ -100,7 +100,6 @@ def test_a_worker_with_too_many_hung_threads_is_recycled_and_the_run_finishes(wo
     project = world("Hangs", call_timeout_s=0.5)
     file = project.folder / "worlds.py"
     file.write_text(OLD_WORKER + file.read_text())
-    project.table["queue"] |= {"max_restarts": 0}  # a single crash fails the run
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert summary["fed"] == 10
     assert summary["completion_states"]["failed:env_reset"] == 8
@@ -110,7 +109,7 @@ def test_a_worker_with_too_many_hung_threads_is_recycled_and_the_run_finishes(wo
     worn = log_lines(project, "rollout-0", "worker.recycle_requested")
     assert len(worn) in (1, 2)
     assert all("64 threads hang" in line["why"] for line in worn)
-    assert len(log_lines(project, "rollout-0", "role.started")) == 1 + len(worn)
+    assert len(log_lines(project, "rollout-0", "role.started")) == 1 + len(worn)  # and it never crashed
     result = audited(project)
     assert (result["lost"], result["twice"]) == ([], [])
 

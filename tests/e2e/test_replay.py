@@ -121,7 +121,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 def killable(project, prompts: int, **table) -> None:
     project.prompts(prompts)
     project.table |= {"archive": {"keep": "all"}, **table}
-    project.table["queue"] |= {"max_restarts": 100}
 
 
 @pytest.mark.full

@@ -62,7 +62,7 @@ def describe(
         "rollout": {"workers": 2, "groups_in_flight": 4, "group_size": 3, "max_tokens": 200, "max_tokens_per_turn": 80},
         "train": {"batch_size": 4, "save_every": 2},
         "pacing": {"max_staleness": 0},
-        "queue": {"lease_s": 2.0, "max_restarts": 100, "max_attempts": 100},
+        "queue": {"lease_s": 2.0, "max_attempts": 100},
         "abort": {"max_invalid_fraction": 1.0, "stall_timeout_s": 80.0},
     }
     if evaluate:

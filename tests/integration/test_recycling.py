@@ -53,9 +53,10 @@ def make_pipeline(tmp_path, run_name, redis_url):
 
 async def test_a_recycled_worker_is_restarted_and_does_not_count_as_a_crash(make_pipeline, monkeypatch):
     monkeypatch.setattr(restart_policy, "QUICK_EXIT_S", 0.0)
+    monkeypatch.setattr(restart_policy, "MAX_RESTARTS", 1)
     worn = f"if len(lives('rollout')) < 5: print('worn out'); sys.exit({int(ExitCode.RECYCLE)})\nstay()"
     train = "until(lambda: len(lives('rollout')) == 5);" + FINISH
-    outcome = await make_pipeline({"rollout": worn, "train": train}, max_restarts=1).run()
+    outcome = await make_pipeline({"rollout": worn, "train": train}).run()
     assert outcome.failure is None
 
 

@@ -145,7 +145,7 @@ def settings_in(folder: Path, run: str, redis: str, engine: dict, queue: dict) -
             "data": {"path": "prompts.jsonl"},
             "rewards": [{"ref": "module:function"}],
             "engine": engine,
-            "queue": {"lease_s": 1.5, "shutdown_timeout_s": 5.0, "max_restarts": 3} | queue,
+            "queue": {"lease_s": 1.5, "shutdown_timeout_s": 5.0} | queue,
             "abort": abort,
         }
     )
@@ -250,19 +250,19 @@ async def test_a_crash_loop_fails_the_run_with_the_roles_last_error(make_pipelin
 
 
 async def test_a_role_that_crashes_too_often_fails_the_run(make_pipeline):
-    pipeline = make_pipeline({"rollout": "os.kill(os.getpid(), signal.SIGSEGV)"}, max_restarts=4)
+    pipeline = make_pipeline({"rollout": "os.kill(os.getpid(), signal.SIGSEGV)"})
     outcome = await pipeline.run()
-    assert "rollout-0 was killed by SIGSEGV, and it was restarted 4 times" in str(outcome.failure)
-    assert len(pipeline.lives("rollout")) == 5
+    assert "rollout-0 was killed by SIGSEGV, and it was restarted 5 times" in str(outcome.failure)
+    assert len(pipeline.lives("rollout")) == 6
 
 
 def test_kills_from_outside_are_not_counted_as_restarts(monkeypatch):
-    policy = RestartPolicy(Queue(max_restarts=2))
+    policy = RestartPolicy(Queue())
     for _ in range(20):
         decision = policy.decide(-9, 1.0, now=0.0, killed_from_outside=True)
         assert isinstance(decision, Restart)
         assert decision.delay_s < 10
-    assert [type(policy.decide(-11, 1.0, now=0.0)) for _ in range(3)] == [Restart, Restart, GiveUp]
+    assert [type(policy.decide(-11, 1.0, now=0.0)) for _ in range(6)] == [*[Restart] * 5, GiveUp]
     assert was_killed_from_outside(-9, count_oom_kills())
     assert not was_killed_from_outside(-11, count_oom_kills())
     assert not was_killed_from_outside(-9, count_oom_kills() - 1)  # the kernel killed a process meanwhile

@@ -19,7 +19,7 @@ from workers.run.progress_display import (
     render_table,
     sparkline,
 )
-from workers.run.restart_policy import GiveUp, Restart, RestartPolicy
+from workers.run.restart_policy import MAX_RESTARTS, GiveUp, Restart, RestartPolicy
 from workers.run.stall_detector import StallDetector
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Queue
@@ -176,22 +176,23 @@ def test_the_longest_sparkline_fits_80_columns():
 
 
 def test_a_process_is_restarted_within_its_budget_which_refills_after_the_window():
-    restarts = RestartPolicy(Queue(max_restarts=2, lease_s=30.0))
+    restarts = RestartPolicy(Queue(lease_s=30.0))
     assert 0.5 <= restarts.decide(-9, 100, now=0).delay_s <= 1.0
     assert 1.0 <= restarts.decide(-9, 100, now=1).delay_s <= 2.0
-    assert "restarted 2 times within 10 minutes" in restarts.decide(-9, 100, now=2).reason
+    assert all(isinstance(restarts.decide(-9, 100, now=2), Restart) for _ in range(3))
+    assert "restarted 5 times within 10 minutes" in restarts.decide(-9, 100, now=3).reason
     assert isinstance(restarts.decide(-9, 100, now=601), Restart)
 
 
 def test_three_quick_exits_in_a_row_are_a_crash_loop():
-    restarts = RestartPolicy(Queue(max_restarts=50))
+    restarts = RestartPolicy(Queue())
     for lived_s in (1, 1, 60, 1, 1):
         assert isinstance(restarts.decide(1, lived_s, now=0), Restart)
     assert "3 times in a row" in restarts.decide(1, 1, now=0).reason
 
 
 def test_kills_are_not_a_crash_loop():
-    restarts = RestartPolicy(Queue(max_restarts=5))
+    restarts = RestartPolicy(Queue())
     assert all(isinstance(restarts.decide(-9, 0.1, now=0), Restart) for _ in range(5))
 
 
@@ -201,9 +202,10 @@ def test_a_process_with_a_permanent_error_is_not_restarted(code):
 
 
 def test_recycling_does_not_use_the_restart_budget():
-    policy = RestartPolicy(Queue(max_restarts=1))
-    assert all(policy.decide(ExitCode.RECYCLE, 100, now=0) == Restart(0.0) for _ in range(5))
-    assert isinstance(policy.decide(1, 100, now=0), Restart)
+    policy = RestartPolicy(Queue())
+    assert all(policy.decide(ExitCode.RECYCLE, 100, now=0) == Restart(0.0) for _ in range(2 * MAX_RESTARTS))
+    assert all(isinstance(policy.decide(1, 100, now=0), Restart) for _ in range(MAX_RESTARTS))
+    assert isinstance(policy.decide(1, 100, now=0), GiveUp)
 
 
 def test_a_stall_is_detected_only_if_no_work_ends_while_there_is_some():

@@ -132,7 +132,7 @@ def test_settings_that_define_another_run_are_named(changed, key):
         {"run": {"threads": 2}, "train": {"max_steps": 9, "learning_rate": 1e-3}},
         {"rollout": {"workers": 4}},
         {"data": {"path": "d", "max_queued_prompts": 9}},
-        {"queue": {"max_restarts": 1}},
+        {"queue": {"max_attempts": 9}},
         {"run": {"redis": "redis://elsewhere"}},
     ],
 )

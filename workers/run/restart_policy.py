@@ -13,6 +13,8 @@ from stream.backoff import Backoff
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Queue
 
+MAX_RESTARTS: Final = 5
+"""Restarts of one process within `RESTART_WINDOW_S`, not counting kills from outside."""
 RESTART_WINDOW_S: Final = 600.0
 QUICK_EXIT_S = 10.0
 MAX_QUICK_EXITS: Final = 3
@@ -41,11 +43,10 @@ class RestartPolicy:
     """Counts the restarts of one process.
 
     Args:
-        queue: settings with the number of restarts allowed within `RESTART_WINDOW_S`, and the first delay.
+        queue: settings with the delay before the first restart.
     """
 
     def __init__(self, queue: Queue) -> None:
-        self._limit = queue.max_restarts
         self._backoff = Backoff(queue.retry_delay_s, queue.retry_delay_s * _MAX_BACKOFF)
         self._recent: deque[float] = deque()
         self._quick_exits = 0
@@ -77,9 +78,9 @@ class RestartPolicy:
             return Restart(self._backoff.delay_s(min(self._quick_kills, _MAX_KILL_BACKOFF)))
         while self._recent and now - self._recent[0] > RESTART_WINDOW_S:
             self._recent.popleft()
-        if len(self._recent) >= self._limit:
+        if len(self._recent) >= MAX_RESTARTS:
             minutes = RESTART_WINDOW_S / 60
-            return GiveUp(f"it was restarted {self._limit} times within {minutes:g} minutes (queue.max_restarts)")
+            return GiveUp(f"it was restarted {MAX_RESTARTS} times within {minutes:g} minutes")
         self._recent.append(now)
         return Restart(self._backoff.delay_s(len(self._recent)))
 

@@ -172,7 +172,7 @@ processes: Final = Gauge(
 )
 process_restarts: Final = Counter(
     "penstock_process_restarts_total",
-    "Restarts of a role's processes after a failure; they count towards queue.max_restarts.",
+    "Restarts of a role's processes after a failure; one more than five within ten minutes ends the run.",
     ("role",),
     registry=SUPERVISOR,
 )

@@ -125,8 +125,6 @@ class Queue(Section, frozen=True):
     """Time for a stopping worker to finish or release what it holds."""
     max_memory_mb: NonNegativeInt = 0
     """Resident memory in MiB at which a rollout worker or scorer drains and is restarted; 0: no limit."""
-    max_restarts: NonNegativeInt = 5
-    """Restarts of one role by `penstock run` within ten minutes; kills from outside are not counted."""
     fsync: Literal["always", "everysec"] = "everysec"
     """`appendfsync` of the private server."""
 
