@@ -155,6 +155,7 @@ def measure_demo(seed: int, max_staleness: int, arguments: argparse.Namespace) -
             run=replace(settings.run, dashboard="off"),
             pacing=replace(settings.pacing, max_staleness=max_staleness),
             filter=replace(settings.filter, zero_variance=False),
+            train=replace(settings.train, learning_rate=arguments.learning_rate),
         )
         engine = engine_with("paced-engine", "--seconds", str(arguments.decode_ms / 1000))
         metrics = run(settings, roles_with("paced-trainer", arguments.step_seconds), engine)
@@ -296,6 +297,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24, help="steps that the demo's prompts suffice for")
     parser.add_argument("--decode-ms", type=float, default=32.0)
     parser.add_argument("--max-staleness", type=int, default=2)
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of both runs; the demo's own is 3e-4")
     parser.add_argument("--step-seconds", type=float, default=3.4)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--check", action="store_true")

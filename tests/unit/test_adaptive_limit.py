@@ -5,7 +5,13 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.rollout.engine_client.adaptive_limit import DECREASE, INCREASE, OVERLOADED_POLLS, AdaptiveLimit
+from workers.rollout.engine_client.adaptive_limit import (
+    DECREASE,
+    INCREASE,
+    OVERLOADED_POLLS,
+    QUEUE_FRACTION,
+    AdaptiveLimit,
+)
 from workers.rollout.engine_client.engine_metrics import EngineMetrics, parse_metrics
 
 LEAST, MOST = 8, 512
@@ -16,24 +22,47 @@ def signals(waiting=0.0, running=64.0, kv_use=0.3, preemptions=0.0, tokens: floa
     return EngineMetrics(waiting, running, kv_use, preemptions, tokens)
 
 
-def after(state: AdaptiveLimit, *looks: EngineMetrics, ours: int | None = None, queueing: bool = True) -> AdaptiveLimit:
+def after(
+    state: AdaptiveLimit, *looks: EngineMetrics, ours: int | None = None, queueing: bool = True, only: bool = False
+) -> AdaptiveLimit:
     for look in looks:
         given_out = state.limit if ours is None else ours
-        state = state.updated(look, in_flight=given_out, has_waiting=queueing, minimum=LEAST, maximum=MOST)
+        state = state.updated(
+            look, in_flight=given_out, has_waiting=queueing, is_only=only, minimum=LEAST, maximum=MOST
+        )
     return state
 
 
 def test_the_limit_rises_while_requests_wait_here_and_none_at_the_engine():
-    assert after(AdaptiveLimit(64), signals(), signals()).limit == 64 + 2 * INCREASE
+    assert after(AdaptiveLimit(64), signals(), signals()).limit == 4 * 64
     assert after(AdaptiveLimit(64), signals(), queueing=False).limit == 64
     assert after(AdaptiveLimit(64), signals(), ours=60).limit == 64
+
+
+def test_the_limit_rises_as_far_as_there_is_memory_for():
+    assert after(AdaptiveLimit(64), signals(kv_use=0.6)).limit == 64 + 32
+    assert after(AdaptiveLimit(64), signals(kv_use=0.89)).limit == 64 + INCREASE
+    assert after(AdaptiveLimit(64), signals(kv_use=0.91)).limit == 64
+    assert after(AdaptiveLimit(64), signals(kv_use=0.0)).limit == 2 * 64
 
 
 def test_one_poll_of_a_queue_changes_nothing_and_a_lasting_queue_lowers_the_limit():
     queue = signals(waiting=30)
     assert after(AdaptiveLimit(64), queue).limit == 64
     assert after(AdaptiveLimit(64), queue, signals(), queue, ours=10).limit == 64
-    assert after(AdaptiveLimit(64), *[queue] * OVERLOADED_POLLS).limit == int(64 * DECREASE)
+    assert after(AdaptiveLimit(64), *[queue] * OVERLOADED_POLLS).limit == math.ceil(64 * DECREASE)
+
+
+def test_a_queue_never_lowers_the_limit_below_what_the_engine_works_on():
+    """Bursts of requests that end together: there is a queue again and again, and the engine can do all of them."""
+    assert after(AdaptiveLimit(150), *[signals(waiting=22, running=128)] * 20, ours=150).limit == 141
+    assert after(AdaptiveLimit(141), *[signals(waiting=13, running=128)] * 20).limit == 141
+
+
+def test_an_only_engine_may_have_as_many_waiting_as_it_works_on():
+    """Held back here they would be served no sooner, and each worker's share of what runs changes with every batch."""
+    assert after(AdaptiveLimit(256), *[signals(waiting=128, running=128)] * 20, only=True).limit == 256
+    assert after(AdaptiveLimit(300), *[signals(waiting=172, running=128)] * 20, ours=300, only=True).limit == 256
 
 
 def test_a_short_queue_keeps_the_engine_busy_and_changes_nothing():
@@ -41,13 +70,14 @@ def test_a_short_queue_keeps_the_engine_busy_and_changes_nothing():
 
 
 def test_a_full_cache_and_preemptions_lower_the_limit():
-    assert after(AdaptiveLimit(64), *[signals(kv_use=0.97)] * OVERLOADED_POLLS).limit == int(64 * DECREASE)
-    assert after(AdaptiveLimit(64), signals(), signals(preemptions=3), ours=60).limit == int(60 * DECREASE)
+    assert after(AdaptiveLimit(64), *[signals(kv_use=0.97)] * OVERLOADED_POLLS).limit == math.ceil(64 * DECREASE)
+    assert after(AdaptiveLimit(64), signals(), signals(preemptions=3), ours=60).limit == math.ceil(60 * DECREASE)
     assert after(AdaptiveLimit(64), *[signals(kv_use=0.92)] * 5).limit == 64
 
 
 def test_a_decrease_starts_from_the_requests_in_flight_not_from_the_limit():
-    assert after(AdaptiveLimit(MOST), *[signals(waiting=40)] * OVERLOADED_POLLS, ours=50).limit == int(50 * DECREASE)
+    queue = [signals(waiting=40)] * OVERLOADED_POLLS
+    assert after(AdaptiveLimit(MOST), *queue, ours=50).limit == math.ceil(50 * DECREASE)
 
 
 def test_a_decrease_is_judged_after_the_load_has_fallen():
@@ -58,7 +88,7 @@ def test_a_decrease_is_judged_after_the_load_has_fallen():
 def test_an_engine_without_progress_changes_nothing():
     """The queue of an engine that is paused for new weights grows without an overload."""
     paused = [signals(waiting=200, tokens=1000.0)] * 20
-    assert after(AdaptiveLimit(64), signals(tokens=1000.0), *paused).limit == 64 + INCREASE
+    assert after(AdaptiveLimit(64), signals(tokens=1000.0), *paused).limit == 2 * 64
 
 
 @given(
@@ -84,8 +114,8 @@ def test_several_workers_fill_an_engine_without_a_long_queue(workers, capacity):
         queue.append((waiting, running))
     settled = queue[200:]
     most, least = max(w for w, _ in settled), min(r for _, r in settled)
-    assert least >= min(0.6 * capacity, workers * MOST)
-    assert most <= 0.25 * capacity + (OVERLOADED_POLLS + 1) * INCREASE * workers + LEAST * workers
+    assert least == min(capacity, workers * MOST)
+    assert most <= QUEUE_FRACTION * capacity + LEAST * workers
 
 
 VLLM = """\

@@ -1,9 +1,12 @@
-"""How many requests one engine gets at a time: additive increase, multiplicative decrease, driven by its own metrics.
+"""How many requests one engine gets at a time, driven by its own metrics.
 
-Several workers use the same engine, and each counts only its own requests. Each decreases in proportion to its own
-requests, and increases only while it has more requests to send.
+A queue at the engine lowers the limit, but never below what the engine works on: an engine that has room is never the
+reason to hold requests back. Memory that runs short lowers it further. Without a queue the limit doubles as long as
+there is memory for that. Several workers use the same engine, and each counts only its own requests: each decreases in
+proportion to these, and increases only while it has more requests to send.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,12 +17,16 @@ MIN_CONCURRENCY: Final = 8
 MAX_CONCURRENCY: Final = 512
 """Requests that a rollout worker may have at one engine at most."""
 INCREASE: Final = 8
-"""Requests added to the limit after one poll."""
+"""Fewest requests added to the limit after a poll that found room."""
 DECREASE: Final = 0.8
+"""Least part of the requests in flight that the limit still allows after a decrease."""
 OVERLOADED_POLLS: Final = 2
 """Consecutive overloaded polls that lower the limit: a request that has just arrived also waits for a moment."""
-_QUEUE_FRACTION: Final = 0.1
+QUEUE_FRACTION: Final = 0.1
 """Waiting requests allowed per running request; they keep the engine busy between two polls."""
+ONLY_QUEUE_FRACTION: Final = 1.0
+"""The same for a client's only engine: requests held back here would be served no sooner. Not unlimited, since they
+wait within the time limit of their request there."""
 _KV_FULL, _KV_FREE = 0.95, 0.9
 """KV cache usage above which the limit falls, and below which it may rise."""
 
@@ -34,7 +41,7 @@ class AdaptiveLimit:
     last_metrics: EngineMetrics | None = None
 
     def updated(
-        self, metrics: EngineMetrics, *, in_flight: int, has_waiting: bool, minimum: int, maximum: int
+        self, metrics: EngineMetrics, *, in_flight: int, has_waiting: bool, is_only: bool, minimum: int, maximum: int
     ) -> "AdaptiveLimit":
         """Return the limit after another poll.
 
@@ -42,24 +49,40 @@ class AdaptiveLimit:
             metrics: what the engine reports.
             in_flight: requests of this client that the engine works on.
             has_waiting: other requests of this client could go to the engine.
+            is_only: the client has no other engine for them.
             minimum: lowest limit.
             maximum: highest limit.
         """
         if self._made_no_progress(metrics):
             return replace(self, last_metrics=metrics)
-        overloaded = metrics.waiting > max(1.0, _QUEUE_FRACTION * metrics.running) or metrics.kv_cache_usage > _KV_FULL
+        queue_fraction = ONLY_QUEUE_FRACTION if is_only else QUEUE_FRACTION
+        memory_short = metrics.kv_cache_usage > _KV_FULL
+        overloaded = memory_short or metrics.waiting > max(1.0, queue_fraction * metrics.running)
         preempted = self.last_metrics is not None and metrics.preemptions > self.last_metrics.preemptions
         polls = self.overloaded_polls + 1 if overloaded else 0
         if preempted or polls >= OVERLOADED_POLLS:
-            # Until no more requests are in flight than the limit allows, the metrics cannot judge that limit.
-            limit = self.limit if in_flight > self.limit else max(minimum, int(DECREASE * in_flight))
-            return AdaptiveLimit(limit, 0, metrics)
-        underloaded = not overloaded and metrics.waiting == 0 and metrics.kv_cache_usage < _KV_FREE
-        increase = INCREASE if underloaded and has_waiting and in_flight >= self.limit else 0
-        return AdaptiveLimit(min(maximum, self.limit + increase), polls, metrics)
+            if in_flight > self.limit:  # until no more are in flight than allowed, the metrics cannot judge that limit
+                return AdaptiveLimit(self.limit, 0, metrics)
+            kept = (
+                DECREASE if preempted or memory_short else max(DECREASE, _part_without_queue(metrics, queue_fraction))
+            )
+            return AdaptiveLimit(max(minimum, math.ceil(kept * in_flight)), 0, metrics)
+        has_room = not overloaded and metrics.waiting == 0 and metrics.kv_cache_usage < _KV_FREE
+        grows = has_room and has_waiting and in_flight >= self.limit
+        return AdaptiveLimit(min(maximum, self.limit + (self._increase(metrics) if grows else 0)), polls, metrics)
+
+    def _increase(self, metrics: EngineMetrics) -> int:
+        """Return how many more requests an engine with room gets: as many again, or as the free memory is for."""
+        room = min(1.0, (_KV_FREE - metrics.kv_cache_usage) / max(metrics.kv_cache_usage, 0.01))
+        return max(INCREASE, int(room * self.limit))
 
     def _made_no_progress(self, metrics: EngineMetrics) -> bool:
         """The engine has requests but processed no token since the last poll; it may be paused for new weights."""
         if self.last_metrics is None or metrics.tokens is None or self.last_metrics.tokens is None:
             return False
         return metrics.tokens == self.last_metrics.tokens and metrics.running + metrics.waiting > 0
+
+
+def _part_without_queue(metrics: EngineMetrics, queue_fraction: float) -> float:
+    """Return the part of an engine's requests that it works on, or may have waiting."""
+    return (1 + queue_fraction) * metrics.running / (metrics.running + metrics.waiting)

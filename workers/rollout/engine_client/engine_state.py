@@ -118,17 +118,19 @@ class EngineState:
         """Send requests again."""
         self.refuses = False
 
-    def update_limit(self, metrics: EngineMetrics, *, has_waiting: bool) -> None:
+    def update_limit(self, metrics: EngineMetrics, *, has_waiting: bool, is_only: bool) -> None:
         """Adapt the limit to the engine's metrics.
 
         Args:
             metrics: what the engine reports.
             has_waiting: whether a request that this engine could serve waits in this client.
+            is_only: whether the client has no other engine for it.
         """
         self._limit = self._limit.updated(
             metrics,
             in_flight=self.load,
             has_waiting=has_waiting,
+            is_only=is_only,
             minimum=self._min_requests,
             maximum=self._max_requests,
         )

@@ -29,6 +29,7 @@ from workers.rollout.engine_client.engine_metrics import parse_metrics
 from workers.rollout.engine_client.engine_state import EngineState, VersionQuery
 from workers.rollout.engine_client.probe import EngineProbe
 from workers.rollout.engine_client.router import Router
+from workers.rollout.engine_client.sampled_turn import UNVERSIONED
 from workers.rollout.engine_client.sampled_turn import IncompatibleEngineError, version_from_name
 
 log = structlog.get_logger()
@@ -224,7 +225,8 @@ class HealthMonitor:
             unanswered = 0
             metrics = parse_metrics(payload.decode(errors="replace")) if status == 200 else None
             if metrics is not None:
-                engine.update_limit(metrics, has_waiting=self._router.has_waiting_for(engine))
+                is_only = not self._router.has_alternative(engine, UNVERSIONED)
+                engine.update_limit(metrics, has_waiting=self._router.has_waiting_for(engine), is_only=is_only)
                 self._router.dispatch()
             elif path == "/metrics" and status < HTTPStatus.INTERNAL_SERVER_ERROR:
                 path = "/health"
