@@ -55,17 +55,16 @@ class AdaptiveLimit:
         """
         if self._made_no_progress(metrics):
             return replace(self, last_metrics=metrics)
-        queue_fraction = ONLY_QUEUE_FRACTION if is_only else QUEUE_FRACTION
+        capacity = (1 + (ONLY_QUEUE_FRACTION if is_only else QUEUE_FRACTION)) * metrics.running
+        total = metrics.running + metrics.waiting
         memory_short = metrics.kv_cache_usage > _KV_FULL
-        overloaded = memory_short or metrics.waiting > max(1.0, queue_fraction * metrics.running)
+        overloaded = memory_short or total > max(metrics.running + 1, capacity)
         preempted = self.last_metrics is not None and metrics.preemptions > self.last_metrics.preemptions
         polls = self.overloaded_polls + 1 if overloaded else 0
         if preempted or polls >= OVERLOADED_POLLS:
-            if in_flight > self.limit:  # until no more are in flight than allowed, the metrics cannot judge that limit
+            if in_flight > self.limit:  # the metrics cannot judge a limit that the load has not fallen to yet
                 return AdaptiveLimit(self.limit, 0, metrics)
-            kept = (
-                DECREASE if preempted or memory_short else max(DECREASE, _part_without_queue(metrics, queue_fraction))
-            )
+            kept = DECREASE if preempted or memory_short else max(DECREASE, capacity / total)
             return AdaptiveLimit(max(minimum, math.ceil(kept * in_flight)), 0, metrics)
         has_room = not overloaded and metrics.waiting == 0 and metrics.kv_cache_usage < _KV_FREE
         grows = has_room and has_waiting and in_flight >= self.limit
@@ -81,8 +80,3 @@ class AdaptiveLimit:
         if self.last_metrics is None or metrics.tokens is None or self.last_metrics.tokens is None:
             return False
         return metrics.tokens == self.last_metrics.tokens and metrics.running + metrics.waiting > 0
-
-
-def _part_without_queue(metrics: EngineMetrics, queue_fraction: float) -> float:
-    """Return the part of an engine's requests that it works on, or may have waiting."""
-    return (1 + queue_fraction) * metrics.running / (metrics.running + metrics.waiting)

@@ -29,8 +29,7 @@ from workers.rollout.engine_client.engine_metrics import parse_metrics
 from workers.rollout.engine_client.engine_state import EngineState, VersionQuery
 from workers.rollout.engine_client.probe import EngineProbe
 from workers.rollout.engine_client.router import Router
-from workers.rollout.engine_client.sampled_turn import UNVERSIONED
-from workers.rollout.engine_client.sampled_turn import IncompatibleEngineError, version_from_name
+from workers.rollout.engine_client.sampled_turn import UNVERSIONED, IncompatibleEngineError, version_from_name
 
 log = structlog.get_logger()
 
