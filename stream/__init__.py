@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from stream.server_process import private_server
     from stream.trainer.archive import Archive, ArchivedGroups
     from stream.trainer.consume import consume, open_consumer, open_trainer_lease
-    from stream.trainer.consumer import Consumer, DroppedGroup, LeasedGroup
+    from stream.trainer.consumer import Consumer
     from stream.trainer.lease import EndedGroup, TrainerLease
+    from stream.trainer.leased_group import DroppedGroup, LeasedGroup
     from stream.trainer.ledger import Ledger
     from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, Trained
     from stream.trainer.resume_point import ResumePoint
@@ -93,7 +94,8 @@ _NAMES = {
     "stream.server_process": ("private_server",),
     "stream.trainer.archive": ("Archive", "ArchivedGroups"),
     "stream.trainer.consume": ("consume", "open_consumer", "open_trainer_lease"),
-    "stream.trainer.consumer": ("Consumer", "DroppedGroup", "LeasedGroup"),
+    "stream.trainer.consumer": ("Consumer",),
+    "stream.trainer.leased_group": ("DroppedGroup", "LeasedGroup"),
     "stream.trainer.lease": ("EndedGroup", "TrainerLease"),
     "stream.trainer.ledger": ("Ledger",),
     "stream.trainer.outcomes": ("AlreadyEnded", "Dropped", "Duplicate", "Trained"),

@@ -24,9 +24,10 @@ from stream.logger import log
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group
 from stream.trainer.archive import Archive
-from stream.trainer.consumer import Checked, Consumer, DroppedGroup
+from stream.trainer.consumer import Consumer
 from stream.trainer.folder_lock import RunFolderLock, last_token
 from stream.trainer.lease import TrainerLease
+from stream.trainer.leased_group import Checked, DroppedGroup
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerEvent, read_events
 from stream.trainer.outcomes import Dropped

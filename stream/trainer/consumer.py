@@ -19,10 +19,9 @@ thread. `stream.trainer.consume` opens a consumer.
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import anyio
-from msgspec import Struct
 from msgspec.structs import replace
 
 from stream.cancellation import cancel_on
@@ -34,30 +33,11 @@ from stream.queue.stage import Claim, Stage
 from stream.records import Group, TrainedCompletion
 from stream.trainer.archive import Archive
 from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.trainer.leased_group import Checked, DroppedGroup, LeasedGroup
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord, content_hash
 from stream.trainer.outcomes import OPERATOR, AlreadyEnded, Dropped, Duplicate, LedgerOutcome, Trained
 from stream.trainer.resume_point import ResumePoint
-
-Checked = TypeVar("Checked")
-
-
-class LeasedGroup(Struct, Generic[Checked], frozen=True, eq=False):
-    """A group that this trainer has leased and has not ended."""
-
-    lease: Lease
-    group: Group
-    checked: Checked
-    """What the consumer's `check` returned; the group itself without `check`."""
-
-
-class DroppedGroup(Struct, frozen=True):
-    """What a consumer's `check` returns to end a group without training, and to have the reasons archived."""
-
-    reason: str
-    """Of the group's outcome."""
-    completions: Sequence[TrainedCompletion] = ()
-    """Of each completion that is not greedy: why it bears no loss."""
 
 
 class Consumer(Generic[Checked]):

@@ -15,7 +15,7 @@ from stream.codec import encode
 from stream.errors import DataError, NewerSchemaError, RecordError
 from stream.queue.lease import Lease
 from stream.records import Group, Span
-from stream.trainer.consumer import DroppedGroup
+from stream.trainer.leased_group import DroppedGroup
 from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import Dropped
 from tests.chaos.project import END, write_project

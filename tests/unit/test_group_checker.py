@@ -6,7 +6,7 @@ import pytest
 
 from stream.errors import RecordError, RunFailedError
 from stream.records import Completion, Failure, Group, Prompt, RewardPart
-from stream.trainer.consumer import DroppedGroup
+from stream.trainer.leased_group import DroppedGroup
 from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 from workers.settings.toml_file import parse_settings

@@ -21,7 +21,7 @@ from anyio.abc import TaskGroup
 
 from stream.errors import RunFailedError
 from stream.records import Group
-from stream.trainer.consumer import LeasedGroup
+from stream.trainer.leased_group import LeasedGroup
 from stream.trainer.resume_point import ResumePoint
 from stream.validity import DropReason
 from workers.runtime.metrics import count_publication

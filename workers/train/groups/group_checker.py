@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from stream.records import Group, TrainedCompletion
-from stream.trainer.consumer import DroppedGroup
+from stream.trainer.leased_group import DroppedGroup
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.groups.failure_causes import failure_causes
