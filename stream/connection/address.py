@@ -11,7 +11,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from stream.connection.url import redact_url
+from stream.connection.url import misread_part, redact_url
 from stream.errors import ServerError
 
 _MAX_CONNECTIONS = 1000
@@ -41,13 +41,19 @@ class RedisAddress:
             options: dict[str, Any] = dict(parse_url(url))
         except ValueError as error:  # its text may hold a part of a password
             raise ServerError(f"{self.display_url} is not a Redis URL: {_url_hint(url)}") from error
-        self._options = options | {
-            "retry": Retry(NoBackoff(), 0),
-            "socket_timeout": None,  # `RunConnection` limits the time of each call
-            "protocol": 2,
-            "decode_responses": False,
-            "driver_info": None,  # otherwise every connection reads the library's version from the disk
-        }
+        if why := misread_part(url):
+            raise ServerError(f"{self.display_url} is not a Redis URL: {why}")
+        self._options = (
+            {"max_connections": _MAX_CONNECTIONS}
+            | options
+            | {
+                "retry": Retry(NoBackoff(), 0),
+                "socket_timeout": None,  # `RunConnection` limits the time of each call
+                "protocol": 2,
+                "decode_responses": False,
+                "driver_info": None,  # otherwise every connection reads the library's version from the disk
+            }
+        )
         self._tls = urlsplit(url).scheme == "rediss"
 
     async def prepare(self) -> None:
@@ -81,7 +87,7 @@ class RedisAddress:
             options |= {"host": host_port[0], "port": host_port[1]}
             if "path" in self._options:  # a unix socket reaches one node only
                 del options["connection_class"]
-        return Redis.from_pool(ConnectionPool(max_connections=_MAX_CONNECTIONS, **options))
+        return Redis.from_pool(ConnectionPool(**options))
 
     @property
     def host_port(self) -> tuple[str, int] | None:

@@ -5,9 +5,10 @@ repeated with jittered back-off for up to `reconnect_s`; in a cluster the connec
 scripts are written so that a call whose reply was lost can be repeated.
 """
 
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar, cast
 
 import anyio
@@ -262,14 +263,30 @@ class RunConnection:
         """Find the node that has the run, and check its configuration.
 
         Raises:
-            ServerError: its version is too old, or it is configured to evict keys.
+            ServerError: its version is too old, it is configured to evict keys, or it refuses a command.
         """
         checked = None
-        while checked is not self.redis:  # the run may move meanwhile
-            checked = self.redis
-            if await _check_server(self):
-                await self._cluster.refresh()
-            await self.ignore_earlier_stops()
+        with self.explained_refusals():
+            while checked is not self.redis:  # the run may move meanwhile
+                checked = self.redis
+                if await _check_server(self):
+                    await self._cluster.refresh()
+                await self.ignore_earlier_stops()
+
+    @contextmanager
+    def explained_refusals(self) -> Iterator[None]:
+        """Turn an error that the server answers, and that nothing here expects, into one that names the server.
+
+        Raises:
+            ServerError: the server does not know a command, or another program uses the run's keys.
+        """
+        try:
+            yield
+        except ResponseError as error:
+            raise ServerError(
+                f"Redis at {self.display_url} refuses a command: {error}. Penstock needs all commands of Redis >= 7.0, "
+                f"and keys that begin with {key_prefix(self.run)} for itself"
+            ) from error
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -348,14 +365,15 @@ async def _check_server(connection: RunConnection) -> bool:
     if info.get("redis_mode") == "sentinel":
         raise ServerError(f"the server at {connection.display_url} is a Sentinel: {SENTINEL_HINT}")
     version = info.get("valkey_version") or info.get("redis_version")
-    if version is not None and tuple(int(part) for part in str(version).split(".")[:2]) < _MIN_VERSION:
+    numbers = re.match(r"(\d+)\.(\d+)", str(version))
+    if numbers and (int(numbers[1]), int(numbers[2])) < _MIN_VERSION:
         raise ServerError(f"the server's version is {version}; Penstock needs Redis >= 7.0 or Valkey")
     policy = info.get("maxmemory_policy")
     if policy not in {None, "noeviction"}:
         raise ServerError(f"the server's maxmemory-policy is {policy}: it would evict work; set it to noeviction")
     persistent, in_cluster = info.get("aof_enabled"), info.get("cluster_enabled")
     known = {
-        "redis_version": version,
+        "redis_version": numbers,
         "maxmemory_policy": policy,
         "aof_enabled": persistent,
         "cluster_enabled": in_cluster,

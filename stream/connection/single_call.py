@@ -16,7 +16,7 @@ import hiredis
 
 from stream.connection.keys import key_prefix
 from stream.connection.scripts import load_script
-from stream.connection.url import is_unambiguous
+from stream.connection.url import is_unambiguous, misread_part
 
 _TIMEOUT_S = 2.0
 """For connecting, and for all answers to one packet."""
@@ -34,7 +34,7 @@ def call_script_once(url: str, run: str, name: str, *args: str) -> Any | None:
         name: of the script. The answer may be lost, so it must be one that changes nothing.
         args: its arguments.
     """
-    parts = urlsplit(url) if is_unambiguous(url) else None
+    parts = urlsplit(url) if is_unambiguous(url) and not misread_part(url) else None
     if parts is None or parts.query or parts.scheme not in ("redis", "unix"):
         return None
     script = load_script(name)

@@ -27,6 +27,32 @@ def redact_url(url: str) -> str:
     return f"{scheme}://{parts.netloc.rpartition('@')[2]}{unquote(parts.path)}"
 
 
+def misread_part(url: str) -> str:
+    """Return what is wrong with a URL that redis-py would read in another way, or in part; empty: nothing.
+
+    The text shows no secret.
+    """
+    if "://" not in url:
+        return "write redis://HOST:PORT"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return ""  # redis-py refuses it
+    if parts.fragment:
+        return "leave out # and what follows; write %23 for # in a password"
+    if parts.scheme == "unix":
+        return "" if parts.path and not parts.hostname else "write unix:///FOLDER/FILE, with three slashes"
+    if port == 0:
+        return "0 is no port"
+    database = unquote(parts.path).strip("/")
+    if database and not (database.isascii() and database.isdigit()):
+        return (
+            "behind the host stands the number of a database, as in redis://HOST:PORT/0; write %2F for / in a password"
+        )
+    return ""
+
+
 def is_unambiguous(url: str) -> bool:
     """Return whether a password's position is certain; an unescaped / ? # in a password moves everything after it."""
     try:

@@ -195,3 +195,13 @@ async def test_a_field_that_info_does_not_have_is_unknown_and_is_logged(redis_ur
         async with connect(redis_url, run_name):
             pass
     assert [line["field"] for line in logs if line["event"] == "redis.setting_unknown"] == [missing]
+
+
+async def test_a_command_that_the_server_refuses_is_an_error_that_names_the_server(server, run_name):
+    async with connect(server.url, run_name, reconnect_s=1) as connection:
+        await connection.redis.set(connection.key("counts"), "of another program")
+        with (
+            pytest.raises(ServerError, match=rf"WRONGTYPE.*begin with {{{run_name}}}"),
+            connection.explained_refusals(),
+        ):
+            await read_status(connection)

@@ -3,6 +3,7 @@
 import pytest
 
 from stream.connection.address import RedisAddress
+from stream.connection.single_call import call_script_once
 from stream.connection.url import has_secret, redact_url
 from stream.errors import ServerError
 
@@ -92,3 +93,37 @@ async def test_a_missing_or_invalid_tls_file_is_an_error_that_names_the_options(
     for name in ("no.pem", "missing.pem"):
         with pytest.raises(ServerError, match=f"cannot be used.*{option}"):
             await RedisAddress(f"rediss://host?{option}={tmp_path / name}").prepare()
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("redis:host", "redis://HOST:PORT"),
+        ("redis:/host:6379", "redis://HOST:PORT"),
+        ("redis://host:0", "0 is no port"),
+        ("redis://host/prod", "number of a database"),
+        ("redis://host/1/2", "number of a database"),
+        ("redis://host/-1", "number of a database"),
+        ("redis://:12/hush@host", "number of a database"),
+        ("redis://host#hush", "%23"),
+        ("unix://tmp/r.sock", "three slashes"),
+        ("unix://r.sock", "three slashes"),
+        ("unix://", "three slashes"),
+    ],
+)
+def test_a_url_of_which_a_part_would_be_left_out_is_refused(url, remedy):
+    with pytest.raises(ServerError, match="is not a Redis URL") as caught:
+        RedisAddress(url)
+    assert remedy in str(caught.value)
+    assert "hush" not in str(caught.value)
+    assert call_script_once(url, "run", "run_status") is None
+
+
+@pytest.mark.parametrize("url", ["redis://host//", "redis://[::1]:6379/3/", "unix://user:hush@/tmp/a%20b.sock?db=2"])
+def test_other_forms_of_a_url_are_accepted(url):
+    RedisAddress(url)
+
+
+async def test_the_number_of_connections_may_be_limited():
+    client = RedisAddress("redis://host?max_connections=5").client()
+    assert client.connection_pool.max_connections == 5

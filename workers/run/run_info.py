@@ -180,7 +180,8 @@ def with_run(location: RunLocation, main: "Callable[[RunConnection], Awaitable[T
             connection = await stack.enter_async_context(
                 connect(url, location.run, reconnect_s=_RECONNECT_S, create=False)
             )
-            return await main(connection)
+            with connection.explained_refusals():
+                return await main(connection)
 
     at_rest = location.folder if not location.url else None
     with lock_folder(at_rest) if at_rest else nullcontext():
@@ -236,7 +237,16 @@ def _default_run(*, or_newest: bool) -> Path:
 
 
 def find_settings_file(target: str) -> Path | None:
-    """Return the settings file of a target: a file, a folder with `run.toml`, or a name under `runs/`; else None."""
+    """Return the settings file of a target: a file, a folder with `run.toml`, or a name under `runs/`; else None.
+
+    Raises:
+        PenstockError: the name is too long, or a folder on the way to it is not ours to read.
+    """
     path = Path(target)
     candidates = (path, path / "run.toml", RUNS / target / "run.toml")
-    return next((file for file in candidates if file.is_file()), None)
+    try:
+        return next((file for file in candidates if file.is_file()), None)
+    except OSError as error:
+        raise PenstockError(
+            f"{target}: {error.strerror}; name a run's folder, its settings file, or its name"
+        ) from error
