@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import Struct, field
 
-from stream.connection.keys import EVALUATION_STAGES
+from stream.connection.keys import EVALUATION_STAGES, STAGES
 from stream.connection.single_call import call_script_once
-from stream.errors import NoRunError
+from stream.errors import NoRunError, PenstockError
 
 if TYPE_CHECKING:  # a command that reads one status does not load a Redis client
     from stream.connection.run_connection import RunConnection
@@ -71,7 +71,7 @@ class EvaluationStatus(Struct, kw_only=True):
     @property
     def result(self) -> dict[str, Any]:
         """The last result, as in a line of `eval.jsonl`; empty before the first."""
-        return msgspec.json.decode(self.latest) if self.latest else {}
+        return msgspec.json.decode(self.latest, type=dict[str, Any]) if self.latest else {}
 
     @property
     def is_running(self) -> bool:
@@ -132,7 +132,7 @@ class RunStatus(Struct, kw_only=True):
     @property
     def metrics(self) -> dict[str, Any]:
         """The last step's metrics; empty before the first."""
-        return msgspec.json.decode(self.latest) if self.latest else {}
+        return msgspec.json.decode(self.latest, type=dict[str, Any]) if self.latest else {}
 
     @property
     def version(self) -> int:
@@ -202,14 +202,35 @@ def _arguments(with_in_flight: bool) -> list[str]:
 
 
 def _parse_status(answers: Sequence[bytes], run: str) -> RunStatus:
+    """Return the status in the answer of the script, all of it read once.
+
+    Raises:
+        NoRunError: the server has no run of that name.
+        PenstockError: it cannot be read.
+    """
+    try:
+        status = _decode_status(answers)
+        _ = status.version, status.metrics, str(status.paused), status.evaluation and status.evaluation.result
+        numbers = (status.policy.get("step"), status.meta.get("capacity"), status.feed.get("rejected_rows"))
+        _ = [int(number) for number in numbers if number is not None]
+    except (ValueError, TypeError, LookupError) as error:
+        raise PenstockError(
+            f"the server's status of run {run!r} cannot be read: {error}. If another version of Penstock runs it, use "
+            "that version here, too"
+        ) from error
+    if not status.meta and not status.counts and not status.policy:
+        raise NoRunError(f"the server has no run named {run!r}")
+    return status
+
+
+def _decode_status(answers: Sequence[bytes]) -> RunStatus:
     answer, *reports = answers
     status = msgspec.json.decode(answer, type=RunStatus, strict=False)
     for stage, worker, groups in zip(*[iter(reports)] * 3, strict=True):
         status.in_flight.append(WorkerReport(stage.decode(), worker.decode(errors="replace"), groups))
-    if not status.meta and not status.counts and not status.policy:
-        raise NoRunError(f"the server has no run named {run!r}")
     for name in [name for name in status.counts if name.startswith(_DEAD_LETTERS)]:
         status.dead_reasons[name.removeprefix(_DEAD_LETTERS)] = status.counts.pop(name)
-    if status.evaluation is not None:  # in the order of the flow
+    status.stages = {name: status.stages[name] for name in STAGES}  # in the order of the flow
+    if status.evaluation is not None:
         status.evaluation.stages = {name: status.evaluation.stages[name] for name in EVALUATION_STAGES}
     return status
