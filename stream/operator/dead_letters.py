@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from msgspec import Struct
 
@@ -11,6 +11,12 @@ from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.queue.entry_scan import read_payload
 from stream.queue.scored_record import join_record
+
+_REFUSALS: Final = {
+    -1: "has no entry to put back",
+    -2: "is of an evaluation, which has counted it as invalid",
+}
+"""Why a letter cannot be retried, by the script's answer."""
 
 
 class DeadLetter(Struct, kw_only=True):
@@ -64,6 +70,9 @@ async def retry_dead_letters(connection: RunConnection, letter_ids: Sequence[str
     Returns:
         The ids of letters that are not there: another operator has resolved them meanwhile. Each letter is resolved
         once, however many operators resolve it at the same time.
+
+    Raises:
+        PenstockError: some cannot be put back; all others have been.
     """
     return await _resolve(connection, letter_ids, "retry")
 
@@ -74,17 +83,16 @@ async def drop_dead_letters(connection: RunConnection, letter_ids: Sequence[str]
 
 
 async def _resolve(connection: RunConnection, letter_ids: Sequence[str], action: Literal["retry", "drop"]) -> list[str]:
-    absent = []
+    absent, refused = [], []
     for letter_id in letter_ids:
         answer = await connection.run_script("resolve_dead_letter", _check_id(connection, letter_id), action)
         if answer[0] == 0:
             absent.append(letter_id)
-        if answer[0] == -1:
-            raise PenstockError(f"dead letter {letter_id} has no entry to put back; drop it")
-        if answer[0] == -2:
-            raise PenstockError(
-                f"dead letter {letter_id} is of an evaluation, which has counted it as invalid; drop it"
-            )
+        if answer[0] in _REFUSALS:
+            refused.append(f"dead letter {letter_id} {_REFUSALS[answer[0]]}; drop it")
+    if refused:
+        done = len(letter_ids) - len(absent) - len(refused)
+        raise PenstockError("; ".join([f"{done} were retried, not the others", *refused] if done else refused))
     if len(absent) == len(letter_ids) == 1:
         raise _unknown_letter(connection, absent[0])
     return absent

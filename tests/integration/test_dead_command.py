@@ -12,6 +12,7 @@ from stream.errors import PenstockError
 from stream.operator.dead_letters import list_dead_letters
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
+from workers.commands import dead_letters
 from workers.commands.dead_letters import LetterChoice, drop_dead, hex_dump, list_dead, retry_dead, show_dead
 
 TERMS = RetryPolicy(data_attempts=1)
@@ -117,6 +118,38 @@ async def test_a_retried_letter_is_back_in_its_stage(connection, run_command):
     assert json.loads(await run_command(retry_dead, LetterChoice((letter,)), as_json=True)) == {"retried": [letter]}
     view = await read_status(connection)
     assert (view.dead, view.balance["dead"], view.balance["outstanding"], view.stages["prompts"].lag) == (0, 0, 1, 1)
+
+
+async def test_a_letter_that_is_refused_does_not_hold_up_the_others(connection, run_command):
+    await dead_letter_junk(connection)
+    empty = await connection.redis.xadd(connection.key("dead"), {"stage": "groups", "reason": "unreadable"})
+    await dead_letter_prompt(connection)
+    refused = f"2 were retried.*dead letter {empty.decode()} has no entry to put back; drop it"
+    with pytest.raises(PenstockError, match=refused):
+        await run_command(retry_dead, LetterChoice())
+    assert [letter.id for letter in await list_dead_letters(connection)] == [empty.decode()]
+
+
+async def test_a_letter_counts_once_and_only_if_it_was_there(connection, run_command, monkeypatch):
+    letter, other = await dead_letter_prompt(connection), await dead_letter_prompt(connection, "b")
+    listed = json.loads(await run_command(list_dead, LetterChoice((letter, letter)), as_json=True))
+    assert [each["id"] for each in listed] == [letter]
+
+    async def another_operator_was_faster(connection, letter_ids) -> list[str]:
+        assert letter_ids == [letter, other]
+        return [other]
+
+    monkeypatch.setattr(dead_letters, "drop_dead_letters", another_operator_was_faster)
+    assert json.loads(await run_command(drop_dead, LetterChoice((letter, other)), as_json=True)) == {
+        "dropped": [letter]
+    }
+
+
+async def test_the_prompt_of_an_evaluation_is_shown(connection, run_command):
+    await dead_letter_prompt(connection)
+    (letter,) = await list_dead_letters(connection)
+    letter.stage = "eval:prompts"
+    assert dead_letters.read_payload(letter)["record"]["id"] == "a"
 
 
 async def test_a_dropped_letter_counts_as_dropped(connection, run_command):

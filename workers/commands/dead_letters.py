@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stream.codec import decode
+from stream.connection.keys import PROMPT_STAGES
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError, RecordError
 from stream.operator.dead_letters import DeadLetter, drop_dead_letters, list_dead_letters, retry_dead_letters
@@ -93,7 +94,7 @@ def drop_dead(target: str | None, redis: str, chosen: LetterChoice, *, as_json: 
 
 def read_payload(letter: DeadLetter) -> dict[str, Any]:
     """Decode a dead letter: `record`, or the error as `unreadable` with the first bytes as `hex`."""
-    kind: type[Prompt | Group] = Prompt if letter.stage == "prompts" else Group
+    kind: type[Prompt | Group] = Prompt if letter.stage in PROMPT_STAGES else Group
     try:
         return {"record": _to_plain(decode(letter.payload, kind))}
     except RecordError as error:
@@ -132,7 +133,9 @@ async def _select_letters(connection: RunConnection, choice: LetterChoice) -> li
                 f"{choice.reason!r}, or this text in its error"
             )
         return found
-    found = [letter for one in choice.ids for letter in await list_dead_letters(connection, letter_id=one)]
+    found = [
+        letter for one in dict.fromkeys(choice.ids) for letter in await list_dead_letters(connection, letter_id=one)
+    ]
     missing = sorted(set(choice.ids) - {letter.id for letter in found})
     if missing:
         raise PenstockError(
@@ -153,10 +156,12 @@ def _change_letters(
 
     async def main(connection: RunConnection) -> list[DeadLetter]:
         chosen = await _select_letters(connection, choice)
-        await change(connection, [letter.id for letter in chosen])
-        if location.folder is not None and await anyio.Path(location.folder / "ledger.jsonl").exists():
-            await record_untrained_ends(connection, location.folder / "ledger.jsonl")
-        return chosen
+        try:
+            absent = await change(connection, [letter.id for letter in chosen])
+        finally:  # a letter that is refused does not undo the others
+            if location.folder is not None and await anyio.Path(location.folder / "ledger.jsonl").exists():
+                await record_untrained_ends(connection, location.folder / "ledger.jsonl")
+        return [letter for letter in chosen if letter.id not in absent]
 
     chosen = with_run(location, main)
     if as_json:
