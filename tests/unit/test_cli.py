@@ -1,5 +1,6 @@
 """The command line starts fast and reports errors clearly."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from workers.cli import penstock
+from workers.cli.command_error import as_command_error
 from workers.cli.start_commands import _demo_folder
 
 HEAVY = ("torch", "transformers", "vllm", "aiohttp", "redis", "rich", "msgspec", "anyio", "structlog", "stream", "envs")
@@ -159,3 +161,51 @@ def test_demos_that_are_different_runs_have_different_folders():
     ]
     assert folders[0] == Path("runs/demo")
     assert len(set(folders)) == len(folders)
+
+
+@pytest.mark.parametrize("command", ["queues", "run", "show", "compare", "export", "dead list"])
+def test_a_name_that_no_file_can_have_is_one_clear_line(command):
+    other = {"compare": ["x"], "export": ["out"]}.get(command, [])
+    result = CliRunner().invoke(penstock, [*command.split(), "n" * 300, *other])
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "File name too long; " in result.stderr
+
+
+@pytest.mark.parametrize("folder", ["a-file", "a-file/run", "/proc/run", "n" * 300])
+def test_a_folder_that_cannot_be_is_one_clear_line(folder, tmp_path):
+    model = '[model]\npath = "m"\n[environments]\ncalculator = "calculator"\n'
+    (tmp_path / "my.toml").write_text(f'{model}[run]\nname = "x"\nfolder = "{folder}"\n')
+    (tmp_path / "a-file").touch()
+    result = run_python("-m", "workers", "run", "my.toml", "--no-check", cwd=tmp_path)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "cannot be the run's folder" in result.stderr
+
+
+def test_output_to_a_full_disk_is_one_clear_line(tmp_path):
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "workers", "algorithms"],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+    assert result.returncode == 1
+    assert result.stderr == "error: a file: No space left on device; make room on its disk\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "make room"), (errno.EROFS, "mount"), (errno.EACCES, "permission")]
+)
+def test_an_error_of_a_disk_names_the_file_and_the_remedy(number, remedy):
+    found = as_command_error(ExceptionGroup("", [OSError(number, os.strerror(number), "runs/a/ledger.jsonl")]))
+    assert found.message.startswith(f"runs/a/ledger.jsonl: {os.strerror(number)}; ")
+    assert remedy in found.message
+
+
+def test_an_error_of_the_code_is_not_hidden():
+    assert as_command_error(FileNotFoundError(errno.ENOENT, "No such file", "x")) is None

@@ -1,11 +1,23 @@
 """Expected errors of commands: one line on stderr and an exit code, no traceback."""
 
+import errno
 import sys
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from workers.runtime.exit_codes import ExitCode
+
+_REMEDIES: Final = {
+    errno.ENOSPC: "make room on its disk",
+    errno.EDQUOT: "make room on its disk",
+    errno.EROFS: "name another folder, or mount the disk writable",
+    errno.EACCES: "name another folder, or get the permission",
+    errno.EPERM: "name another folder, or get the permission",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EIO: "the disk fails; name a folder on another one",
+}
+"""Errors of disks and permissions, with what to do. Any command may meet them, at any file."""
 
 
 class CommandError(click.ClickException):
@@ -46,7 +58,9 @@ class InterruptedCommandError(CommandError):
 
 
 def as_command_error(error: BaseException) -> CommandError | None:
-    """Merge an error or exception group into one error; None if any part of it is not a `PenstockError`.
+    """Merge an error or exception group into one error; None if any part of it is not expected.
+
+    Expected are every `PenstockError`, and errors of disks and permissions.
 
     Ctrl-C takes precedence over errors that its unwinding caused.
     """
@@ -57,11 +71,18 @@ def as_command_error(error: BaseException) -> CommandError | None:
         return None
     from stream.errors import PenstockError, SettingsError
 
-    if not all(isinstance(leaf, PenstockError) for leaf in leaves):
+    if not all(isinstance(leaf, PenstockError) or _disk_problem(leaf) for leaf in leaves):
         return None
     kind = SettingsCommandError if any(isinstance(leaf, SettingsError) for leaf in leaves) else CommandError
     causes = [leaf.cause.render() for leaf in leaves if isinstance(leaf, PenstockError) and leaf.cause is not None]
-    return kind("; ".join(dict.fromkeys(str(leaf) for leaf in leaves)), causes[0] if causes else "")
+    return kind("; ".join(dict.fromkeys(_disk_problem(leaf) or str(leaf) for leaf in leaves)), *causes[:1])
+
+
+def _disk_problem(error: BaseException) -> str:
+    """Return an error of a disk or a permission as text, with the remedy; empty if it is another one."""
+    if not isinstance(error, OSError) or error.errno not in _REMEDIES:
+        return ""
+    return f"{error.filename or 'a file'}: {error.strerror}; {_REMEDIES[error.errno]}"
 
 
 def _leaf_errors(error: BaseException) -> list[BaseException]:

@@ -35,10 +35,12 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Lock the folder for one supervisor until the block, or this process, ends.
 
     Raises:
-        PenstockError: another process holds the lock.
+        PenstockError: another process holds the lock, or the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "supervisor.lock").open("a+") as file:
+    with _unusable_folder(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = (folder / "supervisor.lock").open("a+")
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -47,10 +49,22 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 f"{folder} is in use by process {file.read().strip()}: a run has one supervisor; stop that one first, "
                 "or give this run another run.name"
             ) from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        with _unusable_folder(folder):
+            file.truncate(0)
+            os.write(file.fileno(), f"{os.getpid()}\n".encode())
         yield
+
+
+@contextlib.contextmanager
+def _unusable_folder(folder: Path) -> Iterator[None]:
+    """Turn an error of the disk into one that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise PenstockError(
+            f"{folder} cannot be the run's folder: {error.strerror}; make it writable and make room there, or name "
+            "another one as run.folder"
+        ) from error
 
 
 def new_run_name(file: Path) -> str:
