@@ -14,6 +14,7 @@ from stream.backoff import Backoff
 from stream.connection.run_identity import RunIdentity, write_identity
 from stream.errors import RunMismatchError, SettingsError, StorageError
 from stream.trainer.folder_lock import RunFolderLock, last_token
+from workers.run import restore
 from workers.run.restore import restore_if_lost
 from workers.settings.toml_file import parse_settings
 from workers.storage import uploader
@@ -399,3 +400,28 @@ def test_a_url_that_cannot_be_is_refused_with_its_name():
         Bucket("nothing://x")
     with pytest.raises(SettingsError, match=r"storage\.url"):
         parse_settings({"model": {"path": "m"}, "environments": {"c": "calculator"}, "storage": {"url": "/a/folder"}})
+
+
+def test_a_restoration_that_was_interrupted_may_go_on_with_another_snapshot(run, monkeypatch):
+    upload(run, run.checkpoint(1), run.checkpoint(2))
+    run.lose()
+    monkeypatch.setattr(restore.shutil, "rmtree", lambda _: 1 / 0)  # as if killed at the very end
+    with pytest.raises(ZeroDivisionError):
+        restore_if_lost(run.settings())
+    monkeypatch.undo()
+    monkeypatch.setattr(uploader, "PART_BYTES", 100)
+    assert (run.folder / "checkpoints" / "step-000002").exists()
+    part = newest_snapshot(run.bucket).files["checkpoints/step-000002/checkpoint.json"][0]
+    run.bucket.delete([part.key])
+    assert restore_if_lost(run.settings()).step == 1
+    assert run.restored_step() == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [("file:///a#b", "%23"), ("s3://bucket/a?region=x", "%3F"), ("memory:///a", "lost with the trainer")],
+)
+def test_a_url_whose_copy_would_be_elsewhere_is_refused(url, remedy):
+    with pytest.raises(SettingsError, match=r"storage\.url") as caught:
+        Bucket(url)
+    assert remedy in str(caught.value)

@@ -31,6 +31,8 @@ class Bucket:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        if why := _misread_part(url):
+            raise SettingsError(f"storage.url = {url!r}: {why}")
         try:
             from obstore.store import LocalStore, from_url
         except ImportError as error:
@@ -98,6 +100,15 @@ class Bucket:
                 f"{self.url}: could not {verb} {key}: {_first_line(error)}; check storage.url, the network, and the "
                 "credentials in the environment (for S3 AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL)"
             ) from error
+
+
+def _misread_part(url: str) -> str:
+    """Return what is wrong with a URL whose copy would be elsewhere, or lost; empty: nothing."""
+    if url.startswith("memory:"):
+        return "what is in memory is lost with the trainer; name object storage or a folder"
+    if found := next((mark for mark in "?#" if mark in url), ""):
+        return f"what follows {found} would be left out, the run's name too; write %{ord(found):X}"
+    return ""
 
 
 def _delete(obstore: Any, store: Any, key: str) -> None:

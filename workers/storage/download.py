@@ -33,6 +33,8 @@ def download_snapshot(bucket: Bucket, snapshot: Snapshot, folder: Path) -> int:
     _clear(staging)
     for name, parts in snapshot.files.items():
         _download_file(bucket, parts, _below(staging, name))
+    for checkpoint in (folder / _CHECKPOINTS).glob("step-*"):  # of another snapshot, whose restoration was interrupted
+        remove_folder(checkpoint)
     names = sorted(snapshot.files, key=lambda name: (name.startswith(f"{_CHECKPOINTS}/"), name == _LEDGER))
     for name in names:
         if not name.startswith(f"{_CHECKPOINTS}/"):
@@ -81,7 +83,5 @@ def _below(folder: Path, name: str) -> Path:
 
 def _move(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    if target.is_dir():
-        remove_folder(target)  # of a restoration that was interrupted
     source.rename(target)
     fsync_path(target.parent)
