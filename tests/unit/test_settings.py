@@ -102,6 +102,7 @@ def test_a_missing_file_and_invalid_toml_are_refused(tmp_path):
 
 def test_settings_come_from_a_url_and_no_message_shows_its_key(tmp_path):
     answers = {"/run.toml": b'[model]\npath = "m"\n[environments]\nc = "calculator"\n', "/bad.toml": b"[run\n"}
+    answers["/latin.toml"] = b'[model]\npath = "mod\xe8le"\n'
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -118,7 +119,12 @@ def test_settings_come_from_a_url_and_no_message_shows_its_key(tmp_path):
         thread.start()
         base = f"http://127.0.0.1:{server.server_port}"
         assert load_settings(f"{base}/run.toml?key=secret", ("run.name=other",)).run.name == "other"
-        for path, words in {"bad.toml": "not TOML", "none.toml": "could not be downloaded: HTTP Error 404"}.items():
+        problems = {
+            "bad.toml": "not TOML",
+            "none.toml": "could not be downloaded: HTTP Error 404",
+            "latin.toml": "utf-8",
+        }
+        for path, words in problems.items():
             with pytest.raises(SettingsError, match=rf"^{base}/{path}: .*{words}") as caught:
                 load_settings(f"{base}/{path}?key=secret")
             assert "secret" not in str(caught.value)

@@ -16,7 +16,7 @@ from workers.feed.evaluation_prompts import read_evaluation_prompts
 from workers.settings import sections, setting_keys
 from workers.settings.estimators import Gae
 from workers.settings.renamed_keys import RENAMED_KEYS
-from workers.settings.toml_file import dump_settings, parse_settings
+from workers.settings.toml_file import dump_settings, load_settings, parse_settings
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
 CODE = """
@@ -31,7 +31,7 @@ def measure(completions, number): return [1.0] * len(completions)
     ("section", "change", "words"),
     [
         ("data", {"sets": [{"path": "a", "share": 1.0}]}, ["data.sets[0].share", "path, rows, weight, name"]),
-        ("data", {"sets": [{"path": "a", "weight": math.inf}]}, ["data.sets[0].weight", "inf"]),
+        ("data", {"sets": [{"path": "a", "weight": math.inf}]}, ["data.sets[0].weight", "finite"]),
         ("data", {"sets": [{"path": "a", "weight": -1.0}]}, ["data.sets[0].weight", ">= 0"]),
         ("rewards", {"ref": "a:b"}, ["rewards:", "[[rewards]]"]),
         ("engine", {"urls": "http://host:8000"}, ["engine.urls", '["..."]']),
@@ -54,6 +54,17 @@ def measure(completions, number): return [1.0] * len(completions)
         ("rollout", {"sampling": {"stop": ["a", ""]}}, ["rollout.sampling.stop", "empty string"]),
         ("rollout", {"temperature": 0.001}, ["rollout.temperature", "0.01"]),
         ("eval", {"path": "e", "temperature": 0.001}, ["eval.temperature", "0.01"]),
+        ("train", {"learning_rate": math.inf}, ["train.learning_rate", "finite"]),
+        ("algorithm", {"success_threshold": math.nan}, ["algorithm.success_threshold", "finite"]),
+        ("queue", {"lease_s": math.inf}, ["queue.lease_s", "<= 86400"]),
+        ("run", {"name": "x\n"}, ["run.name"]),
+        ("run", {"name": "x", "seed": 2**63}, ["run.seed", "64 bits"]),
+        ("environments", {"a": {"ref": "x:y", "args": {"n": [1, -(2**64)]}}}, ["environments.a.args.n[1]", "64 bits"]),
+        ("run", {"name": "x", "address": "::1"}, ["address = '::1'", "brackets"]),
+        ("run", {"name": "x", "address": "host:99999"}, ["address = 'host:99999'", "HOST:PORT"]),
+        ("run", {"name": "x", "metrics_address": "[::1:80"}, ["metrics_address = '[::1:80'", "brackets"]),
+        ("algorithm", {"truncation": {"lenght": "keep"}}, ["algorithm.truncation", "'lenght'", "'length'"]),
+        ("algorithm", {"truncation": {"length": "kep"}}, ["algorithm.truncation", "'kep'", "'keep'"]),
         ("model", {"path": "m", "tool_format": "hermess"}, ["model.tool_format", "'hermess'", "'hermes'"]),
     ],
 )
@@ -123,3 +134,27 @@ def test_rescoring_calls_a_function_with_the_options_of_its_settings(tmp_path):
     )
     (function,) = _load_functions(file, ())
     assert function.call_options == CallOptions(processes=2, granularity="row", timeout_s=1.5)
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 5000, "{a=" * 2000])
+def test_a_value_that_no_parser_reads_is_an_error_with_the_name_of_the_file(value, tmp_path):
+    file = tmp_path / "my.toml"
+    file.write_text(f"[train]\nbatch_size = {value}\n")
+    with pytest.raises(SettingsError, match=r"my\.toml: not TOML"):
+        load_settings(file)
+    file.write_text('[model]\npath = "m"\n')
+    with pytest.raises(SettingsError, match=r"train\.batch_size: expected `int`, got `str`"):
+        load_settings(file, (f"train.batch_size={value}",))
+
+
+def test_a_folder_is_no_settings_file(tmp_path):
+    with pytest.raises(SettingsError, match="Is a directory; name a settings file"):
+        load_settings(tmp_path)
+
+
+def test_dates_of_arguments_stay_dates_when_settings_are_stored():
+    args = tomllib.loads("day = 2026-01-02\nat = 07:32:00\nmoment = 2026-01-02T03:04:05Z")
+    settings = parse_settings(LEAST | {"environments": {"a": {"ref": "x:y", "args": args}}})
+    stored = parse_settings(tomllib.loads(dump_settings(settings)))
+    assert stored == settings
+    assert stored.environments["a"].args == args

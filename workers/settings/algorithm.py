@@ -7,7 +7,14 @@ from msgspec import Meta, Struct, field
 
 from stream.validity import TruncationReason
 from workers.settings.presets import PRESETS, Rule
-from workers.settings.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
+from workers.settings.section import (
+    FiniteFloat,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NonNegativeLimit,
+    PositiveLimit,
+    Section,
+)
 
 TruncationPolicy = Literal["exclude", "keep", "zero_reward", "penalty", "baseline_only"]
 Level = Literal["none", "group", "batch"]
@@ -16,7 +23,7 @@ Aggregation = Literal[
     "auto", "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
 Range = tuple[float, float]
-PositiveRange = tuple[NonNegativeFloat, PositiveFloat]
+PositiveRange = tuple[NonNegativeLimit, PositiveLimit]
 
 
 class Normalization(Struct, frozen=True, kw_only=True):
@@ -53,7 +60,7 @@ class Algorithm(Section, frozen=True):
     proximal: Literal["recompute", "interpolate", "engine"] = "recompute"
     """Log-probs in the denominator of the ratio. `recompute`: the trainer's before the first update; `interpolate`:
     between the engine's and the trainer's by the age of each token; `engine`: the engine's."""
-    reward_clip: PositiveFloat = float("inf")
+    reward_clip: PositiveLimit = float("inf")
     """Rewards are clipped to ± this value; with rewards per turn, the return of each turn is."""
     overlong_penalty: tuple[NonNegativeInt, NonNegativeFloat] = (0, 1.0)
     """`[tokens, penalty]`: over the last `tokens` tokens before `rollout.max_tokens` a penalty for length grows
@@ -64,7 +71,7 @@ class Algorithm(Section, frozen=True):
     up to."""
     advantage_normalization: tuple[MeanLevel, Level] = ("none", "none")
     """As `reward_normalization`, over the advantages of tokens."""
-    success_threshold: float = 1.0
+    success_threshold: FiniteFloat = 1.0
     """Reward from which a completion counts as correct, for pass@k."""
     truncation: dict[TruncationReason, TruncationPolicy] = field(default_factory=dict)
     """Treatment of truncated completions by reason; default `keep`, and `exclude` for `wall_clock`."""

@@ -32,7 +32,7 @@ def download_text(url: str) -> str:
     """Download a settings file. Blocks. User and password in the URL are sent as HTTP's basic authentication.
 
     Raises:
-        SettingsError: there is no such file, or nothing answers in time.
+        SettingsError: there is no such file, nothing answers in time, or it is not text.
     """
     import urllib.request  # with what it needs, this takes as long as all settings
     from http.client import HTTPException, IncompleteRead
@@ -55,7 +55,10 @@ def download_text(url: str) -> str:
         ) from error
     if len(content) > _MAX_BYTES:
         raise SettingsError(f"{display_source(url)}: more than {_MAX_BYTES:,} bytes, so it is no settings file")
-    return content.decode("utf-8-sig", errors="replace")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:  # with other characters in its place a path would name another file
+        raise SettingsError(f"{display_source(url)}: not TOML: {error}") from error
 
 
 def _request(url: str) -> "Request":

@@ -6,7 +6,14 @@ parameters of the registered function (a test compares them); their defaults are
 
 from typing import ClassVar, Literal
 
-from workers.settings.section import EstimatorChoice, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt
+from workers.settings.section import (
+    EstimatorChoice,
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    PositiveLimit,
+)
 
 Center = Literal["completions", "tokens"]
 
@@ -79,7 +86,7 @@ class Gae(EstimatorChoice, frozen=True, tag="gae"):
     """Hidden units of the value head."""
     critic_learning_rate: NonNegativeFloat = 1e-3
     """Learning rate of the value head's AdamW."""
-    critic_value_clip: PositiveFloat = float("inf")
+    critic_value_clip: PositiveLimit = float("inf")
     """Distance from its old value at which a value is clipped in the loss."""
 
 

@@ -6,7 +6,15 @@ of the registered function (a test compares them); their defaults are defined he
 
 from typing import ClassVar, Literal
 
-from workers.settings.section import Fraction, LossChoice, NonNegativeFloat, PositiveFloat
+from workers.settings.section import (
+    FiniteFloat,
+    Fraction,
+    LossChoice,
+    NonNegativeFloat,
+    NonNegativeLimit,
+    PositiveFloat,
+    PositiveLimit,
+)
 
 
 class Clipped(LossChoice, frozen=True, tag="clipped"):
@@ -14,9 +22,9 @@ class Clipped(LossChoice, frozen=True, tag="clipped"):
 
     clip_low: Fraction = 0.2
     """The ratio is clipped at 1 - clip_low."""
-    clip_high: NonNegativeFloat = 0.2
+    clip_high: NonNegativeLimit = 0.2
     """The ratio is clipped at 1 + clip_high."""
-    dual_clip: NonNegativeFloat = 0.0
+    dual_clip: NonNegativeLimit = 0.0
     """Dual-clip bound: with a negative advantage the loss is at most this many times the advantage; above 1, or 0 for
     none."""
     level: Literal["token", "sequence"] = "token"
@@ -28,7 +36,7 @@ class Dapo(LossChoice, frozen=True, tag="dapo"):
 
     clip_low: Fraction = 0.2
     """The ratio is clipped at 1 - clip_low."""
-    clip_high: NonNegativeFloat = 0.28
+    clip_high: NonNegativeLimit = 0.28
     """The ratio is clipped at 1 + clip_high."""
 
 
@@ -39,7 +47,7 @@ class Gspo(LossChoice, frozen=True, tag="gspo"):
 
     clip_low: Fraction = 3e-4
     """The ratio is clipped at 1 - clip_low."""
-    clip_high: NonNegativeFloat = 4e-4
+    clip_high: NonNegativeLimit = 4e-4
     """The ratio is clipped at 1 + clip_high."""
 
 
@@ -48,7 +56,7 @@ class Cispo(LossChoice, frozen=True, tag="cispo"):
 
     clip_low: Fraction = 0.2
     """The weight is at least 1 - clip_low."""
-    clip_high: NonNegativeFloat = 0.28
+    clip_high: NonNegativeLimit = 0.28
     """The weight is at most 1 + clip_high."""
 
 
@@ -70,9 +78,9 @@ class GeoMean(LossChoice, frozen=True, tag="geo_mean"):
 
     aggregation: ClassVar[str] = "seq-mean-token-mean"
 
-    clip_low: PositiveFloat = 0.4
+    clip_low: PositiveLimit = 0.4
     """A log-ratio is clipped at -clip_low."""
-    clip_high: PositiveFloat = 0.4
+    clip_high: PositiveLimit = 0.4
     """A log-ratio is clipped at clip_high."""
 
 
@@ -87,13 +95,13 @@ class ClipCov(LossChoice, frozen=True, tag="clip_cov"):
 
     clip_low: Fraction = 0.2
     """The ratio is clipped at 1 - clip_low."""
-    clip_high: NonNegativeFloat = 0.2
+    clip_high: NonNegativeLimit = 0.2
     """The ratio is clipped at 1 + clip_high."""
     clip_cov_ratio: Fraction = 2e-4
     """Fraction of the batch's tokens without gradient; at least one token."""
-    clip_cov_low: float = 1.0
+    clip_cov_low: FiniteFloat = 1.0
     """Only tokens with a higher covariance are candidates."""
-    clip_cov_high: float = 5.0
+    clip_cov_high: FiniteFloat = 5.0
     """Only tokens with a lower covariance are candidates."""
 
 
@@ -113,18 +121,18 @@ class DppoTv(LossChoice, frozen=True, tag="dppo_tv"):
     """Largest decrease of the probability."""
     clip_high: Fraction = 0.15
     """Largest increase of the probability."""
-    ratio_cap: PositiveFloat = 20.0
+    ratio_cap: PositiveLimit = 20.0
     """Upper bound of the ratio."""
 
 
 class DppoKl(LossChoice, frozen=True, tag="dppo_kl"):
     """DPPO with the KL divergence of binary distributions as the measure."""
 
-    clip_low: NonNegativeFloat = 0.05
+    clip_low: NonNegativeLimit = 0.05
     """Bound where the probability decreases."""
-    clip_high: NonNegativeFloat = 0.05
+    clip_high: NonNegativeLimit = 0.05
     """Bound where the probability increases."""
-    ratio_cap: PositiveFloat = 20.0
+    ratio_cap: PositiveLimit = 20.0
     """Upper bound of the ratio."""
 
 

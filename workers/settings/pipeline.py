@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from workers.settings.section import Fraction, NonNegativeInt, PositiveInt, Seconds, Section
+from workers.settings.section import Fraction, LeaseSeconds, NonNegativeInt, PositiveInt, Seconds, Section
 
 
 def name_from(text: str) -> str:
@@ -19,7 +19,7 @@ def name_from(text: str) -> str:
 class Run(Section, frozen=True):
     """`[run]`: name, folder and server of the run."""
 
-    name: Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?$")] = ""
+    name: Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?\Z")] = ""
     """Name of the run; prefix of all its Redis keys, in braces. Empty: the name of `folder`; without a folder, every
     `penstock run` starts a new run, named after file and time. Roles that are started one by one need a name."""
     folder: str = ""
@@ -38,15 +38,22 @@ class Run(Section, frozen=True):
     """`HOST` or `HOST:PORT` by which other machines reach this process. Engines download weights from the trainer
     (`weights.transport = "http"`, at this port, else at a free one). Environment servers request turns from a rollout
     worker."""
-    metrics_address: Annotated[str, Meta(pattern=r"^(.+:[0-9]{1,5})?$")] = ""
+    metrics_address: Annotated[str, Meta(pattern=r"^(.+:[0-9]{1,5})?\Z")] = ""
     """`HOST:PORT` at which each process serves `/metrics` for Prometheus, `/health` and `/ready`, without a password;
     empty: it serves none. With `penstock run` the supervisor has this port and its processes the next ones, which
     `/targets` lists. Port 0: any free port, named in each log."""
 
     def __post_init__(self) -> None:
-        """Name the run after its folder."""
+        """Name the run after its folder, and refuse addresses that cannot be read."""
         if not self.name and self.folder:
             msgspec.structs.force_setattr(self, "name", name_from(Path(self.folder).name))
+        for key in ("address", "metrics_address"):
+            try:
+                _ = urlsplit(f"//{getattr(self, key)}").port
+            except ValueError:
+                raise ValueError(
+                    f"{key} = {getattr(self, key)!r} is no HOST or HOST:PORT; write an IPv6 address in brackets"
+                ) from None
 
     @property
     def host(self) -> str:
@@ -105,7 +112,7 @@ class Archive(Section, frozen=True):
 class Storage(Section, frozen=True):
     """`[storage]`: a copy of checkpoints, ledger and archive, from which a run is restored whose folder was lost."""
 
-    url: Annotated[str, Meta(pattern=r"^([a-z0-9]+://.+)?$")] = ""
+    url: Annotated[str, Meta(pattern=r"^([a-z0-9]+://.+)?\Z")] = ""
     """Object storage: `s3://BUCKET/PREFIX`, `gs://..`, `az://..`, or a folder `file:///PATH`. The trainer copies each
     checkpoint below `URL/NAME` while training continues. Credentials come from the environment. Empty: no copy."""
 
@@ -113,7 +120,7 @@ class Storage(Section, frozen=True):
 class Queue(Section, frozen=True):
     """`[queue]`: leases, retries and restarts."""
 
-    lease_s: Seconds = 15.0
+    lease_s: LeaseSeconds = 15.0
     """Lease time: an entry whose worker has not renewed its lease for this long is given to another worker. The first
     retry of a failed entry or role waits 1/30 of it; the delay doubles, with jitter, up to 60 times."""
     max_attempts: PositiveInt = 5

@@ -1,16 +1,25 @@
-"""Base classes and number types for the tables of a settings file."""
+"""Base classes and number types for the tables of a settings file. NaN is none of them."""
 
-from typing import Annotated, Any, ClassVar
+import sys
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 from msgspec import Meta, Struct
+
+LARGEST: Final = sys.float_info.max
+"""The largest finite number."""
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
+FiniteFloat = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+PositiveFloat = Annotated[float, Meta(gt=0, le=LARGEST)]
+NonNegativeFloat = Annotated[float, Meta(ge=0, le=LARGEST)]
+PositiveLimit = Annotated[float, Meta(gt=0)]
+"""A bound; infinity: there is none."""
+NonNegativeLimit = Annotated[float, Meta(ge=0)]
+LeaseSeconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -5,8 +5,10 @@ The supervisor writes the resolved settings to the run's folder, so `penstock ru
 
 import re
 import tomllib
+from datetime import date, datetime, time
+from enum import EnumType
 from pathlib import Path
-from typing import Any, Final, get_args, get_type_hints
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 import msgspec
 import tomli_w
@@ -19,13 +21,14 @@ from workers.settings.estimators import Grpo
 from workers.settings.losses import Clipped
 from workers.settings.renamed_keys import explain_renamed
 from workers.settings.rollout import SamplingSettings
-from workers.settings.section import Section
+from workers.settings.section import LARGEST, Section
 from workers.settings.settings import Settings, sections
 
 _NESTED_TABLES: Final[dict[str, type[Section]]] = {"sampling": SamplingSettings, "sets": DatasetSettings}
 """Tables inside tables, by key."""
 _SHORT_FLOAT: Final = re.compile(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?")
 """`.3` and `3.`, which TOML does not know."""
+_MAX_INTEGER: Final = 2**63 - 1
 _DEFAULT_OPTIONS: Final[dict[str, type[Section]]] = {"estimator": Grpo, "loss": Clipped}
 """Tables whose `name` may be left out."""
 
@@ -47,11 +50,13 @@ def load_settings(source: Path | str, overrides: tuple[str, ...] = ()) -> Settin
         raise SettingsError(f"{name}: no such file") from error
     except PermissionError as error:
         raise SettingsError(f"{name}: permission denied: only another user may read it") from error
+    except OSError as error:
+        raise SettingsError(f"{name}: {error.strerror}; name a settings file") from error
     except UnicodeDecodeError as error:
         raise SettingsError(f"{name}: not TOML: {error}") from error
     try:
         table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits is no TOMLDecodeError
         raise SettingsError(f"{name}: not TOML: {error}{_toml_hint(text, error)}") from error
     for override in overrides:
         _apply_override(table, override)
@@ -100,17 +105,31 @@ def parse_rewards(table: dict[str, Any], source: str) -> tuple[RewardSettings, .
 
 def dump_settings(settings: Settings) -> str:
     """Return the settings as TOML; `load_settings` reads an equal value back."""
-    return tomli_w.dumps(msgspec.to_builtins(settings, str_keys=True))
+    return tomli_w.dumps(msgspec.to_builtins(settings, str_keys=True, builtin_types=(datetime, date, time)))
 
 
 def _convert(table: dict[str, Any], source: str) -> Settings:
     for name in _DEFAULT_OPTIONS:  # options without a name are those of the default
         if isinstance(options := table.get(name), dict) and "name" not in options:
             table = {**table, name: {"name": _DEFAULT_OPTIONS[name].__struct_config__.tag, **options}}
+    if (path := _find_long_integer(table)) is not None:
+        raise SettingsError(f"{source}: {path} is an integer of more than 64 bits; write a smaller one")
     try:
         return msgspec.convert(table, Settings, str_keys=True)
     except msgspec.ValidationError as error:
         raise SettingsError(f"{source}: {_explain(str(error), table)}") from error
+
+
+def _find_long_integer(value: Any, path: str = "") -> str | None:
+    """Return the path of an integer that TOML does not have; None without one."""
+    if isinstance(value, int):
+        return path if abs(value) > _MAX_INTEGER else None
+    pairs: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        pairs = [(f"{path}.{key}".lstrip("."), each) for key, each in value.items()]
+    elif isinstance(value, list):
+        pairs = [(f"{path}[{index}]", each) for index, each in enumerate(value)]
+    return next(filter(None, (_find_long_integer(each, inner) for inner, each in pairs)), None)
 
 
 def _toml_hint(text: str, error: Exception) -> str:
@@ -127,7 +146,7 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
         raise SettingsError(f"--set {override}: write it as section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = float(text) if _SHORT_FLOAT.fullmatch(text) else text
     *parents, key = dotted.strip().split(".")
     for parent in parents:
@@ -139,6 +158,7 @@ def _apply_override(table: dict[str, Any], override: str) -> None:
 
 def _explain(message: str, table: dict[str, Any]) -> str:
     """Return msgspec's message with the key as it is written in the file, and the allowed keys or values."""
+    message = message.replace(f">= {-LARGEST}", "that is finite").replace(f"<= {LARGEST}", "that is finite")
     text, _, where = message.replace(" - at `key` in `$", " - at `$").partition(" - at `$")
     environment = f"environments.{_first_invalid_environment(table)}"
     path = where.rstrip("`").lstrip(".").replace("environments[...]", environment)
@@ -165,10 +185,13 @@ def _value_hint(text: str, path: str) -> str:
 
 
 def _allowed_values(path: str) -> str:
-    """Return the words that a key accepts, if it accepts only words."""
+    """Return the words that a key accepts, if it accepts only words; of a table, its keys or values."""
     section, _, key = re.sub(r"\[.*?\]", "", path).partition(".")
     for kind in sections().get(section, []):
-        words = get_args(get_type_hints(kind).get(key))
+        accepted = get_type_hints(kind).get(key)
+        if get_origin(accepted) is dict:
+            accepted = get_args(accepted)["[...]" in path]
+        words = tuple(map(str, accepted)) if isinstance(accepted, EnumType) else get_args(accepted)
         if words and all(isinstance(word, str) for word in words):
             return "; use one of " + ", ".join(repr(word) for word in words)
     return ""

@@ -45,9 +45,6 @@ def check_datasets(s: Settings) -> Iterator[str]:
             )
     if (s.data.rows or any(dataset.rows for dataset in s.data.sets)) and not s.environments:
         yield "data.rows counts problems that the environment makes, but [environments] is empty; name one, or a file"
-    for index, dataset in enumerate(s.data.sets):
-        if math.isinf(dataset.weight):
-            yield f"data.sets[{index}].weight is inf; set a finite share of the prompts"
     has_weight = [dataset.weight > 0 for dataset in s.data.sets]
     if any(has_weight) and not all(has_weight):
         yield "some of [[data.sets]] have a weight and some have none; give all of them a weight, or none"
