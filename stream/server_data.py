@@ -30,7 +30,7 @@ def prepare(data: Path) -> None:
         expected = json.loads(stored.read_bytes())
     except FileNotFoundError:
         expected = None
-    except ValueError:
+    except (ValueError, RecursionError):
         expected = {}
     stored.unlink(missing_ok=True)
     if expected is None:

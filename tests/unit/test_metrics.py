@@ -128,8 +128,7 @@ def test_a_state_that_the_last_step_did_not_have_is_no_longer_reported():
 
 
 def get(url, page):
-    host, port = url.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=5)
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
     connection.request("GET", page)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
@@ -237,3 +236,9 @@ def test_promtool_finds_no_fault_in_names_types_and_texts():
         [PROMTOOL, "check", "metrics"], input=generate_latest(registry), capture_output=True, check=False
     )
     assert (check.returncode, check.stdout, check.stderr) == (0, b"", b"")
+
+
+async def test_metrics_are_served_at_an_address_of_ipv6():
+    async with serve_metrics("[::1]:0", [], RoleHealth(), INFO) as url:
+        assert url.startswith("http://[::1]:")
+        assert (await fetch(url, "/metrics"))[0] == 200

@@ -363,3 +363,11 @@ def test_a_disk_and_a_memory_that_are_too_small_are_errors(project, monkeypatch)
 
 def test_thirty_mistakes_are_answered():
     assert len(MISTAKES) >= 30
+
+
+@pytest.mark.parametrize(("address", "problem"), [("127.0.0.1:65535", "127.0.0.1:65536"), ("[::1]:0", "")])
+def test_ports_beyond_the_last_one_are_an_error_and_ipv6_is_none(project, address, problem):
+    project.table["run"]["metrics_address"] = address
+    errors = [each.problem for each in project.check().errors]
+    assert bool(errors) is bool(problem)
+    assert all(f"cannot listen on {problem}"[:-1] in each for each in errors)

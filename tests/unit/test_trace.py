@@ -208,3 +208,7 @@ def test_a_collector_gets_one_trace_per_group_with_the_id_of_its_prompt(run_fold
     assert by_name["turn 1"].parent_span_id == by_name["completion 0"].span_id
     assert by_name["turn 1"].start_time_unix_nano == 102 * 10**9
     assert not by_name["group p"].parent_span_id
+
+
+def test_a_run_without_a_logged_step_has_no_steps():
+    assert read_steps([]) == {}

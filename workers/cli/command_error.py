@@ -15,6 +15,8 @@ _REMEDIES: Final = {
     errno.EACCES: "name another folder, or get the permission",
     errno.EPERM: "name another folder, or get the permission",
     errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EISDIR: "a file belongs there; move the folder away",
+    errno.ENOTDIR: "a folder belongs there; move the file away",
     errno.EIO: "the disk fails; name a folder on another one",
 }
 """Errors of disks and permissions, with what to do. Any command may meet them, at any file."""

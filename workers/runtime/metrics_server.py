@@ -5,6 +5,7 @@ Figures that are on the Redis server are read by the loop, at most once a second
 """
 
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -118,7 +119,7 @@ async def serve_metrics(
     if server is None:
         yield ""
         return
-    url = f"http://{urlsplit(f'//{address}').hostname}:{server.server_port}"
+    url = f"http://{address.rpartition(':')[0]}:{server.server_port}"
     log.info("metrics.listening", url=url)
     threading.Thread(
         target=server.serve_forever, args=(_SHUTDOWN_POLL_S,), daemon=True, name="penstock metrics"
@@ -173,6 +174,10 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
 
+class _IPv6Server(_Server):
+    address_family = socket.AF_INET6
+
+
 class _Handler(WSGIRequestHandler):
     timeout = _REQUEST_TIMEOUT_S
 
@@ -182,8 +187,10 @@ class _Handler(WSGIRequestHandler):
 
 def _listen(address: str, app: Callable[..., Any]) -> WSGIServer | None:
     parts = urlsplit(f"//{address}")
+    host = parts.hostname or ""
+    server_class = _IPv6Server if ":" in host else _Server
     try:
-        return make_server(parts.hostname or "", parts.port or 0, app, server_class=_Server, handler_class=_Handler)
+        return make_server(host, parts.port or 0, app, server_class=server_class, handler_class=_Handler)
     except OSError as error:
         log.warning(
             "metrics.not_served",

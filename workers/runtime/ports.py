@@ -21,5 +21,5 @@ def free_port(host: str, port: int = 0) -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore TIME_WAIT
             probe.bind((host, port))
             return int(probe.getsockname()[1])
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # a port above 65535 is the latter
         raise EngineError(f"cannot listen on {host}{f':{port}' if port else ''}: {error}") from error

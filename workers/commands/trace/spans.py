@@ -56,7 +56,7 @@ def read_steps(lines: Iterable[Mapping[str, float]]) -> dict[int, Step]:
     """Return the steps of `metrics.jsonl` by number."""
     rows = [row for row in lines if "step" in row and "time" in row]
     found = {}
-    for row, later in zip(rows, [*rows[1:], {}], strict=True):
+    for row, later in zip(rows, [*rows[1:], {}], strict=False):
         ended_at = row["time"] - row.get("publish/waiting_seconds", 0.0)
         publish_ended_at = later.get("publish/time", 0.0)
         if publish_ended_at < row["time"]:

@@ -105,7 +105,7 @@ def check_ports(settings: Settings, report: PreflightReport) -> None:
             3 + settings.rollout.workers + settings.score.workers
         )  # supervisor, feeder and trainer are the three
         for port in range(run.metrics_port, run.metrics_port + processes) if run.metrics_port else (0,):
-            _check_port(run.metrics_address.rpartition(":")[0], port, "run.metrics_address", report)
+            _check_port(urlsplit(f"//{run.metrics_address}").hostname or "", port, "run.metrics_address", report)
 
 
 def _check_port(host: str, port: int, setting: str, report: PreflightReport) -> None:
