@@ -18,7 +18,7 @@ from stream.operator.dead_letters import DeadLetter, drop_dead_letters, list_dea
 from stream.operator.run_status import read_status
 from stream.records import Group, Prompt, Row
 from stream.trainer.untrained_ends import record_untrained_ends
-from workers.commands.output import print_json
+from workers.commands.output import encode_json, print_json
 from workers.run.run_info import find_run, with_run
 from workers.runtime.transcript import escape_controls
 
@@ -75,7 +75,7 @@ def show_dead(target: str | None, redis: str, chosen: LetterChoice = _ALL, *, as
     console = Console()
     for content in contents:
         dump = content.pop("hex", "")
-        console.print_json(msgspec.json.encode(content).decode())
+        console.print_json(encode_json(content).decode())
         if dump:
             console.print(dump, highlight=False, markup=False)
     if not contents:
@@ -189,11 +189,11 @@ def _to_plain(value: Any) -> Any:
             "token_ids": value.tokens.tolist(),
             "logprobs": value.sampled_logprobs.tolist(),
         }
-        return msgspec.to_builtins(fields | buffers)
+        return msgspec.to_builtins(fields | buffers, enc_hook=str)
     if isinstance(value, msgspec.Struct) and not value.__struct_config__.array_like:
         plain = {name: _to_plain(getattr(value, name)) for name in value.__struct_fields__}
         tag = value.__struct_config__.tag
         return plain if tag is None else {str(value.__struct_config__.tag_field): tag} | plain
     if isinstance(value, list):
         return [_to_plain(item) for item in value]
-    return msgspec.to_builtins(value)
+    return msgspec.to_builtins(value, enc_hook=str)

@@ -28,4 +28,23 @@ def print_note(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print a value as one line of JSON."""
-    print_line(msgspec.json.encode(value).decode())
+    print_line(encode_json(value).decode())
+
+
+def encode_json(value: Any) -> bytes:
+    """Return a value as JSON. Values and keys of user code that JSON does not have, such as the key None, become text.
+
+    A reward function may pass `{True: 3}` to `log_extra`; a row of an environment may have it in a column.
+    """
+    try:
+        return msgspec.json.encode(value)
+    except TypeError:
+        return msgspec.json.encode(_with_text_keys(value), enc_hook=str)
+
+
+def _with_text_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(key): _with_text_keys(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text_keys(item) for item in value]
+    return value

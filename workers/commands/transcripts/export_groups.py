@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import msgspec
 from msgspec import structs
 
 from envs.extras import import_extra
 from stream.errors import PenstockError, SettingsError
 from stream.records import Message
+from workers.commands.output import encode_json
 from workers.commands.run_files import saved_settings
 from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
 from workers.commands.transcripts.run_completions import RunCompletion, describe_run_completion
@@ -151,7 +151,7 @@ def _new_file(path: Path) -> Iterator[Path]:
 def _write_lines(write: Callable[[bytes], object], rows: Iterable[dict[str, Any]]) -> int:
     count = 0
     for count, row in enumerate(rows, 1):  # noqa: B007
-        write(msgspec.json.encode(row) + b"\n")
+        write(encode_json(row) + b"\n")
     return count
 
 
@@ -192,7 +192,7 @@ def _parquet_message(message: Message) -> dict[str, Any]:
 
 
 def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+    return encode_json(value).decode()
 
 
 def _parquet_schema(pa: Any) -> Any:
