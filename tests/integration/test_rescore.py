@@ -166,6 +166,14 @@ def test_a_failing_function_gives_reasons_and_a_complete_summary(run):
     assert "1 more are not archived" in result.stdout
 
 
+@pytest.mark.parametrize("name", ["../../elsewhere", "..", "a/b", "/elsewhere"])
+def test_the_name_of_a_comparison_does_not_lead_elsewhere(run, name):
+    result, _ = rescore(str(run.folder), "--reward", f"{run.world}:total", "--name", name)
+    assert result.exit_code == 2
+    assert "use --out for another folder" in result.stderr
+    assert not (run.folder / "rescored").exists()
+
+
 def test_a_comparison_is_never_overwritten_and_may_have_another_folder(run, tmp_path):
     reward = ("--reward", f"{run.world}:total")
     assert rescore(str(run.folder), *reward, "--out", str(tmp_path / "elsewhere"))[0].exit_code == 0

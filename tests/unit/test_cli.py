@@ -209,3 +209,36 @@ def test_an_error_of_a_disk_names_the_file_and_the_remedy(number, remedy):
 
 def test_an_error_of_the_code_is_not_hidden():
     assert as_command_error(FileNotFoundError(errno.ENOENT, "No such file", "x")) is None
+
+
+def test_a_command_that_has_loaded_nothing_yet_names_the_folder_that_cannot_be(tmp_path):
+    (tmp_path / "a-file").touch()
+    result = run_python("-m", "workers", "base-model", "a-file/model", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stderr == "error: a-file/model: Not a directory; a folder belongs there; move the file away\n"
+
+
+def test_a_port_above_the_last_one_is_a_usage_error(tmp_path):
+    result = CliRunner().invoke(penstock, ["serve", str(tmp_path), "--port", "99999"])
+    assert result.exit_code == 2
+    assert "99999 is not in the range" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["bad.toml"], "not TOML"),
+        (["good.toml", "--redis", "redis://127.0.0.1:1"], "did not answer for 0.1 s"),
+        (["http://127.0.0.1:1/run.toml"], "could not be downloaded"),
+    ],
+)
+def test_a_role_that_cannot_start_says_why_without_a_traceback(arguments, problem, tmp_path):
+    (tmp_path / "bad.toml").write_text("[run\n")
+    (tmp_path / "good.toml").write_text(
+        '[run]\nname = "x"\n[model]\npath = "m"\n[environments]\ncalculator = "calculator"\n'
+        "[queue]\nreconnect_timeout_s = 0.1\n"
+    )
+    result = run_python("-m", "workers", "feed", *arguments, cwd=tmp_path)
+    assert problem in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert "user code" not in result.stderr

@@ -212,3 +212,8 @@ def test_a_collector_gets_one_trace_per_group_with_the_id_of_its_prompt(run_fold
 
 def test_a_run_without_a_logged_step_has_no_steps():
     assert read_steps([]) == {}
+
+
+def test_a_trace_that_cannot_be_written_is_an_error_by_name(run_folder, tmp_path):
+    with pytest.raises(PenstockError, match=r"nowhere/trace\.json could not be written: No such file"):
+        write_trace(str(run_folder), tmp_path / "nowhere" / "trace.json", "", "", 10)

@@ -69,6 +69,8 @@ def as_command_error(error: BaseException) -> CommandError | None:
     leaves = _leaf_errors(error)
     if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
         return InterruptedCommandError("interrupted")
+    if all(map(_disk_problem, leaves)):
+        return CommandError("; ".join(dict.fromkeys(map(_disk_problem, leaves))))
     if "stream.errors" not in sys.modules:  # then no module that raises a `PenstockError` was imported
         return None
     from stream.errors import PenstockError, SettingsError

@@ -124,7 +124,13 @@ def run(
 @click.command()
 @click.argument("target", metavar="FILE|MODEL_FOLDER", type=options.PATH)
 @click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", default=8000, show_default=True, help="0: a free one, printed on the first line.")
+@click.option(
+    "--port",
+    default=8000,
+    show_default=True,
+    type=click.IntRange(0, 65535),
+    help="0: a free one, printed on the first line.",
+)
 @click.option(
     "--runner",
     type=click.Choice(["auto", "generate", "pooling"]),

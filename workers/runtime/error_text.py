@@ -2,13 +2,16 @@
 
 from envs.call import error_cause
 from stream.causes import ErrorCause
-from stream.errors import PenstockError
+from stream.errors import PenstockError, ServerError, SettingsError, StorageError
+
+_NOT_OF_USER_CODE = (SettingsError, ServerError, StorageError)
+"""What is behind these was raised in a library: a URL that does not answer, a file that is not TOML."""
 
 
 def find_cause(error: BaseException) -> ErrorCause | None:
     """Return the exception in user code behind an error; None if there is none, or if it is not known."""
     if isinstance(error, PenstockError):
-        if error.cause is not None or error.__cause__ is None:
+        if error.cause is not None or error.__cause__ is None or isinstance(error, _NOT_OF_USER_CODE):
             return error.cause
         error = error.__cause__
     cause = error_cause(error, "user code")

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from stream.errors import PenstockError
 from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight import run_preflight
 from workers.runtime.daemon_thread import run_in_daemon_thread
@@ -27,11 +28,15 @@ def check_settings_file(file: Path, overrides: tuple[str, ...], out: Path | None
 
     Raises:
         SettingsError: the settings are invalid.
+        PenstockError: the report cannot be written.
     """
     report = run_in_daemon_thread(partial(run_preflight, load_settings(file, overrides)))
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
     if out is not None:
-        out.write_bytes(encoded)
+        try:
+            out.write_bytes(encoded)
+        except OSError as error:
+            raise PenstockError(f"{out} could not be written: {error.strerror}") from error
     if as_json:
         click.echo(encoded.decode())
     else:

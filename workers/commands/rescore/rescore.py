@@ -72,6 +72,10 @@ def rescore_and_print(
     """
     settings, run_folder = saved_settings(find_run(target, must_have_begun=False), "rescoring")
     functions = _load_functions(file, refs)
+    if name != Path(name).name or name == "..":
+        raise SettingsError(
+            f"--name {name}: a name without / is stored in {run_folder / 'rescored'}; use --out for another folder"
+        )
     folder = out or run_folder / "rescored" / (name or (file.stem if file else "rescored"))
     if folder.exists():
         raise PenstockError(f"{folder} exists already: give this comparison another --name, or remove that folder")

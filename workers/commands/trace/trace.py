@@ -45,7 +45,10 @@ def write_trace(target: str | None, perfetto: Path | None, otlp: str, steps: str
         )
     done = []
     if perfetto is not None:
-        perfetto.write_bytes(msgspec.json.encode(perfetto_trace(groups, known)))
+        try:
+            perfetto.write_bytes(msgspec.json.encode(perfetto_trace(groups, known)))
+        except OSError as error:
+            raise PenstockError(f"{perfetto} could not be written: {error.strerror}") from error
         done.append(f"{perfetto}: {len(groups)} groups; open it at https://ui.perfetto.dev")
     if otlp:
         done.append(f"sent {export_spans(groups, settings.run.name, otlp)} traces to {otlp}")
