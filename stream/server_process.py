@@ -7,6 +7,7 @@ that is down.
 """
 
 import fcntl
+import os
 import re
 import shutil
 import signal
@@ -20,6 +21,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO
+from urllib.parse import quote
 
 import anyio
 from anyio.abc import Process
@@ -36,6 +38,7 @@ _STOP_TIMEOUT_S = 10.0
 _MAX_EXITS, _EXIT_WINDOW_S = 20, 600.0
 """How often it may exit within that time. A server that cannot start at all reaches this within seconds."""
 _RESTART_DELAY_S = 0.5
+_MAX_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 _LEAST_FREE_BYTES = 1 << 19
 _LOG_TAIL_BYTES = 4096
 _DATA_ERRORS = (
@@ -95,7 +98,8 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
         Its URL.
 
     Raises:
-        ServerError: there is no such binary, another server uses this data, it did not start, or it keeps dying.
+        ServerError: there is no such binary, another server uses this data, the folder for temporary files has too long
+            a name, it did not start, or it keeps dying.
     """
     if binary is None:
         binary = await anyio.to_thread.run_sync(find_server)
@@ -104,6 +108,7 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
     folder = await anyio.to_thread.run_sync(lambda: tempfile.TemporaryDirectory(prefix="penstock-"))
     socket = Path(folder.name) / "redis.sock"
     try:
+        _check_length(socket)
         with await anyio.to_thread.run_sync(_lock, home) as lock:
             await anyio.to_thread.run_sync(server_data.prepare, home)
             server = _Server(command_line(binary, home, socket, fsync), lock, home)
@@ -115,7 +120,7 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
                     await _wait_until_loaded(socket, server, home)
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(server.restart_on_exit)
-                    yield f"unix://{socket}"
+                    yield f"unix://{quote(str(socket))}"
                     tasks.cancel_scope.cancel()
             finally:
                 with anyio.CancelScope(shield=True):
@@ -124,6 +129,14 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(folder.cleanup)
+
+
+def _check_length(socket: Path) -> None:
+    if (length := len(os.fsencode(socket))) > _MAX_SOCKET_PATH:
+        raise ServerError(
+            f"{socket} is too long for a socket's path: {length} bytes of {_MAX_SOCKET_PATH}; set TMPDIR to a shorter "
+            "folder, such as /tmp"
+        )
 
 
 class _Server:

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +16,8 @@ from redis import Redis
 
 from stream import Feed, Group, Prompt, RetryPolicy, Stage, connect, private_server
 from stream.connection.keys import key_prefix
-from stream.errors import PenstockError, SettingsError
+from stream.connection.single_call import call_script_once
+from stream.errors import PenstockError, ServerError, SettingsError
 from workers.commands.queues import show_queues
 from workers.run.run_info import RunInfo, find_run, write_run_info
 from workers.settings.toml_file import dump_settings, parse_settings
@@ -234,3 +236,28 @@ def test_ctrl_c_ends_a_watch_without_an_error(runs, tmp_path, monkeypatch, capsy
         monkeypatch.setattr("workers.commands.queues.time.sleep", interrupt)
     show_queues("soon", "", watch=True)
     assert capsys.readouterr().err.count("\n") == (0 if runs else 1), "at most what it waits for"
+
+
+@pytest.fixture
+def temporary(request, monkeypatch):
+    """A folder for temporary files with this name; its path is short, as that of a socket must be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        (Path(short) / request.param).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(Path(short) / request.param))
+        yield
+
+
+@pytest.mark.parametrize("temporary", ["a#b", "a%20b", "a?b", "a@b é"], indirect=True)
+@pytest.mark.usefixtures("temporary")
+async def test_a_private_server_is_reached_whatever_the_name_of_the_folder_for_temporary_files(tmp_path):
+    async with private_server(tmp_path / "redis") as url, connect(url, "run", reconnect_s=1) as connection:
+        assert await connection.ping()
+        assert await anyio.to_thread.run_sync(call_script_once, url, "run", "run_status") is not None
+
+
+@pytest.mark.parametrize("temporary", ["t" * 120], indirect=True)
+@pytest.mark.usefixtures("temporary")
+async def test_too_long_a_folder_for_temporary_files_is_an_error_with_its_remedy(tmp_path):
+    with pytest.raises(ServerError, match="set TMPDIR to a shorter folder"):
+        async with private_server(tmp_path / "redis"):
+            pass
