@@ -17,7 +17,7 @@ from stream.trainer.folder_lock import RunFolderLock, last_token
 from workers.run import restore
 from workers.run.restore import restore_if_lost
 from workers.settings.toml_file import parse_settings
-from workers.storage import uploader
+from workers.storage import download, uploader
 from workers.storage.bucket import Bucket
 from workers.storage.download import RESTORED, STAGING, download_snapshot
 from workers.storage.snapshot import OBJECTS, SNAPSHOTS, newest_snapshot, read_snapshot
@@ -425,3 +425,19 @@ def test_a_url_whose_copy_would_be_elsewhere_is_refused(url, remedy):
     with pytest.raises(SettingsError, match=r"storage\.url") as caught:
         Bucket(url)
     assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("storage", ["", "empty"])
+def test_a_folder_that_was_restored_in_part_does_not_begin_anew(run, monkeypatch, tmp_path, storage):
+    upload(run, run.checkpoint(1))
+    run.lose()
+    with monkeypatch.context() as patched:
+        patched.setattr(download, "_move", lambda *_: 1 / 0)  # as if killed
+        with pytest.raises(ZeroDivisionError):
+            restore_if_lost(run.settings())
+    settings, run.url = run.settings(), storage and f"file://{tmp_path}/{storage}"
+    with pytest.raises(StorageError, match=r"was restored in part.*set storage\.url as it was"):
+        restore_if_lost(run.settings())
+    restore_if_lost(settings)
+    assert run.restored_step() == 1
+    assert restore_if_lost(run.settings()) is None

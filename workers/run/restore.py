@@ -35,14 +35,18 @@ def restore_if_lost(settings: Settings) -> Restored | None:
         None if there was nothing to restore.
 
     Raises:
-        StorageError: storage does not answer, so a lost run looks like a new one; or the disk is full.
+        StorageError: storage does not answer, so a lost run looks like a new one; the disk is full; or the folder was
+            restored in part, and the rest is not in storage.
         RunMismatchError: storage holds another run of this name.
     """
     folder = settings.folder
-    if not settings.storage.url or not _is_lost(folder):
+    url = settings.storage.url
+    if not url or not _is_lost(folder):
+        _refuse_part(folder, "storage.url is not set")
         return None
-    bucket = Bucket(f"{settings.storage.url.rstrip('/')}/{settings.run.name}")
+    bucket = Bucket(f"{url.rstrip('/')}/{settings.run.name}")
     if (snapshot := newest_snapshot(bucket)) is None:
+        _refuse_part(folder, f"{bucket.url} has no copy of it")
         return None
     identity = read_identity(folder)
     if identity is not None and identity.id != snapshot.run_id:
@@ -54,6 +58,14 @@ def restore_if_lost(settings: Settings) -> Restored | None:
         restored = _download(bucket, snapshot.run_id, folder)
         shutil.rmtree(folder / STAGING)
     return restored
+
+
+def _refuse_part(folder: Path, why: str) -> None:
+    if (folder / STAGING).exists():
+        raise StorageError(
+            f"{folder} was restored in part, and {why}: set storage.url as it was, and start again; to begin the run "
+            "anew, remove the folder"
+        )
 
 
 def _is_lost(folder: Path) -> bool:
