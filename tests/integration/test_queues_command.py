@@ -16,8 +16,13 @@ from redis import Redis
 
 from stream import Feed, Group, Prompt, RetryPolicy, Stage, connect, private_server
 from stream.connection.keys import key_prefix
+from stream.connection.run_identity import RunIdentity, compare_with_server, write_identity
 from stream.connection.single_call import call_script_once
-from stream.errors import PenstockError, ServerError, SettingsError
+from stream.errors import PenstockError, RunMismatchError, ServerError, SettingsError
+from stream.operator.run_status import read_status
+from workers.commands.control import send_command
+from workers.commands.dead_letters import LetterChoice, drop_dead, retry_dead
+from workers.commands.engines import change_engine
 from workers.commands.queues import show_queues
 from workers.run.run_info import RunInfo, find_run, write_run_info
 from workers.settings.toml_file import dump_settings, parse_settings
@@ -261,3 +266,32 @@ async def test_too_long_a_folder_for_temporary_files_is_an_error_with_its_remedy
     with pytest.raises(ServerError, match="set TMPDIR to a shorter folder"):
         async with private_server(tmp_path / "redis"):
             pass
+
+
+@pytest.fixture
+def folder_of_another_run(redis_url, run_name, tmp_path):
+    folder = make_folder(tmp_path / "mine", run_name, redis_url)
+    write_identity(folder, RunIdentity(id="a" * 32))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        partial(send_command, "stop"),
+        partial(send_command, "pause"),
+        partial(drop_dead, chosen=LetterChoice()),
+        partial(retry_dead, chosen=LetterChoice()),
+        partial(change_engine, "add", "http://127.0.0.1:1", as_json=True),
+    ],
+)
+async def test_another_run_of_the_same_name_is_not_changed(change, connection, folder_of_another_run, capsys):
+    folder = folder_of_another_run
+    await some_work(connection)
+    await compare_with_server(connection, RunIdentity(id="b" * 32), {})
+    before = (await read_status(connection)).snapshot
+    with pytest.raises(RunMismatchError, match=r"bbbbbbbb.*aaaaaaaa: nothing was changed; name the server"):
+        await anyio.to_thread.run_sync(partial(change, target=str(folder), redis=""))
+    assert (await read_status(connection)).snapshot == before
+    await in_thread(str(folder), "", as_json=True)  # what only reads shows it
+    assert json.loads(capsys.readouterr().out)["fed"] == 4

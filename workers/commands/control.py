@@ -8,7 +8,7 @@ from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.operator.run_control import ControlCommand, pause, resume, stop
 from workers.commands.output import print_line
-from workers.run.run_info import find_run, with_run
+from workers.run.run_info import find_run, refuse_other_run, with_run
 
 _SENDERS = {"pause": pause, "resume": resume, "stop": stop}
 _CONFIRMATIONS = {
@@ -33,6 +33,7 @@ def send_command(command: ControlCommand, target: str | None, redis: str) -> Non
     operator = operator_name()
 
     async def send(connection: RunConnection) -> bool:
+        await refuse_other_run(location, connection)
         return await _SENDERS[command](connection, operator)
 
     has_trainer = with_run(location, send)

@@ -19,7 +19,7 @@ from stream.operator.run_status import read_status
 from stream.records import Group, Prompt, Row
 from stream.trainer.untrained_ends import record_untrained_ends
 from workers.commands.output import encode_json, print_json
-from workers.run.run_info import find_run, with_run
+from workers.run.run_info import find_run, refuse_other_run, with_run
 from workers.runtime.transcript import escape_controls
 
 _HEX_BYTES = 512
@@ -155,6 +155,7 @@ def _change_letters(
     location = find_run(target, redis)
 
     async def main(connection: RunConnection) -> list[DeadLetter]:
+        await refuse_other_run(location, connection)
         chosen = await _select_letters(connection, choice)
         try:
             absent = await change(connection, [letter.id for letter in chosen])

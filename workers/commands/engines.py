@@ -24,7 +24,7 @@ from workers.engine_api.connection import ConnectionPool
 from workers.engine_api.discovery.addresses import normalize_engine_url, resolve_engines
 from workers.engine_api.queries import check_health, fetch_weight_name
 from workers.engine_api.wire import policy_version
-from workers.run.run_info import RunLocation, find_run, read_run_info, with_run
+from workers.run.run_info import RunLocation, find_run, read_run_info, refuse_other_run, with_run
 from workers.settings.engine import DNS_PREFIX
 
 _PROBE_TIMEOUT_S = 3.0
@@ -87,6 +87,7 @@ def change_engine(action: Literal["add", "remove"], url: str, target: str | None
     operator = operator_name()
 
     async def change(connection: RunConnection) -> tuple[bool, EngineReport, bool]:
+        await refuse_other_run(location, connection)
         changed = await apply_change(connection, url, operator)
         report = EngineReport(url=url, source="operator", removed=action == "remove")
         if action == "add":

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from stream.connection.url import has_secret
-from stream.errors import PenstockError
+from stream.errors import PenstockError, RunMismatchError
 from stream.operator.run_status import RunStatus, read_status, read_status_once
 from workers.run.run_folder import RUNS, find_newest_run, lock_folder, write_atomically
 from workers.runtime.secret import REDIS, read_secret
@@ -186,6 +186,27 @@ def with_run(location: RunLocation, main: "Callable[[RunConnection], Awaitable[T
     at_rest = location.folder if not location.url else None
     with lock_folder(at_rest) if at_rest else nullcontext():
         return anyio.run(there)
+
+
+async def refuse_other_run(location: RunLocation, connection: "RunConnection") -> None:
+    """Refuse to change a run on the server that is not the one in the folder, though it has its name.
+
+    Raises:
+        RunMismatchError: they are two runs.
+    """
+    import anyio
+
+    from stream.connection.run_identity import read_identity, read_server_identity
+
+    if location.folder is None:
+        return
+    ours = await anyio.to_thread.run_sync(read_identity, location.folder)
+    server = await read_server_identity(connection)
+    if ours is not None and server.id and server.id != ours.id:
+        raise RunMismatchError(
+            f"run {location.run!r} on {connection.display_url} is {server.id[:8]}, and the run in {location.folder} is "
+            f"{ours.id[:8]}: nothing was changed; name the server of this one with --redis, or the other run's folder"
+        )
 
 
 def find_run_folder(target: str) -> Path:
