@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from anyio.abc import TaskGroup
 
+from stream.connection.run_identity import RunIdentity, compare_with_server, write_identity
 from stream.operator.dead_letters import list_dead_letters
 from stream.operator.run_status import read_status
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
@@ -123,6 +124,23 @@ async def test_dead_letters_are_retried_one_by_one_or_all_with_a_reason(pipe, fo
         async with session.post("dead", data={"action": "burn"}) as refused:
             assert refused.status == 400
     assert (await pipe.balance())["outstanding"] == 5
+
+
+@pytest.mark.usefixtures("identity_of_another_run")
+async def test_dead_letters_of_another_run_of_the_same_name_are_not_changed(pipe, folder):
+    await dead_letter(pipe, "p", "no image")
+    await compare_with_server(pipe.connection, RunIdentity(id="b" * 32), {})
+    async with (
+        browser(folder, allow_changes=True) as session,
+        session.post("dead", data={"action": "drop", "reason": "data"}) as response,
+    ):
+        assert response.status >= 400
+    assert (await read_status(pipe.connection)).dead == 1
+
+
+@pytest.fixture
+def identity_of_another_run(folder):
+    write_identity(folder, RunIdentity(id="a" * 32))
 
 
 async def test_the_pages_are_renewed_while_they_are_open(pipe, folder):

@@ -20,6 +20,7 @@ from stream.trainer.untrained_ends import record_untrained_ends
 from workers.commands.dead_letters import read_payload
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.rendering import with_query
+from workers.run.run_info import refuse_other_run
 
 _COUNT_S: Final = 0.4
 """Time to count letters by reason; the page then says how many were counted."""
@@ -65,7 +66,9 @@ async def change_letters(dashboard: Dashboard, request: web.Request) -> web.Stre
     action, letter, reason, stage = (str(form.get(name, "")) for name in ("action", "id", "reason", "stage"))
     if action not in _ACTIONS:
         raise web.HTTPBadRequest(text="The action is retry or drop.")
+    location = await anyio.to_thread.run_sync(source.locate)
     async with source.connect() as connection:
+        await refuse_other_run(location, connection)
         if letter:
             count, is_done = await _change(connection, _ACTIONS[action], [letter]), True
         else:

@@ -78,7 +78,8 @@ class RunSource:
         if not location.url:
             raise NoServerError("the run's private server does not run; figures come from the run's folder")
         async with connect(location.url, location.run, reconnect_s=_CONNECT_S, create=False) as connection:
-            yield connection
+            with connection.explained_refusals():
+                yield connection
 
 
 class _LastMetrics(Struct):
