@@ -179,27 +179,38 @@ class ChatTokenizer:
         start, pieces = self._window.render(messages, turns, known.settled)
         if not start:
             known.unsettle()
-        for turn, piece in zip(self._window.settles(turns)[start:], pieces, strict=False):
+        following = [piece.text for piece in pieces[1:]] + [""]
+        for turn, piece, after in zip(self._window.settles(turns)[start:], pieces, following, strict=False):
             if piece.turn is not turn:  # the template leaves out a turn
                 break
-            self._append_piece(known.settled_ids, piece, known)
+            self._append_piece(known.settled_ids, piece, after, known)
             known.settled.append(piece)
-        ids, last = known.settled_ids.copy(), 0
-        for piece in pieces[len(known.settled) - start :]:
-            last = self._append_piece(ids, piece, known)
+        ids, last, settled = known.settled_ids.copy(), 0, len(known.settled) - start
+        for piece, after in zip(pieces[settled:], following[settled:], strict=True):
+            last = self._append_piece(ids, piece, after, known)
         known.drop_unused()
         return ids, last
 
-    def _append_piece(self, ids: TokenIds, piece: Piece, known: KnownParts) -> int:
-        """Append a piece to the ids before it; return how many of its ids the template's text has."""
+    def _append_piece(self, ids: TokenIds, piece: Piece, following: str, known: KnownParts) -> int:
+        """Append a piece to the ids before it; return how many of its ids the template's text has.
+
+        A turn keeps its stop token if the template's own end of turn follows directly. Otherwise the text that follows
+        ends the turn: Llama 2's template writes a blank and `</s>`.
+        """
         after_eos = ids[-1:] == [self.end_of_turn_id]
         text = known.parts.get(
             (piece.text, after_eos), lambda: TokenIds(self._encode_text(piece.text, after_eos, known))
         )
         ids.extend(text)
         if (turn := piece.turn) is not None:
-            ids.extend(known.parts.get((id(turn), piece.cut), lambda: TokenIds(self._ids_from(turn, piece.cut))))
+            end = self.renderer.end_of_turn
+            stops = bool(end) and following.startswith(end)
+            ids.extend(known.parts.get((id(turn), piece.cut, stops), lambda: self._turn_ids(turn, piece.cut, stops)))
         return len(text)
+
+    def _turn_ids(self, turn: AssistantTurn, cut: int, stops: bool) -> TokenIds:
+        ids = self._ids_from(turn, cut)
+        return TokenIds(ids if stops or not ids or ids[-1] not in self.stop_token_ids else ids[:-1])
 
     def _encode_text(self, text: str, after_eos: bool, known: KnownParts) -> list[int]:
         """Encode a text of the template, without the end of turn if the ids before it have one."""
