@@ -43,6 +43,58 @@ def assert_context_is_whole(chat, messages, turns):
         assert chat._decode_all(ids) == renderer.render_whole(messages, turns[:count])
 
 
+GENERATION = "{{- '<|im_start|>assistant\\n' }}"
+BY_SYSTEM_MESSAGE = TEMPLATE.replace(
+    GENERATION, "{{- '<|im_start|>assistant\\n' + ('(short)' if '/no_think' in messages[0].content else '') }}"
+)
+SYSTEM_FIRST = (
+    "{%- for m in messages if m.role == 'system' %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    "{%- for m in messages if m.role != 'system' %}{{ m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{%- if add_generation_prompt %}{{- 'assistant\\n' }}{%- endif %}"
+)
+LATE = TEMPLATE.replace(GENERATION, "{{- '<|im_start|>assistant\\n' + ('!' if messages|length > 7 * 11 else '') }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "replies", "first"),
+    [
+        (BY_SYSTEM_MESSAGE, [ASK], [tool("3")] * 9, None),
+        (BY_SYSTEM_MESSAGE, [{"role": "system", "content": "Be brief. /no_think"}, ASK], [tool("3")] * 9, 1),
+        (SYSTEM_FIRST, [ASK], [tool("3"), {"role": "system", "content": "Hurry."}], 2),
+        (LATE, [ASK], [tool("3")] * 64, 64),
+    ],
+)
+async def test_a_conversation_that_the_template_treats_unlike_the_samples_is_rendered_as_a_whole(
+    template, prompt, replies, first
+):
+    chat = chat_with(template)
+    assert not chat.check_history().rewrites_history
+    turns = turns_of(chat, *((f"Step {number}.", reply) for number, reply in enumerate(replies)))
+    found = [count for count in range(1, len(turns) + 1) if not await chat.continues(prompt, turns[:count])]
+    assert found[:1] == ([] if first is None else [first])
+
+
+@pytest.mark.parametrize(
+    "shown", ["messages|length - loop.index < 40", "messages|length - loop.index < 2 * 6", "loop.revindex0 < 30"]
+)
+def test_a_template_that_shortens_early_results_rewrites_history(shown):
+    chat = chat_with(
+        TEMPLATE.replace("+ message.content + '\\n</", f"+ (message.content if {shown} else '-') + '\\n</")
+    )
+    assert chat.check_history().rewrites_history
+    assert_context_is_whole(chat, [ASK], turns_of(chat, *((f"Step {i}.", tool(str(i))) for i in range(25))))
+
+
+def test_a_template_that_looks_for_a_word_in_any_user_message_rewrites_history():
+    opening = GENERATION.replace("\\n'", "\\n' + ('(short)' if ns.short else '')")
+    word = "{%- if message.role == 'user' and '/no_think' in message.content %}{%- set ns.short = true %}{% endif %}"
+    template = TEMPLATE.replace(GENERATION, opening).replace(
+        "{%- for message in messages %}", "{%- for message in messages %}" + word
+    )
+    chat = chat_with("{%- set ns = namespace(short=false) %}" + template, ())
+    assert chat.check_history(with_tools=False, with_user_replies=True).rewrites_history
+
+
 LLAMA_2 = (
     "{%- for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content + ' <|im_end|>' }}{% endif %}{% endfor %}"

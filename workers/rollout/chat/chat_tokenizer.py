@@ -7,9 +7,10 @@ the assistant's end-of-turn token and the next place to sample::
     <tool_call>{...}</tool_call><|im_end|>                           sampled by the engine, kept unchanged
     \n<|im_start|>user\n<tool_response>42</tool_response>...           continuation_ids([tool message], True)
 
-`check_history` finds out at start whether that equals rendering the whole conversation. If it does not,
-because the template rewrites earlier turns, `conversation_ids` renders before each turn what the template may have
-changed (`history_window.py`); turns that it leaves unchanged still keep their sampled ids.
+`check_history` finds out at start whether that equals rendering the whole conversation, and `continues` whether it does
+for a real one, too. If it does not, because the template rewrites earlier turns, `conversation_ids` renders before each
+turn what the template may have changed (`history_window.py`); turns that it leaves unchanged still keep their sampled
+ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ import msgspec
 
 from stream.errors import DataError, PenstockError
 from stream.records import Message
+from workers.rollout.chat.conversation_check import ConversationCheck
 from workers.rollout.chat.history_check import HistoryCheck, check_history
 from workers.rollout.chat.history_window import HistoryWindow
 from workers.rollout.chat.known_parts import KnownParts
@@ -68,6 +70,7 @@ class ChatTokenizer:
         self.renderer = ConversationRenderer(template, tools)
         self.rewrites_history = False
         self._window = HistoryWindow(self.renderer)
+        self._conversations = ConversationCheck(self.renderer, HistoryCheck(False, ""), ("tool", "user"))
         self._tokenizer = tokenizer
         self._decode_all = decoder_of(tokenizer)
         self._encoder = TextEncoder(tokenizer)
@@ -128,6 +131,7 @@ class ChatTokenizer:
             self._window.learn(with_user_replies=with_user_replies)
         if not check.rewrites_history:
             roles = ["tool"] * with_tools + ["user"] * with_user_replies
+            self._conversations = ConversationCheck(self.renderer, check, roles)
             self.renderer.learn_frames(roles)
             for role in roles:
                 self._encoder.remember(self.renderer.render_continuation([_reply(role, text)]) for text in ("a", "b"))
@@ -241,6 +245,21 @@ class ChatTokenizer:
         size = self._tool_characters + _characters(messages)
         size += sum(len(turn.text) + _characters(turn.replies) for turn in rendered)
         return work() if size < _LONG_TEXT_CHARACTERS else await _in_thread(work)
+
+    async def continues(self, messages: Sequence[Message], turns: Sequence[AssistantTurn]) -> bool:
+        """Return whether `encode_continuation` of the last replies continues this conversation.
+
+        Args:
+            messages: the prompt.
+            turns: everything after it.
+        """
+        if self.rewrites_history:
+            return False
+        check = partial(self._conversations.continues, messages, turns)
+        if len(turns) > 1 and not self._conversations.is_due(turns):
+            return True
+        size = self._tool_characters + _characters(messages) + sum(_characters(turn.replies) for turn in turns)
+        return check() if size < _LONG_TEXT_CHARACTERS else await _in_thread(check)
 
     async def decode_turn(self, ids: Sequence[int]) -> str:
         """Run `decode`, in a thread if the turn is long."""
