@@ -135,3 +135,12 @@ def test_a_result_that_the_template_names_by_its_call_has_that_name(rewrites):
         text = "".join(chat._decode_all(chat.continuation_ids(turn.replies, True)) for turn in turns)
     assert text.count("<|im_start|>functions.add\n3<|im_end|>") == 1
     assert text.endswith("<|im_start|>functions.sub\n5<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_result_that_changes_the_start_of_a_conversation_changes_it_in_the_context():
+    seen = "{%- for m in messages if '!!' in m.content %}{{- '(an error)' if loop.first }}{% endfor %}"
+    last_result = "+ (message.content if loop.revindex < 3 else '-') + '\\n</"
+    chat = chat_with(seen + TEMPLATE.replace("+ message.content + '\\n</", last_result))
+    assert chat.check_history().rewrites_history
+    contents = ["3", "4", "5", "6", "7", "!!", "8"]
+    assert_context_is_whole(chat, [ASK], turns_of(chat, *((f"Step {c}.", tool(c)) for c in contents)))

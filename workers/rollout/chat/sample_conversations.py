@@ -5,15 +5,17 @@ small number in it, which it might compare with.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, repeat
 from typing import Final
 
 from stream.records import Message
 from workers.rollout.chat.continuation_frames import numbers_in, sample_contents
 from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer
 
-_TURNS: Final = 12
-"""Of a conversation, which holds as many different contents."""
+_PLAIN_TURNS: Final = 4
+"""Turns before the first special content, which may change how they are rendered."""
+_SPECIAL_TURNS: Final = 12
+"""Turns of a conversation with special contents, of which it holds as many."""
 _MAX_TURNS: Final = 66
 """Templates with larger numbers do not count turns with them."""
 _ASK: Final[list[Message]] = [{"role": "user", "content": "What is 1 + 2?"}]
@@ -28,24 +30,26 @@ def sample_conversations(
     Args:
         renderer: the model's template with an environment's tools.
         starts: how turns start: the part in the generation prompt, and the sampled part.
-        user_every: every so many turns a user message takes the place of results; 0: never.
+        user_every: number of turns after which a user message takes the place of results; 0: it never does.
     """
-    others = [[_SYSTEM, *_ASK], [*_ASK, {"role": "assistant", "content": "3."}, *_ASK]]
-    prompts = cycle([_ASK, *filter(renderer.accepts, others)])
+    longer = [*_ASK, {"role": "assistant", "content": "3."}, *_ASK]
+    prompts = [_ASK, *filter(renderer.accepts, [longer, [_SYSTEM, *longer]])]
     turn_starts = cycle(starts)
+    numbers = numbers_in(renderer.template.source)
+    counts = [_PLAIN_TURNS + _SPECIAL_TURNS, *(number + 2 for number in numbers if number + 2 <= _MAX_TURNS)]
     contents = sample_contents(renderer.template.source)
-    counts = [number + 2 for number in numbers_in(renderer.template.source) if number + 2 <= _MAX_TURNS]
-    for first in range(0, len(contents), _TURNS):
-        results = cycle(contents[first : first + _TURNS])  # some are repeated
+    for index, first in enumerate(range(0, len(contents), _SPECIAL_TURNS)):
+        special = cycle(contents[first : first + _SPECIAL_TURNS])  # some are repeated
         turns = []
-        for number in range(_TURNS if first else max(_TURNS, *counts, 0)):
+        for number in range(counts[0] if index else max(counts)):
             opening, reasoning = next(turn_starts)
+            texts = repeat("3.") if number < _PLAIN_TURNS else special
             if user_every and (number + first) % user_every == 0:
-                replies: list[Message] = [{"role": "user", "content": next(results)}]
+                replies: list[Message] = [{"role": "user", "content": next(texts)}]
             else:
-                replies = [tool_reply(text, number) for text in islice(results, 1 + number % 3 if first else 1)]
+                replies = [tool_reply(text, number) for text in islice(texts, 1 + number % 3 if index else 1)]
             turns.append(AssistantTurn((), f"{reasoning}Step {number}.", replies, opening))
-        yield next(prompts), turns
+        yield prompts[min(index, len(prompts) - 1)], turns
 
 
 def tool_reply(text: str, number: int = 1) -> Message:
