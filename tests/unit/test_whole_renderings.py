@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from tests.cases.chats import ADD, TEMPLATE, make_tokenizer
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
@@ -106,6 +107,28 @@ def test_a_turn_has_one_end_where_the_template_writes_blanks_before_it(template)
     chat = chat_with(template)
     assert chat.check_history(with_tools=False, with_user_replies=True).rewrites_history
     assert_context_is_whole(chat, [ASK], turns_of(chat, ("3.", user("Sure?")), ("Yes.", user("?")), ("", user("!"))))
+
+
+def llama_2_tokenizer():
+    """Make a tokenizer that writes a blank before each part between special tokens."""
+    pieces = ["<unk>", *map(chr, range(33, 127)), "▁", "▁▁"]
+    model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [("▁", "▁")], unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Replace("▁", " ")
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
+    return tokenizer
+
+
+def test_blanks_after_a_turn_are_the_tokens_of_the_whole_text():
+    tokenizer = llama_2_tokenizer()
+    end = tokenizer.token_to_id("<|im_end|>")
+    chat = ChatTokenizer(tokenizer, ChatTemplate(LLAMA_2, {}, Path("folder")), None, {end})
+    sampled = [tokenizer.token_to_id("3"), end]
+    ids, _ = chat.conversation_ids([ASK], [AssistantTurn(sampled, "3", [user("Sure?")])], KnownParts())
+    whole = tokenizer.encode("[INST] What is 1 + 2? [/INST] 3 <|im_end|>[INST] Sure? [/INST]").ids
+    tail = whole[whole.index(sampled[0]) :]
+    assert ids.tolist()[-len(tail) :] == tail
 
 
 NAMED_BY_CALL = """\

@@ -202,15 +202,24 @@ class ChatTokenizer:
         ends the turn: Llama 2's template writes a blank and `</s>`.
         """
         after_eos = ids[-1:] == [self.end_of_turn_id]
+        continues_word = bool(ids) and not self._starts_with_end(piece.text)
         text = known.parts.get(
-            (piece.text, after_eos), lambda: TokenIds(self._encode_text(piece.text, after_eos, known))
+            (piece.text, after_eos, continues_word),
+            lambda: TokenIds(
+                self._encoder.encode_after_text(piece.text)
+                if continues_word
+                else self._encode_text(piece.text, after_eos, known)
+            ),
         )
         ids.extend(text)
         if (turn := piece.turn) is not None:
-            end = self.renderer.end_of_turn
-            stops = bool(end) and following.startswith(end)
+            stops = self._starts_with_end(following)
             ids.extend(known.parts.get((id(turn), piece.cut, stops), lambda: self._turn_ids(turn, piece.cut, stops)))
         return len(text)
+
+    def _starts_with_end(self, text: str) -> bool:
+        """Return whether a text starts with the special token that ends a turn."""
+        return bool(self.renderer.end_of_turn) and text.startswith(self.renderer.end_of_turn)
 
     def _turn_ids(self, turn: AssistantTurn, cut: int, stops: bool) -> TokenIds:
         ids = self._ids_from(turn, cut)
