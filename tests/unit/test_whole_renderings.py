@@ -167,3 +167,8 @@ def test_a_result_that_changes_the_start_of_a_conversation_changes_it_in_the_con
     assert chat.check_history().rewrites_history
     contents = ["3", "4", "5", "6", "7", "!!", "8"]
     assert_context_is_whole(chat, [ASK], turns_of(chat, *((f"Step {c}.", tool(c)) for c in contents)))
+
+
+def test_a_user_message_after_a_result_is_no_call():
+    chat = chat_with(NAMED_BY_CALL)
+    assert "functions.add\n3<|im_end|>" in chat.renderer.render_continuation([tool("3"), user("Go on.")])

@@ -222,7 +222,7 @@ def _unused_mark(messages: Sequence[Message]) -> str:
 
 
 def _assistant_message(text: str, answers: Sequence[Message], *, as_calls: bool) -> Message:
-    """Return an assistant's turn with this text, or with one call per answer, the first one's name after `text`.
+    """Return an assistant's turn with this text, or with one call per result, the first one's name after `text`.
 
     A template may name a result by its call.
     """
@@ -234,7 +234,7 @@ def _assistant_message(text: str, answers: Sequence[Message], *, as_calls: bool)
             "type": "function",
             "function": {"name": ("" if number else text) + str(answer.get("name") or "f"), "arguments": {}},
         }
-        for number, answer in enumerate(answers)
+        for number, answer in enumerate(answer for answer in answers if answer.get("role") == "tool")
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
