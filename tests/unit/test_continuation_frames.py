@@ -119,6 +119,9 @@ SPECIAL_NAME = TEMPLATE.replace(
     "+ message.content + '\\n</", "+ ('!' if message.name == 'sum' else '') + message.content + '\\n</"
 )
 SHORTENED = TEMPLATE.replace("+ message.content + '\\n</", "+ message.content[:8000] + '\\n</")
+FIRST_LINES = TEMPLATE.replace(
+    "+ message.content + '\\n</", "+ message.content.split('\\n')[:30] | join('\\n') + '\\n</"
+)
 REPEATED = TEMPLATE.replace(
     "+ message.content + '\\n</",
     "+ ('same' if loop.previtem.content == message.content else message.content) + '\\n</",
@@ -131,6 +134,7 @@ REPEATED = TEMPLATE.replace(
         (AS_JSON, [tool("3") | {"name": 'a"dd\n'}]),
         (SPECIAL_NAME, [tool("3") | {"name": "sum"}]),
         (SHORTENED, [tool("x" * 9000)]),
+        (FIRST_LINES, [tool("x\n" * 40)]),
         (REPEATED, [tool("3"), tool("3", 2)]),
     ],
 )

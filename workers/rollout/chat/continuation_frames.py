@@ -33,7 +33,8 @@ _WORD: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MARK: Final = re.compile(r"(content|name|tool_call_id)7f3a(\d)|(?<!\w)mark(\d)7f3a(?!\w)")
 _SAMPLES: Final = (
     *("", " ", "\n", "42", " 42\n", "\n\n42", "a\tb ", "true", "null", "None", "[]", "{}", '{"a": [1, "b"]}', "[1, 2]"),
-    *("'", '"', "\\", "\\n", "a\nb", "<b>&amp;</b>", "{{ 7 }}", "{% if %}", "é中🙂", "Error: it failed", "x" * 5000),
+    *("'", '"', "\\", "\\n", "a\nb", "<b>&amp;</b>", "{{ 7 }}", "{% if %}", "é中🙂", "Error: it failed"),
+    *("a b\n" * 1000 + "c", "x" * 5000),
 )
 
 Render = Callable[[Sequence[Message]], str]
