@@ -264,9 +264,9 @@ class ChatTokenizer:
         """
         if self.rewrites_history:
             return False
-        check = partial(self._conversations.continues, messages, turns)
         if len(turns) > 1 and not self._conversations.is_due(turns):
             return True
+        check = partial(self._conversations.continues, messages, turns)
         size = self._tool_characters + _characters(messages) + sum(_characters(turn.replies) for turn in turns)
         return check() if size < _LONG_TEXT_CHARACTERS else await _in_thread(check)
 

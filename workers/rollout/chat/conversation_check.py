@@ -15,7 +15,7 @@ import structlog
 
 from stream.errors import PenstockError
 from stream.records import Message
-from workers.rollout.chat.history_check import HistoryCheck, find_difference
+from workers.rollout.chat.history_check import HistoryCheck, find_difference, render_turns
 from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer
 from workers.rollout.chat.sample_conversations import tool_reply
 
@@ -38,6 +38,8 @@ class ConversationCheck:
         self._renderer = renderer
         self._history = history
         self._roles = frozenset(roles)
+        self._after_prompt: dict[str, str] = {}
+        """What the template writes after a prompt for the sample turns, by the role of the replies."""
         self._continues_after = lru_cache(maxsize=_CACHED_PROMPTS)(self._continues_after_key)
 
     def is_due(self, turns: Sequence[AssistantTurn]) -> bool:
@@ -67,24 +69,34 @@ class ConversationCheck:
         try:
             key = msgspec.msgpack.encode(messages)
         except (TypeError, ValueError, OverflowError):  # images and the like are never cached
-            return self._is_unchanged(messages, _sample_replies(role))
+            return self._continues_after_samples(messages, role)
         return self._continues_after(key, role)
 
     def _continues_after_key(self, key: bytes, role: str) -> bool:
-        return self._is_unchanged(msgspec.msgpack.decode(key), _sample_replies(role))
+        return self._continues_after_samples(msgspec.msgpack.decode(key), role)
 
-    def _is_unchanged(self, messages: Sequence[Message], replies: Sequence[Sequence[Message]]) -> bool:
-        opening, reasoning = self._history.turn_start
-        turns = [AssistantTurn((), f"{reasoning}Step.", each, opening) for each in replies]
+    def _continues_after_samples(self, messages: Sequence[Message], role: str) -> bool:
+        replies = [[tool_reply(text) if role == "tool" else {"role": role, "content": text}] for text in ("3.", "4.")]
         try:
-            found = find_difference(self._renderer, messages, turns)
+            if role not in self._after_prompt:
+                self._after_prompt[role] = render_turns(self._renderer, self._turns(replies))
+        except PenstockError:
+            return False
+        return self._is_unchanged(messages, replies, self._after_prompt[role])
+
+    def _turns(self, replies: Sequence[Sequence[Message]]) -> list[AssistantTurn]:
+        opening, reasoning = self._history.turn_start
+        return [AssistantTurn((), f"{reasoning}Step.", each, opening) for each in replies]
+
+    def _is_unchanged(
+        self, messages: Sequence[Message], replies: Sequence[Sequence[Message]], after_prompt: str | None = None
+    ) -> bool:
+        turns = self._turns(replies)
+        try:
+            found = find_difference(self._renderer, messages, turns, after_prompt)
         except PenstockError:  # the template refuses it, and says so when the conversation is rendered
             return False
         if found is None or (found.in_space and self._history.ignores_space):
             return True
         log.info("template.conversation_rewritten", turns=len(turns), why=found.text)
         return False
-
-
-def _sample_replies(role: str) -> list[list[Message]]:
-    return [[tool_reply(text) if role == "tool" else {"role": role, "content": text}] for text in ("3.", "4.")]

@@ -131,24 +131,37 @@ class Difference:
 
 
 def find_difference(
-    renderer: ConversationRenderer, messages: Sequence[Message], turns: Sequence[AssistantTurn]
+    renderer: ConversationRenderer,
+    messages: Sequence[Message],
+    turns: Sequence[AssistantTurn],
+    after_prompt: str | None = None,
 ) -> Difference | None:
     """Compare a conversation rendered as a whole with the same rendered turn by turn.
+
+    Args:
+        renderer: the model's template with an environment's tools.
+        messages: the prompt.
+        turns: everything after it.
+        after_prompt: `render_turns` of the turns, if it is known already.
 
     Raises:
         DataError: the template refuses the conversation.
     """
     whole = renderer.render_whole(messages, turns)
     try:
-        pieces = [turn.text + renderer.render_continuation(turn.replies) for turn in turns]
+        seen = renderer.render_prompt(messages) + (after_prompt or render_turns(renderer, turns))
     except DataError:
         raise
     except PenstockError as error:
         return Difference(str(error), in_space=False)
-    seen = "".join([renderer.render_prompt(messages), *pieces])
     if whole == seen:
         return None
     return Difference(_first_difference(whole, seen), in_space="".join(whole.split()) == "".join(seen.split()))
+
+
+def render_turns(renderer: ConversationRenderer, turns: Sequence[AssistantTurn]) -> str:
+    """Return what follows a prompt when each turn is rendered alone."""
+    return "".join(turn.text + renderer.render_continuation(turn.replies) for turn in turns)
 
 
 def _first_difference(whole: str, pieces: str) -> str:
