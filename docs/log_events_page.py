@@ -134,6 +134,7 @@ MEANINGS = {
     "stragglers.waiting": "A full batch waits for groups of older versions.",
     "stream.ended": "A page of the dashboard lost its live updates; the browser connects again.",
     "summary.not_written": "`summary.json` could not be written.",
+    "template.conversation_rewritten": "The template changes old messages of a conversation, which forks from now on.",
     "template.frame_dropped": "What the template writes around messages varies; from now on it is rendered in full.",
     "template.inspected": "What was found out about the chat template, and why.",
     "template.tool_format_unknown": "The tool-call format of the model was not recognized.",

@@ -1,7 +1,6 @@
 """Calls user code with a deadline."""
 
 import time
-from asyncio import get_running_loop  # noqa: TID251  (anyio's token takes longer than a quick call)
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from traceback import FrameSummary, extract_tb
@@ -79,7 +78,7 @@ class CallRunner:
         return outcomes
 
     def _worker_threads(self) -> WorkerThreads:
-        if self._threads is None or self._threads.loop is not get_running_loop():
+        if self._threads is None or self._threads.loop.is_closed():  # asking for the running loop is a system call
             self._threads = worker_threads()
         return self._threads
 

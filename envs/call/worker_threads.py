@@ -101,6 +101,7 @@ class WorkerThreads:
         self._busy: set[_Worker] = set()
         self._available = 0
         """Busy threads that are not slow: one of them takes the next job soon."""
+        self._wake_scheduled = False
         self._check_scheduled = False
         self._finished: deque[_Job] = deque()
         self._delivery_scheduled = False
@@ -116,11 +117,11 @@ class WorkerThreads:
         job = _Job(calls, timeout_s, self.loop)
         with self._lock:
             self._jobs.append(job)
-            if not self._available:
-                self._wake_one()
-            elif not self._check_scheduled:
-                self._check_scheduled = True
-                self.loop.call_later(_PATIENCE_S, self._relieve)
+            if self._available:
+                self._schedule_check()
+            elif not self._wake_scheduled:  # when the loop has nothing else to do: it holds the interpreter until then
+                self._wake_scheduled = True
+                self.loop.call_soon(self._wake)
         try:
             await job.finished
         except BaseException:
@@ -173,6 +174,20 @@ class WorkerThreads:
         for job in finished:
             job.finish()
 
+    def _wake(self) -> None:
+        """Wake a thread for the calls that have been handed over, unless one has taken them."""
+        with self._lock:
+            self._wake_scheduled = False
+            if self._jobs and not self._available:
+                self._wake_one()
+            if self._jobs:
+                self._schedule_check()
+
+    def _schedule_check(self) -> None:
+        if not self._check_scheduled:
+            self._check_scheduled = True
+            self.loop.call_later(_PATIENCE_S, self._relieve)
+
     def _relieve(self) -> None:
         """Have every waiting call run by a thread of its own if the available threads are slow."""
         with self._lock:
@@ -187,8 +202,7 @@ class WorkerThreads:
             if not self._available:
                 for _ in range(len(self._jobs)):
                     self._wake_one()
-            self._check_scheduled = True
-            self.loop.call_later(_PATIENCE_S, self._relieve)
+            self._schedule_check()
 
     def _wake_one(self) -> None:
         self._available += 1

@@ -114,3 +114,12 @@ def test_a_real_template_that_renders_parts_gets_them_unchanged():
     messages = [{"role": "user", "content": [TEXT, IMAGE]}]
     assert ContentAdapter(template_of("ministral-3")).adapt(messages) == messages
     assert "[INST]" in chat_of("ministral-3", None).renderer.render_prompt(messages)
+
+
+@pytest.mark.parametrize("written", ["m.content if m.content is string else m.content[0].text", "m.content[0].text"])
+def test_texts_of_which_a_template_writes_the_first_alone_are_joined(written):
+    template = ChatTemplate("{% for m in messages %}{{ " + written + " }}{% endfor %}", {}, Path("model"))
+    messages = ContentAdapter(template).adapt(
+        [{"role": "user", "content": [TEXT, {"type": "text", "text": "It sleeps."}]}]
+    )
+    assert template.render(messages, None, add_generation_prompt=True) == "A cat.\nIt sleeps."

@@ -80,7 +80,7 @@ def test_a_template_that_looks_for_a_text_in_a_result_gets_no_frame(condition):
 
 def test_a_frame_is_dropped_when_a_real_result_shows_that_it_is_wrong():
     special = TEMPLATE.replace(
-        "message.content + '\\n</", "(message.content if message.content|length < 9999 else '!') + '\\n</"
+        "message.content + '\\n</", "(message.content if message.content|length < 99 * 101 else '!') + '\\n</"
     )
     frames, _ = frames_of(special)
     assert frames.text([tool("3")]) is not None
@@ -110,3 +110,42 @@ def test_a_template_that_refuses_a_sample_gets_no_frame():
     assert frames.text([tool("3")]) is None
     with pytest.raises(PenstockError, match="empty"):
         ConversationRenderer(ChatTemplate(special, {}, Path("folder")), None).render_prompt([tool("")])
+
+
+AS_JSON = TEMPLATE.replace(
+    "+ message.content + '\\n</", "+ {'name': message.name, 'is': message.content}|tojson + '\\n</"
+)
+SPECIAL_NAME = TEMPLATE.replace(
+    "+ message.content + '\\n</", "+ ('!' if message.name == 'sum' else '') + message.content + '\\n</"
+)
+SHORTENED = TEMPLATE.replace("+ message.content + '\\n</", "+ message.content[:8000] + '\\n</")
+FIRST_LINES = TEMPLATE.replace(
+    "+ message.content + '\\n</", "+ message.content.split('\\n')[:30] | join('\\n') + '\\n</"
+)
+REPEATED = TEMPLATE.replace(
+    "+ message.content + '\\n</",
+    "+ ('same' if loop.previtem.content == message.content else message.content) + '\\n</",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        (AS_JSON, [tool("3") | {"name": 'a"dd\n'}]),
+        (SPECIAL_NAME, [tool("3") | {"name": "sum"}]),
+        (SHORTENED, [tool("x" * 9000)]),
+        (FIRST_LINES, [tool("x\n" * 40)]),
+        (REPEATED, [tool("3"), tool("3", 2)]),
+    ],
+)
+def test_names_lengths_and_repetitions_that_a_template_treats_differently_are_rendered(template, messages):
+    assert template != TEMPLATE
+    frames, _ = frames_of(template)
+    for _ in range(4):  # the next use is not compared
+        frames.text([tool("3")])
+    assert frames.text(messages) is None
+
+
+def test_a_frame_writes_a_name_that_needs_no_escape():
+    frames, _ = frames_of(AS_JSON)
+    assert '{"name": "add", "is": "3"}' in frames.text([tool("3")])

@@ -349,8 +349,23 @@ async def test_the_cost_of_a_turn_does_not_grow_with_the_conversation():
         script, chat=make_chat(template), max_turns=60, max_tokens=100_000, max_tool_calls=99
     )
     assert completion.turns == 60
-    costs = {later - earlier for earlier, later in pairwise(counts[1:])}
-    assert max(costs) <= min(costs) + 1  # "has 9", "has 10"
+    costs = [later - earlier for earlier, later in pairwise(counts[1:])]
+    compared = [costs.pop(turn - 2) for turn in (32, 16, 8, 4)]  # with the whole, after these turns
+    assert max(costs) <= min(costs) + 1 < min(compared)  # "has 9", "has 10"
+
+
+async def test_an_episode_forks_where_the_template_treats_its_prompt_unlike_the_samples():
+    opening = "{{- '<|im_start|>assistant\\n' }}"
+    source = TEMPLATE.replace(opening, f"{opening}{{{{- '(short) ' if '/no_think' in messages[0].content else '' }}}}")
+    template = ChatTemplate(source, {}, Path("model"))
+    chat = make_chat(template)
+    assert not chat.check_history().rewrites_history
+    sampler = Scripted([call("put"), "Done."])
+    messages = [{"role": "user", "content": "Go. /no_think"}]
+    await completion_of(sampler, chat=chat, prompt=make_prompt(environment="box", messages=messages))
+    history = [*messages, {"role": "assistant", "content": call("put")}]
+    history += [{"role": "tool", "name": "put", "tool_call_id": "call00001", "content": "has 1"}]
+    assert text_of(sampler.asked[1][0]) == template.render(history, None, add_generation_prompt=True)
 
 
 async def test_seconds_are_recorded_by_activity():

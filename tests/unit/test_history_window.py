@@ -160,7 +160,7 @@ def test_a_template_that_looks_further_is_always_given_the_whole(way):
 
 def test_a_template_that_looks_further_than_the_samples_is_found_out_by_a_real_conversation():
     chat = own_template(
-        RESULT, "(message.content if messages|length - loop.index < 40 else '-') + '\\n</tool_response>'"
+        RESULT, "(message.content if messages|length - loop.index < 8 * 7 else '-') + '\\n</tool_response>'"
     )
     assert chat._window._is_exact
     turns = turns_with_results(chat, 40)

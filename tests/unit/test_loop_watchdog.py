@@ -1,6 +1,7 @@
 """The log names code that blocks the event loop."""
 
 import time
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -8,6 +9,7 @@ from anyio import CapacityLimiter
 from structlog.testing import capture_logs
 
 from envs.call import CallRunner
+from workers.runtime import loop_watchdog
 from workers.runtime.loop_watchdog import LoopWatchdog
 
 
@@ -42,6 +44,28 @@ async def test_blocking_code_is_logged_once(method, blockbuster):
     (line,) = results
     assert "test_loop_watchdog.py:" in line["by"]
     assert line["by"].endswith(f"Rude.{method}")
+
+
+@pytest.mark.parametrize(("cpu_s", "reports"), [(0.0, 0), (30.0, 1)], ids=["suspended", "busy"])
+def test_a_late_look_reports_a_busy_process_but_not_a_suspended_one(monkeypatch, cpu_s, reports):
+    """A suspended process runs neither the loop nor the thread that watches it; both wake at the same moment."""
+    clock, passing = SimpleNamespace(wall=100.0, cpu=1.0), [(1.0, 0.0), (31.0, cpu_s)]
+
+    class Stopped:
+        def wait(self, timeout):
+            if not passing:
+                return True
+            wall, cpu = passing.pop(0)
+            clock.wall, clock.cpu = clock.wall + wall, clock.cpu + cpu
+            return False
+
+    times = SimpleNamespace(monotonic=lambda: clock.wall, process_time=lambda: clock.cpu)
+    monkeypatch.setattr(loop_watchdog, "time", times)
+    results = []
+    watch = LoopWatchdog(1.0, lambda by, so_far_s: results.append((by, so_far_s)))
+    watch._beats, watch._stopped = 5, Stopped()
+    watch._check()
+    assert len(results) == reports
 
 
 async def test_a_free_loop_is_not_logged():

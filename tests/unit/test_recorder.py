@@ -8,6 +8,7 @@ import pytest
 
 from stream.errors import EngineRefusedError
 from stream.records import Completion, Prompt
+from tests.cases.families import template_of
 from tests.unit.test_episode import Scripted, make_chat
 from workers.rollout.agent_endpoint.openai_messages import parse_messages, to_openai_message
 from workers.rollout.agent_endpoint.recorder import Recorder
@@ -22,13 +23,13 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def recorder_of(sampler, **limits):
+def recorder_of(sampler, chat=None, **limits):
     """Make a recorder of a new episode, and the completion that it fills."""
     completion = Completion(index=0, seconds={"engine": 0.0})
     context = EpisodeContext(
         prompt=Prompt(id="p", messages=[user("a")]),
         index=0,
-        chat=make_chat(),
+        chat=chat or make_chat(),
         tool_format=TOOL_FORMATS["hermes"],
         sampler=sampler,
         slot=None,
@@ -78,3 +79,12 @@ async def test_closing_the_recorder_cancels_the_running_turn_and_refuses_the_nex
         recorder.close()
     assert refused == ["the episode is over"] * 2
     assert (completion.turns, completion.messages, recorder.rows()) == (0, [], [])
+
+
+@pytest.mark.parametrize(("role", "rows"), [("user", 2), ("tool", 1)])
+async def test_a_row_ends_where_the_template_drops_reasoning_before_a_user_message(role, rows):
+    sampler = Scripted(["<think>\nHm.\n</think>\n\nOne.", "Two."])
+    recorder, _ = recorder_of(sampler, make_chat(template_of("qwen3")))
+    reply = to_openai_message(await recorder.complete({"messages": [user("a")]}))
+    await recorder.complete({"messages": [user("a"), reply, {"role": role, "content": "b"}]})
+    assert len(recorder.rows()) == rows

@@ -64,6 +64,7 @@ class ConversationEpisode(BaseEpisode):
         self._limits = context.limits
         self._builder = MultiRowBuilder()
         self._turns: list[AssistantTurn] = []
+        self._is_rewritten = False
         self._replies = EnvironmentReplies(context, self.completion)
 
     @cached_property
@@ -145,8 +146,10 @@ class ConversationEpisode(BaseEpisode):
         """Append the last turn's replies to the context, if a token is left for the model's next turn."""
         chat, last = self._chat, self._turns[-1]
         left = self._limits.max_tokens - self._builder.token_count
-        if chat.rewrites_history:
-            whole, new_count = await chat.encode_conversation(self.completion.prompt_messages, self._turns, self._known)
+        prompt = self.completion.prompt_messages
+        self._is_rewritten = self._is_rewritten or not await chat.continues(prompt, self._turns)
+        if self._is_rewritten:
+            whole, new_count = await chat.encode_conversation(prompt, self._turns, self._known)
             if new_count >= left:
                 return TruncationReason.LENGTH
             self._builder.set_context(whole, new_count)

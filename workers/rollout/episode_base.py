@@ -172,14 +172,14 @@ class timed:  # noqa: N801  (used like a function)
         pass
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Note the time since this was made."""
         seconds = time.perf_counter() - self._started
         self._completion.seconds[self._activity] += seconds
         if len(self._completion.intervals) < MAX_INTERVALS:
             self._completion.intervals.append(Interval(self._activity, self._began_at, seconds))
+
+    def stop(self) -> None:
+        """Note the time since this was made."""
+        self.__exit__()
 
 
 def _reset_fields(prompt: Prompt) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import msgspec
+from msgspec.structs import replace
 
 from stream.errors import DataError, EngineError, EngineRefusedError, EngineUnavailableError, PenstockError
 from stream.queue.in_flight import Activity
@@ -23,6 +24,7 @@ from stream.records import Completion, Failure, Message, Row
 from stream.validity import TruncationReason
 from workers.rollout.agent_endpoint.openai_messages import Reply, parse_messages, to_template_message
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampling import end_after_error
 from workers.rollout.episode_base import EpisodeContext, timed
 from workers.rollout.row_builder import RowBuilder
@@ -42,8 +44,16 @@ class _Branch:
     chat: ChatTokenizer
     messages: list[Message] = field(default_factory=list)
     """As the program sent them, and the model's last answer."""
+    prompt: list[Message] = field(default_factory=list)
+    """Messages before the first turn."""
+    turns: list[AssistantTurn] = field(default_factory=list)
+    """Turns that were sampled, with what the program sent after each; of the last one, nothing yet."""
     ended_with_eos: bool = True
     """The last turn ended with the template's own end-of-turn token."""
+
+    def turns_before(self, messages: list[Message]) -> list[AssistantTurn]:
+        """Return the turns, the last one followed by what a request adds."""
+        return [*self.turns[:-1], replace(self.turns[-1], replies=messages[len(self.messages) :])]
 
 
 class Recorder:
@@ -112,7 +122,7 @@ class Recorder:
         if self._completion.turns >= limits.max_turns:
             return self._limit_reply(TruncationReason.MAX_TURNS)
         chat, can_continue = await self._chats.get(tools)
-        branch = self._find_branch(messages, chat) if can_continue else None
+        branch = await self._find_branch(messages, chat) if can_continue else None
         row = await self._render(messages, chat, branch)
         tokens_left = limits.max_tokens - sum(len(other.row) for other in self._branches if other is not branch)
         tokens_left -= len(row)
@@ -124,12 +134,13 @@ class Recorder:
         self._last_reply = key, reply
         return reply
 
-    def _find_branch(self, messages: list[Message], chat: ChatTokenizer) -> _Branch | None:
-        """Return the branch that a request continues."""
+    async def _find_branch(self, messages: list[Message], chat: ChatTokenizer) -> _Branch | None:
+        """Return the branch that a request continues, in a conversation whose history the template leaves unchanged."""
         for branch in self._branches:
             known = len(branch.messages)
             if branch.chat is chat and len(messages) > known and messages[:known] == branch.messages:
-                return branch
+                is_unchanged = await chat.continues(branch.prompt, branch.turns_before(messages))
+                return branch if is_unchanged else None
         return None
 
     async def _render(self, messages: list[Message], chat: ChatTokenizer, branch: _Branch | None) -> RowBuilder:
@@ -179,6 +190,9 @@ class Recorder:
         self._record_turn(messages, message, turn)
         if branch not in self._branches:
             self._branches.append(branch)
+        branch.prompt = branch.prompt or messages
+        turns = branch.turns_before(messages) if branch.turns else []
+        branch.turns = [*turns, AssistantTurn(sampled.token_ids, text)]
         branch.row, branch.messages = row, [*messages, message]
         branch.ended_with_eos = sampled.token_ids[-1:] == [chat.end_of_turn_id]
         finish_reason = "length" if sampled.is_truncated else "tool_calls" if turn.calls else "stop"
@@ -237,6 +251,9 @@ def _chat_with_tools(chat: ChatTokenizer, tools: list[dict[str, Any]] | None) ->
     """Return the chat, and whether conversations continue; if not, each turn is rendered as a whole, in its own row."""
     chat = chat.with_tools(tools)
     try:
-        return chat, not chat.check_history().rewrites_history
+        history = chat.check_history(with_user_replies=True)
+        if history.rewrites_history:  # perhaps after a user message only, as many templates do
+            chat.check_history()
     except PenstockError:  # the template knows no tools
         return chat, False
+    return chat, not chat.rewrites_history

@@ -7,9 +7,10 @@ the assistant's end-of-turn token and the next place to sample::
     <tool_call>{...}</tool_call><|im_end|>                           sampled by the engine, kept unchanged
     \n<|im_start|>user\n<tool_response>42</tool_response>...           continuation_ids([tool message], True)
 
-`check_history` finds out at start whether that equals rendering the whole conversation. If it does not,
-because the template rewrites earlier turns, `conversation_ids` renders before each turn what the template may have
-changed (`history_window.py`); turns that it leaves unchanged still keep their sampled ids.
+`check_history` finds out at start whether that equals rendering the whole conversation, and `continues` whether it does
+for a real one, too. If it does not, because the template rewrites earlier turns, `conversation_ids` renders before each
+turn what the template may have changed (`history_window.py`); turns that it leaves unchanged still keep their sampled
+ids.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ import msgspec
 
 from stream.errors import DataError, PenstockError
 from stream.records import Message
+from workers.rollout.chat.conversation_check import ConversationCheck
 from workers.rollout.chat.history_check import HistoryCheck, check_history
 from workers.rollout.chat.history_window import HistoryWindow
 from workers.rollout.chat.known_parts import KnownParts
@@ -68,6 +70,7 @@ class ChatTokenizer:
         self.renderer = ConversationRenderer(template, tools)
         self.rewrites_history = False
         self._window = HistoryWindow(self.renderer)
+        self._conversations = ConversationCheck(self.renderer, HistoryCheck(False, ""), ("tool", "user"))
         self._tokenizer = tokenizer
         self._decode_all = decoder_of(tokenizer)
         self._encoder = TextEncoder(tokenizer)
@@ -128,6 +131,7 @@ class ChatTokenizer:
             self._window.learn(with_user_replies=with_user_replies)
         if not check.rewrites_history:
             roles = ["tool"] * with_tools + ["user"] * with_user_replies
+            self._conversations = ConversationCheck(self.renderer, check, roles)
             self.renderer.learn_frames(roles)
             for role in roles:
                 self._encoder.remember(self.renderer.render_continuation([_reply(role, text)]) for text in ("a", "b"))
@@ -179,27 +183,47 @@ class ChatTokenizer:
         start, pieces = self._window.render(messages, turns, known.settled)
         if not start:
             known.unsettle()
-        for turn, piece in zip(self._window.settles(turns)[start:], pieces, strict=False):
+        following = [piece.text for piece in pieces[1:]] + [""]
+        for turn, piece, after in zip(self._window.settles(turns)[start:], pieces, following, strict=False):
             if piece.turn is not turn:  # the template leaves out a turn
                 break
-            self._append_piece(known.settled_ids, piece, known)
+            self._append_piece(known.settled_ids, piece, after, known)
             known.settled.append(piece)
-        ids, last = known.settled_ids.copy(), 0
-        for piece in pieces[len(known.settled) - start :]:
-            last = self._append_piece(ids, piece, known)
+        ids, last, settled = known.settled_ids.copy(), 0, len(known.settled) - start
+        for piece, after in zip(pieces[settled:], following[settled:], strict=True):
+            last = self._append_piece(ids, piece, after, known)
         known.drop_unused()
         return ids, last
 
-    def _append_piece(self, ids: TokenIds, piece: Piece, known: KnownParts) -> int:
-        """Append a piece to the ids before it; return how many of its ids the template's text has."""
+    def _append_piece(self, ids: TokenIds, piece: Piece, following: str, known: KnownParts) -> int:
+        """Append a piece to the ids before it; return how many of its ids the template's text has.
+
+        A turn keeps its stop token if the template's own end of turn follows directly. Otherwise the text that follows
+        ends the turn: Llama 2's template writes a blank and `</s>`.
+        """
         after_eos = ids[-1:] == [self.end_of_turn_id]
+        continues_word = bool(ids) and not self._starts_with_end(piece.text)
         text = known.parts.get(
-            (piece.text, after_eos), lambda: TokenIds(self._encode_text(piece.text, after_eos, known))
+            (piece.text, after_eos, continues_word),
+            lambda: TokenIds(
+                self._encoder.encode_after_text(piece.text)
+                if continues_word
+                else self._encode_text(piece.text, after_eos, known)
+            ),
         )
         ids.extend(text)
         if (turn := piece.turn) is not None:
-            ids.extend(known.parts.get((id(turn), piece.cut), lambda: TokenIds(self._ids_from(turn, piece.cut))))
+            stops = self._starts_with_end(following)
+            ids.extend(known.parts.get((id(turn), piece.cut, stops), lambda: self._turn_ids(turn, piece.cut, stops)))
         return len(text)
+
+    def _starts_with_end(self, text: str) -> bool:
+        """Return whether a text starts with the special token that ends a turn."""
+        return bool(self.renderer.end_of_turn) and text.startswith(self.renderer.end_of_turn)
+
+    def _turn_ids(self, turn: AssistantTurn, cut: int, stops: bool) -> TokenIds:
+        ids = self._ids_from(turn, cut)
+        return TokenIds(ids if stops or not ids or ids[-1] not in self.stop_token_ids else ids[:-1])
 
     def _encode_text(self, text: str, after_eos: bool, known: KnownParts) -> list[int]:
         """Encode a text of the template, without the end of turn if the ids before it have one."""
@@ -230,6 +254,21 @@ class ChatTokenizer:
         size = self._tool_characters + _characters(messages)
         size += sum(len(turn.text) + _characters(turn.replies) for turn in rendered)
         return work() if size < _LONG_TEXT_CHARACTERS else await _in_thread(work)
+
+    async def continues(self, messages: Sequence[Message], turns: Sequence[AssistantTurn]) -> bool:
+        """Return whether `encode_continuation` of the last replies continues this conversation.
+
+        Args:
+            messages: the prompt.
+            turns: everything after it.
+        """
+        if self.rewrites_history:
+            return False
+        if len(turns) > 1 and not self._conversations.is_due(turns):
+            return True
+        check = partial(self._conversations.continues, messages, turns)
+        size = self._tool_characters + _characters(messages) + sum(_characters(turn.replies) for turn in turns)
+        return check() if size < _LONG_TEXT_CHARACTERS else await _in_thread(check)
 
     async def decode_turn(self, ids: Sequence[int]) -> str:
         """Run `decode`, in a thread if the turn is long."""

@@ -1,8 +1,8 @@
 """Adapt content parts to what a chat template can render for each role.
 
-Some templates render lists of parts, some fail, and some silently write nothing for them. So each combination of role
-and type is tested once: parts that the template renders stay unchanged, text parts that it does not are joined, and an
-image that it would leave out is an error.
+Some templates render lists of parts, some fail, and some silently write nothing for them, or the first text alone. So
+each combination of role and type is tested once: parts that the template renders stay unchanged, text parts that it
+does not are joined, and an image that it would leave out is an error.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from stream.errors import DataError
 from stream.records import Message
 from workers.rollout.chat.template import ChatTemplate
 
-_MARK = "part-5f1c"
+_MARK, _SECOND_MARK = "part-5f1c", "second-5f1c"
 _CALL_ID = "call00000"
 
 
@@ -21,7 +21,7 @@ class ContentAdapter:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
-        self._support: dict[tuple[str, str], bool] = {}
+        self._support: dict[tuple[str, str, bool], bool] = {}
 
     def adapt(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages in a form that the template renders.
@@ -33,8 +33,9 @@ class ContentAdapter:
 
     def _adapt(self, message: Message) -> Message:
         role, parts = str(message.get("role")), message["content"]
-        kinds = sorted({str(part.get("type", "text")) for part in parts})
-        if all(self._supports(role, kind) for kind in kinds):
+        found = [str(part.get("type", "text")) for part in parts]
+        kinds = sorted(set(found))
+        if all(self._supports(role, kind, is_repeated=found.count(kind) > 1) for kind in kinds):
             return message
         other = [kind for kind in kinds if kind != "text"]
         if other:
@@ -42,19 +43,25 @@ class ContentAdapter:
                 f"the chat template of {self._template.folder} renders no content parts of type {other[0]!r} in "
                 f"messages of the role {role!r}: the model would never see them"
             )
-        return {**message, "content": "\n".join(str(part.get("text", "")) for part in parts)}
+        text = "\n".join(str(part.get("text", "")) for part in parts)
+        as_part = self._supports(role, "text", is_repeated=False)
+        return {**message, "content": [{"type": "text", "text": text}] if as_part else text}
 
-    def _supports(self, role: str, kind: str) -> bool:
-        if (role, kind) not in self._support:
-            self._support[role, kind] = self._test_rendering(role, kind)
-        return self._support[role, kind]
+    def _supports(self, role: str, kind: str, *, is_repeated: bool) -> bool:
+        key = role, kind, is_repeated and kind == "text"
+        if key not in self._support:
+            self._support[key] = self._test_rendering(*key)
+        return self._support[key]
 
-    def _test_rendering(self, role: str, kind: str) -> bool:
-        """Whether the template writes something for such a part."""
-        with_part, without = self._render_parts(role, [_part(kind)]), self._render_parts(role, [])
+    def _test_rendering(self, role: str, kind: str, is_repeated: bool) -> bool:
+        """Whether the template writes something for such a part; of repeated ones, for the second, too."""
+        second = [{"type": kind, kind: _SECOND_MARK}] * is_repeated
+        with_part, without = self._render_parts(role, [_part(kind), *second]), self._render_parts(role, [])
         if with_part is None:
             return False
-        return _MARK in with_part if kind == "text" else with_part != without
+        if kind != "text":
+            return with_part != without
+        return _MARK in with_part and (_SECOND_MARK in with_part or not is_repeated)
 
     def _render_parts(self, role: str, parts: list[dict[str, Any]]) -> str | None:
         message: Message = {"role": role, "content": parts}

@@ -4,7 +4,8 @@ r"""What a chat template writes around the messages between two turns, found onc
 
 A frame is the text of a rendering with marks in place of contents, names and ids. A template may treat some contents
 differently (strip them, escape them, compare them with a word), so a frame is used only if it agrees with the template
-on samples made from every text in the template's source, and later on real messages, of which ever fewer are compared.
+on samples made from every text and number in the template's source, and later on real messages, of which ever fewer are
+compared. Models invent names of tools; a message whose name is no plain word is rendered.
 """
 
 import json
@@ -24,11 +25,16 @@ _MAX_MESSAGES: Final = 4
 """Largest number of messages between two turns that frames are made for."""
 _MAX_LITERAL: Final = 80
 """Longer texts of a template are instructions, which no result is compared with."""
+_MAX_LENGTH: Final = 100_000
+"""Larger numbers of a template are no lengths of results."""
 _FIELDS: Final = ("content", "name", "tool_call_id")
+_WORD: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
+"""Names and ids that templates write as they are, unless they look for this one."""
 _MARK: Final = re.compile(r"(content|name|tool_call_id)7f3a(\d)|(?<!\w)mark(\d)7f3a(?!\w)")
 _SAMPLES: Final = (
     *("", " ", "\n", "42", " 42\n", "\n\n42", "a\tb ", "true", "null", "None", "[]", "{}", '{"a": [1, "b"]}', "[1, 2]"),
-    *("'", '"', "\\", "\\n", "a\nb", "<b>&amp;</b>", "{{ 7 }}", "{% if %}", "é中🙂", "Error: it failed", "x" * 5000),
+    *("'", '"', "\\", "\\n", "a\nb", "<b>&amp;</b>", "{{ 7 }}", "{% if %}", "é中🙂", "Error: it failed"),
+    *("a b\n" * 1000 + "c", "x" * 5000),
 )
 
 Render = Callable[[Sequence[Message]], str]
@@ -75,7 +81,7 @@ class ContinuationFrames:
         for role in roles:
             for count in range(1, _MAX_MESSAGES + 1 if role == "tool" else 2):
                 key = (role,) * count
-                frame = self._find(key, self._samples if count == 1 else _SAMPLES)
+                frame = self._find(key)
                 if frame is None:
                     break
                 self._frames[key] = frame
@@ -93,17 +99,21 @@ class ContinuationFrames:
             return None
         return text
 
-    def _find(self, roles: tuple[str, ...], samples: Sequence[str]) -> _Frame | None:
-        """Return the frame for messages of these roles, if it agrees with the template on every sample."""
+    def _find(self, roles: tuple[str, ...]) -> _Frame | None:
+        """Return the frame for messages of these roles, if it agrees with the template on every sample.
+
+        Each sample is the content of one message, or of all, and the name of a tool if it can be one.
+        """
         try:
             text = self._render(
                 [_message(role, f"content7f3a{i}", f"name7f3a{i}", f"mark{i}7f3a") for i, role in enumerate(roles)]
             )
             frames = [_parse(text, convert) for convert in _CONVERSIONS]
-            for number, sample in enumerate(samples):
-                at = number % len(roles)
+            for number, sample in enumerate(self._samples):
+                at = number % (len(roles) + 1)
+                name = sample if _WORD.fullmatch(sample) else f"Tool_{number}.x-y"
                 messages = [
-                    _message(role, sample if i == at else f"r{i}", f"tool_{number}", f"call{number:04}{i}")
+                    _message(role, sample if at in (i, len(roles)) else f"r{i}", name, f"call{number:04}{i}")
                     for i, role in enumerate(roles)
                 ]
                 rendered = self._render(messages)
@@ -117,7 +127,9 @@ class ContinuationFrames:
 
 def _is_plain(message: Message) -> bool:
     fields = _FIELDS if message["role"] == "tool" else _FIELDS[:1]
-    return len(message) == 1 + len(fields) and all(type(message.get(field)) is str for field in fields)
+    if len(message) != 1 + len(fields) or any(type(message.get(field)) is not str for field in fields):
+        return False
+    return all(_WORD.fullmatch(message[field]) for field in fields[1:])
 
 
 def _message(role: str, content: str, name: str, call_id: str) -> Message:
@@ -137,14 +149,21 @@ def _parse(text: str, convert: Callable[[str], str]) -> _Frame:
 
 
 def sample_contents(source: str) -> list[str]:
-    """Return contents, among them every text of the template that it might look for in a content."""
-    literals = {
-        str(value)[1:-1]
-        for _, kind, value in Environment(extensions=["jinja2.ext.loopcontrols"]).lex(source)  # noqa: S701
-        if kind == "string"
-    }
+    """Return contents, among them every text of the template that it might look for, and one of every length."""
+    literals = {text[1:-1] for text in _literals(source, "string")}
     texts = sorted(text for text in literals if text.strip() and len(text) <= _MAX_LITERAL)
-    return [*_SAMPLES, *texts, *(f"{text}x{text}" for text in texts), *(f"x{text}x" for text in texts)]
+    long = ["x" * (number + 1) for number in sorted(numbers_in(source)) if len(_SAMPLES[-1]) <= number <= _MAX_LENGTH]
+    return [*_SAMPLES, *long, *texts, *(f"{text}x{text}" for text in texts), *(f"x{text}x" for text in texts)]
+
+
+def numbers_in(source: str) -> set[int]:
+    """Return the integers in a template, which it may compare lengths or counts with."""
+    return {int(text.replace("_", ""), 0) for text in _literals(source, "integer")}
+
+
+def _literals(source: str, kind: str) -> set[str]:
+    tokens = Environment(extensions=["jinja2.ext.loopcontrols"]).lex(source)  # noqa: S701
+    return {str(text) for _, found, text in tokens if found == kind}
 
 
 def _as_json(text: str) -> str:

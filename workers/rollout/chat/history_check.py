@@ -5,11 +5,13 @@ turns (drops their reasoning, or moves the system message) shows the model a dif
 then gets several rows, each with exactly what the model saw when it sampled.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stream.errors import PenstockError
+from stream.errors import DataError, PenstockError
 from stream.records import Message
 from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer
+from workers.rollout.chat.sample_conversations import sample_conversations, tool_reply
 from workers.rollout.tool_formats.reasoning import REASONING_TAGS
 
 _CONTEXT_CHARACTERS = 40
@@ -22,10 +24,15 @@ class HistoryCheck:
     Attributes:
         rewrites_history: it does.
         reason: explanation for people; if it rewrites, the first difference.
+        turn_start: how a turn starts that the template leaves as it is: the part in the generation prompt, and the
+            sampled part.
+        ignores_space: white space differed.
     """
 
     rewrites_history: bool
     reason: str
+    turn_start: tuple[str, str] = ("", "")
+    ignores_space: bool = False
 
 
 def check_history(
@@ -45,18 +52,15 @@ def check_history(
         DataError: the template refuses tool messages.
         PenstockError: it leaves them out, so that no model would read its tools' results.
     """
-    differences = []
     samples = _TOOL_SAMPLES * with_tools + _USER_SAMPLES * with_user_replies
     samples += _MIXED_SAMPLES * (with_tools and with_user_replies)
-    for open_reasoning, reasoning in reasoning_variants(renderer):
-        found = _compare_renderings(renderer, samples, open_reasoning, reasoning)
-        if found is None:
-            return HistoryCheck(False, "a conversation rendered as a whole is what the model saw turn by turn")
-        differences.append(found)
-    spaces = [text for text, in_space in differences if in_space]
-    if spaces:
-        return HistoryCheck(False, f"only white space differs when the whole is rendered: {spaces[0]}")
-    return HistoryCheck(True, differences[0][0])
+    checks = [_check_variant(renderer, samples, start) for start in reasoning_variants(renderer)]
+    best = min(checks, key=lambda check: (check.rewrites_history, check.ignores_space))  # the first of the equal ones
+    if best.rewrites_history:
+        return best
+    every = [0] * with_tools + [1] * with_user_replies + [5] * (with_tools and with_user_replies)
+    more = (_check_sample_texts(renderer, best, user_every) for user_every in every)
+    return next((check for check in more if check is not None), best)
 
 
 def reasoning_variants(renderer: ConversationRenderer) -> list[tuple[str, str]]:
@@ -78,34 +82,86 @@ def reasoning_variants(renderer: ConversationRenderer) -> list[tuple[str, str]]:
     return [("", "")]
 
 
-def _compare_renderings(
-    renderer: ConversationRenderer, samples: "list[_Sample]", open_reasoning: str, reasoning: str
-) -> tuple[str, bool] | None:
-    """Return the first difference, and whether all differences are in white space; None if there is none."""
-    in_space = None
+def _check_variant(renderer: ConversationRenderer, samples: "list[_Sample]", start: tuple[str, str]) -> HistoryCheck:
+    """Check conversations whose turns start so."""
+    opening, reasoning = start
+    spaced = None
     for prompt, rounds in samples:
         if prompt is not _ASK and not renderer.accepts(prompt):
             continue  # a template without system messages
         turns: list[AssistantTurn] = []
-        pieces = renderer.render_prompt(prompt)
         for text, replies in rounds:
-            turns.append(AssistantTurn((), reasoning + text, replies, open_reasoning))
+            turns.append(AssistantTurn((), reasoning + text, replies, opening))
             whole = renderer.render_whole(prompt, turns)
             if not all(str(reply["content"]) in whole for reply in replies):
                 raise PenstockError(
                     f"the chat template of {renderer.template.folder} leaves out {replies[0]['role']} messages, so "
                     f"that the model would not read them; use a template that knows the role {replies[0]['role']!r}"
                 )
+            found = find_difference(renderer, prompt, turns)
+            if found is not None and not found.in_space:
+                return HistoryCheck(True, found.text, start)
+            spaced = spaced or found
+    if spaced is not None:
+        reason = f"only white space differs when the whole is rendered: {spaced.text}"
+        return HistoryCheck(False, reason, start, ignores_space=True)
+    return HistoryCheck(False, "a conversation rendered as a whole is what the model saw turn by turn", start)
+
+
+def _check_sample_texts(renderer: ConversationRenderer, check: HistoryCheck, user_every: int) -> HistoryCheck | None:
+    """Check conversations whose messages hold texts that the template looks for; None if it rewrites none."""
+    samples = sample_conversations(renderer, [check.turn_start], user_every=user_every)
+    for number, (messages, turns) in enumerate(samples):
+        for count in range(len(turns) if number else 1, len(turns) + 1):  # the first one after each turn
             try:
-                pieces += reasoning + text + renderer.render_continuation(replies)
-            except PenstockError as error:
-                return str(error), False
-            if whole != pieces:
-                difference = _first_difference(whole, pieces)
-                if "".join(whole.split()) != "".join(pieces.split()):
-                    return difference, False
-                in_space = in_space or difference
-    return None if in_space is None else (in_space, True)
+                found = find_difference(renderer, messages, turns[:count])
+            except DataError:  # the template refuses this one
+                break
+            if found is not None and not (found.in_space and check.ignores_space):
+                return HistoryCheck(True, found.text, check.turn_start)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference between two renderings of a conversation, for people, and whether all are in white space."""
+
+    text: str
+    in_space: bool
+
+
+def find_difference(
+    renderer: ConversationRenderer,
+    messages: Sequence[Message],
+    turns: Sequence[AssistantTurn],
+    after_prompt: str | None = None,
+) -> Difference | None:
+    """Compare a conversation rendered as a whole with the same rendered turn by turn.
+
+    Args:
+        renderer: the model's template with an environment's tools.
+        messages: the prompt.
+        turns: everything after it.
+        after_prompt: `render_turns` of the turns, if it is known already.
+
+    Raises:
+        DataError: the template refuses the conversation.
+    """
+    whole = renderer.render_whole(messages, turns)
+    try:
+        seen = renderer.render_prompt(messages) + (after_prompt or render_turns(renderer, turns))
+    except DataError:
+        raise
+    except PenstockError as error:
+        return Difference(str(error), in_space=False)
+    if whole == seen:
+        return None
+    return Difference(_first_difference(whole, seen), in_space="".join(whole.split()) == "".join(seen.split()))
+
+
+def render_turns(renderer: ConversationRenderer, turns: Sequence[AssistantTurn]) -> str:
+    """Return what follows a prompt when each turn is rendered alone."""
+    return "".join(turn.text + renderer.render_continuation(turn.replies) for turn in turns)
 
 
 def _first_difference(whole: str, pieces: str) -> str:
@@ -113,10 +169,6 @@ def _first_difference(whole: str, pieces: str) -> str:
     place = min(len(whole), len(pieces)) if place is None else place
     around = slice(max(0, place - _CONTEXT_CHARACTERS), place + _CONTEXT_CHARACTERS)
     return f"first difference at character {place}: the whole says {whole[around]!r}, the turns said {pieces[around]!r}"
-
-
-def _tool_message(text: str, number: int = 1) -> Message:
-    return {"role": "tool", "name": "add", "tool_call_id": f"call{number:05}", "content": text}
 
 
 def _user_message(text: str) -> Message:
@@ -131,14 +183,14 @@ _TOOL_SAMPLES: list[_Sample] = [
     (
         _ASK,
         [
-            (_CALL, [_tool_message("3.")]),
-            ("Once more.\n" + _CALL, [_tool_message("4."), _tool_message("5.", 2)]),
-            (_CALL, [_tool_message("6.")]),
+            (_CALL, [tool_reply("3.")]),
+            ("Once more.\n" + _CALL, [tool_reply("4."), tool_reply("5.", 2)]),
+            (_CALL, [tool_reply("6.")]),
         ],
     ),
     (
         [{"role": "system", "content": "Be brief."}, *_ASK],
-        [(f"{_CALL}\n{_CALL}", [_tool_message("7."), _tool_message("8.", 2)])],
+        [(f"{_CALL}\n{_CALL}", [tool_reply("7."), tool_reply("8.", 2)])],
     ),
 ]
 """Conversations with several calls, several turns, and a system message."""
@@ -157,6 +209,6 @@ _USER_SAMPLES: list[_Sample] = [
 _MIXED_SAMPLES: list[_Sample] = [
     (
         _ASK,
-        [(_CALL, [_tool_message("9.")]), ("It is 9.", [_user_message("Check it.")]), (_CALL, [_tool_message("3!")])],
+        [(_CALL, [tool_reply("9.")]), ("It is 9.", [_user_message("Check it.")]), (_CALL, [tool_reply("3!")])],
     )
 ]

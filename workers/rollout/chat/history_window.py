@@ -13,25 +13,17 @@ conversation is compared again at its 4th, 8th, 16th, ... turn. Where the last t
 whole is rendered: many templates find out from these which reasoning to keep.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import cycle, islice
-from typing import Final
+from collections.abc import Sequence
 
 import structlog
 
 from stream.errors import PenstockError
 from stream.records import Message
-from workers.rollout.chat.continuation_frames import sample_contents
 from workers.rollout.chat.history_check import reasoning_variants
 from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer, Piece
+from workers.rollout.chat.sample_conversations import sample_conversations
 
 log = structlog.get_logger()
-
-_SAMPLE_TURNS: Final = 8
-_SAMPLE_RESULTS: Final = 12
-"""Different ones of a conversation, which has 15."""
-_ASK: Final[list[Message]] = [{"role": "user", "content": "What is 1 + 2?"}]
-_SYSTEM: Final[Message] = {"role": "system", "content": "Be brief."}
 
 
 class HistoryWindow:
@@ -52,7 +44,8 @@ class HistoryWindow:
             with_user_replies: the environment answers some turns with user messages.
         """
         try:
-            samples = _sample_conversations(self._renderer, with_user_replies=with_user_replies)
+            starts = [*reasoning_variants(self._renderer), ("", "")]
+            samples = sample_conversations(self._renderer, starts, user_every=5 * with_user_replies)
             self._is_exact = all(self._agrees(messages, turns) for messages, turns in samples)
         except PenstockError:  # the template refuses a sample
             self._is_exact = False
@@ -123,27 +116,3 @@ def _have_only_results(turns: Sequence[AssistantTurn]) -> bool:
     """Return whether tools alone answered these turns, with text."""
     replies = [reply for turn in turns for reply in turn.replies]
     return all(reply.get("role") == "tool" and type(reply["content"]) is str for reply in replies)
-
-
-def _sample_conversations(
-    renderer: ConversationRenderer, *, with_user_replies: bool
-) -> Iterator[tuple[list[Message], list[AssistantTurn]]]:
-    """Yield prompts with turns of every kind: with and without reasoning, with one result and with several."""
-    others = [[_SYSTEM, *_ASK], [*_ASK, {"role": "assistant", "content": "3."}, *_ASK]]
-    prompts = cycle([_ASK, *filter(renderer.accepts, others)])
-    starts = cycle([*reasoning_variants(renderer), ("", "")])
-    contents = sample_contents(renderer.template.source)
-    for first in range(0, len(contents), _SAMPLE_RESULTS):
-        results = cycle(contents[first : first + _SAMPLE_RESULTS])  # some are repeated
-        turns = []
-        for number in range(_SAMPLE_TURNS):
-            opening, reasoning = next(starts)
-            replies = [_result(text, number) for text in islice(results, 1 + number % 3)]
-            if with_user_replies and (number + first) % 5 == 0:
-                replies = [{"role": "user", "content": next(results)}]
-            turns.append(AssistantTurn((), f"{reasoning}Step {number}.", replies, opening))
-        yield next(prompts), turns
-
-
-def _result(text: str, number: int) -> Message:
-    return {"role": "tool", "name": "add", "tool_call_id": f"call{number:05}", "content": text}

@@ -78,7 +78,7 @@ class ConversationRenderer:
         """Return what follows an assistant's text at the end of a conversation; empty if no assistant may speak."""
         for tools in (None, self.tools):  # some templates require tools
             try:
-                return self._after_mark(_DUMMY, tools, add_generation_prompt=False)
+                return self.template.render(_DUMMY, tools, add_generation_prompt=False).partition(_MARK)[2]
             except DataError:
                 continue
         return ""  # a template without assistant messages can still render prompts
@@ -121,10 +121,7 @@ class ConversationRenderer:
         Each turn is rendered with a mark in place of its text after the reasoning, so that it can be located whatever
         the template does with reasoning.
         """
-        mark = _MARK
-        replies = [reply for turn in turns for reply in turn.replies]
-        while any(mark in text for text in content_texts([*messages, *replies])):
-            mark += "x"
+        mark = _unused_mark([*messages, *(reply for turn in turns for reply in turn.replies)])
         marks = [f"{mark}-{number}." for number in range(len(turns))]
         cuts = [_reasoning_length(turn) for turn in turns]
         conversation = list(self._contents.adapt(messages))
@@ -142,6 +139,7 @@ class ConversationRenderer:
             before, start = whole[start:found], found + len(mark)
             if self._shows_calls(turn.replies):
                 yield Piece(before.removesuffix(self._before_call), turn)
+                whole = whole[:start] + whole[start:].replace(mark, "")  # where it names a call again
                 start = whole.find(self.end_of_turn, start)
                 if start < 0:
                     yield Piece(self.end_of_turn)
@@ -173,22 +171,17 @@ class ConversationRenderer:
             )
         answers = self._contents.adapt(new_messages)
         as_calls = self._shows_calls(new_messages)
-        dummy = [_DUMMY[0], _assistant_message(_MARK, answers, as_calls=as_calls)]
-        after = self._after_mark([*dummy, *answers], tools, add_generation_prompt=True)
+        mark = _unused_mark(new_messages)
+        dummy = [_DUMMY[0], _assistant_message(mark, answers, as_calls=as_calls)]
+        after = self.template.render([*dummy, *answers], tools, add_generation_prompt=True).partition(mark)[2]
         if as_calls:  # the mark is inside a call; the turn ends after it
-            after = self.end_of_turn + after.partition(self.end_of_turn)[2]
+            after = self.end_of_turn + after.replace(mark, "").partition(self.end_of_turn)[2]
         if not after.startswith(self.end_of_turn):
             raise PenstockError(
                 f"the chat template of {self.template.folder} ends an assistant's last turn with "
                 f"{self.end_of_turn!r}, but one before another message with {after[:40]!r}: it cannot continue there"
             )
         return after
-
-    def _after_mark(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool
-    ) -> str:
-        text = self.template.render(messages, tools, add_generation_prompt=add_generation_prompt)
-        return text.partition(_MARK)[2]
 
     def _find_before_call(self) -> str:
         """Return what the template writes between the start of a turn and the name of its first call."""
@@ -220,17 +213,28 @@ def _reasoning_length(turn: AssistantTurn) -> int:
     return len(turn.text) - len(turn.text[end:].lstrip()) if end else 0
 
 
+def _unused_mark(messages: Sequence[Message]) -> str:
+    """Return a mark that no message contains."""
+    mark = _MARK
+    while any(mark in text for text in content_texts(messages)):
+        mark += "x"
+    return mark
+
+
 def _assistant_message(text: str, answers: Sequence[Message], *, as_calls: bool) -> Message:
-    """Return an assistant's turn with this text, or with one call per answer, the first of them named `text`."""
+    """Return an assistant's turn with this text, or with one call per result, the first one's name after `text`.
+
+    A template may name a result by its call.
+    """
     if not as_calls:
         return {"role": "assistant", "content": text}
     calls = [
         {
             "id": answer.get("tool_call_id", _CALL_ID),
             "type": "function",
-            "function": {"name": "f" if number else text, "arguments": {}},
+            "function": {"name": ("" if number else text) + str(answer.get("name") or "f"), "arguments": {}},
         }
-        for number, answer in enumerate(answers)
+        for number, answer in enumerate(answer for answer in answers if answer.get("role") == "tool")
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 

@@ -53,8 +53,14 @@ def plain_value(value: Any) -> Any:
 
     Templates only ask whether an image is there; anything else, such as a decoded image, becomes `<Image>`.
     """
-    if type(value) in _SCALARS:
+    kind = type(value)
+    if kind in _SCALARS:
         return value
+    if kind is dict:
+        return {
+            name if type(name) is str else plain_value(name): each if type(each) is str else plain_value(each)
+            for name, each in value.items()
+        }
     for base in (str, int, float):  # enumerations, and numbers of numpy
         if isinstance(value, base):
             return base.__str__(value) if base is str else base(value)
@@ -64,9 +70,9 @@ def plain_value(value: Any) -> Any:
         return [plain_value(each) for each in value]
     if isinstance(value, tuple):
         return tuple(map(plain_value, value))
-    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+    if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
         return plain_value(value.item())
-    return f"<{type(value).__name__}>"
+    return f"<{kind.__name__}>"
 
 
 def _with_reasoning_names(message: Any) -> Any:

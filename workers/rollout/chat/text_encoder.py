@@ -24,6 +24,7 @@ _REMEMBERED_SEGMENTS: Final = 64
 _REMEMBERED_RESULTS: Final = 256
 _SHORT_RESULT_CHARACTERS: Final = 1_000
 """Longer results are not remembered; a worker has no room for many of them."""
+_ANY_TEXT: Final = "a"
 _INDEPENDENT: Final = frozenset({"ByteLevel", "Split", "Digits", "NFC", "NFD", "NFKC", "NFKD"})
 """Normalizers and pre-tokenizers that treat each part between special tokens by itself, wherever it stands."""
 
@@ -59,6 +60,11 @@ class TextEncoder:
         if len(text) < _LONG_TEXT_CHARACTERS:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)  # releases the GIL
+
+    def encode_after_text(self, text: str) -> list[int]:
+        """Encode a text that follows another one, without the blank that some tokenizers write before a first word."""
+        before, ids = self.encode(_ANY_TEXT), self.encode(_ANY_TEXT + text)
+        return ids[len(before) :] if ids[: len(before)] == before else self.encode(text)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Encode a prompt; its segments are remembered for a while, since many prompts share some."""
