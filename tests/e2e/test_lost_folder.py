@@ -20,8 +20,9 @@ from tests.preload.fixtures import pid_of
 from workers.storage.bucket import Bucket
 
 WEED = Path(sys.executable).with_name("weed")
-PROMPTS = 60
-SAVE_EVERY = 3
+PROMPTS = 200
+SAVE_EVERY = 8
+"""Steps that take longer than a copy does."""
 
 pytestmark = [
     pytest.mark.timeout(300),
