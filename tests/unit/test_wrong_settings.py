@@ -63,7 +63,7 @@ def measure(completions, number): return [1.0] * len(completions)
         ("run", {"name": "x", "address": "::1"}, ["address = '::1'", "brackets"]),
         ("run", {"name": "x", "address": "host:99999"}, ["address = 'host:99999'", "HOST:PORT"]),
         ("run", {"name": "x", "metrics_address": "[::1:80"}, ["metrics_address = '[::1:80'", "brackets"]),
-        ("algorithm", {"truncation": {"lenght": "keep"}}, ["algorithm.truncation", "'lenght'", "'length'"]),
+        ("algorithm", {"truncation": {"lengths": "keep"}}, ["algorithm.truncation", "'lengths'", "'length'"]),
         ("algorithm", {"truncation": {"length": "kep"}}, ["algorithm.truncation", "'kep'", "'keep'"]),
         ("model", {"path": "m", "tool_format": "hermess"}, ["model.tool_format", "'hermess'", "'hermes'"]),
     ],

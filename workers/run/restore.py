@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from stream.connection.run_identity import read_identity
 from stream.errors import DamagedObjectError, RunMismatchError, StorageError
-from workers.run.run_folder import lock_folder
+from workers.run.run_folder import lock_folder, unusable_folder
 from workers.settings import Settings
 from workers.storage.bucket import Bucket
 from workers.storage.download import STAGING, download_snapshot
@@ -61,7 +61,7 @@ def restore_if_lost(settings: Settings) -> Restored | None:
 
 
 def _refuse_part(folder: Path, why: str) -> None:
-    if (folder / STAGING).exists():
+    if _is_restored_in_part(folder):
         raise StorageError(
             f"{folder} was restored in part, and {why}: set storage.url as it was, and start again; to begin the run "
             "anew, remove the folder"
@@ -69,10 +69,15 @@ def _refuse_part(folder: Path, why: str) -> None:
 
 
 def _is_lost(folder: Path) -> bool:
-    if (folder / STAGING).exists():
+    if _is_restored_in_part(folder):
         return True
     has_ledger = (folder / "ledger.jsonl").exists() and (folder / "ledger.jsonl").stat().st_size > 0
     return not has_ledger and not any((folder / "checkpoints").glob("step-*"))
+
+
+def _is_restored_in_part(folder: Path) -> bool:
+    with unusable_folder(folder):
+        return (folder / STAGING).exists()
 
 
 def _download(bucket: Bucket, run_id: str, folder: Path) -> Restored:

@@ -37,7 +37,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Raises:
         PenstockError: another process holds the lock, or the folder cannot be written.
     """
-    with _unusable_folder(folder):
+    with unusable_folder(folder):
         folder.mkdir(parents=True, exist_ok=True)
         opened = (folder / "supervisor.lock").open("a+")
     with opened as file:
@@ -49,14 +49,14 @@ def lock_folder(folder: Path) -> Iterator[None]:
                 f"{folder} is in use by process {file.read().strip()}: a run has one supervisor; stop that one first, "
                 "or give this run another run.name"
             ) from None
-        with _unusable_folder(folder):
+        with unusable_folder(folder):
             file.truncate(0)
             os.write(file.fileno(), f"{os.getpid()}\n".encode())
         yield
 
 
 @contextlib.contextmanager
-def _unusable_folder(folder: Path) -> Iterator[None]:
+def unusable_folder(folder: Path) -> Iterator[None]:
     """Turn an error of the disk into one that names the folder."""
     try:
         yield
