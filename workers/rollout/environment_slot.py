@@ -131,11 +131,12 @@ class EnvironmentSlot:
             for i, (outcome, seconds) in zip(some, outcomes, strict=True):
                 results[i] = self._to_result(calls[i], outcome, seconds)
 
-        if not on_loop:
-            await run(in_threads)
+        concurrent = [{i: call} for i, call in on_loop.items()] + [in_threads] * bool(in_threads)
+        if len(concurrent) == 1:  # a task group would cost more than most calls
+            await run(concurrent[0])
         else:
             async with anyio.create_task_group() as tasks:
-                for some in (in_threads, *({i: call} for i, call in on_loop.items())):
+                for some in concurrent:
                     tasks.start_soon(run, some)
         return [results[i] for i in range(len(calls))]
 
