@@ -207,7 +207,7 @@ def by_version(metrics: Sequence[dict[str, Any]]) -> dict[int, float]:
 def earned(metrics: Sequence[dict[str, Any]], began: float) -> list[tuple[float, float]]:
     """Return for each batch the seconds after which engines had the policy that sampled it, and its mean reward.
 
-    If two versions sampled a batch, its time is between those of the two. Batches are in the order of these times.
+    If two versions sampled a batch, its time lies between the times of both. Batches are in the order of these times.
     """
     published = {step["version"]: step["publish/time"] - began for step in metrics}
     batches = []

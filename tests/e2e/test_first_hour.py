@@ -1,5 +1,5 @@
 """The first hour of a newcomer, from the README alone: clone, demo, own environment trained, group inspected in the
-browser, a run stopped and resumed. The commands are those of README.md, five-minutes.md, index.md and first-hour.md.
+browser, a run stopped and resumed. The commands come from README.md, five-minutes.md, index.md and first-hour.md.
 """
 
 import json

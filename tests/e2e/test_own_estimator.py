@@ -37,7 +37,7 @@ def test_the_pages_estimator_passes_the_property_tests_and_is_in_the_reference(t
         add(clone, block.text, block.before)
     (commands,) = blocks_of(PAGE, "sh")
     reader = Reader(clone, logs=tmp_path)
-    reader.variables["PYTHONPATH"] = str(clone)  # the virtual environment's own packages are those of another folder
+    reader.variables["PYTHONPATH"] = str(clone)  # the virtual environment has the packages of another folder
     printed = reader.type(commands.text, 600)
     assert re.search(r"\d\d passed", printed), printed
     changed = subprocess.run(["git", "diff", "docs"], cwd=clone, capture_output=True, text=True, check=True).stdout

@@ -41,7 +41,7 @@ def whole_only(chat: ChatTokenizer) -> ChatTokenizer:
 
 
 def turn_of(chat: ChatTokenizer, text: str, *replies: dict, opening: str = "") -> AssistantTurn:
-    """Make a turn whose tokens are those of its text."""
+    """Make a turn whose tokens encode its text."""
     ids = [*chat._encoder.encode(text), chat.end_of_turn_id]
     return AssistantTurn(ids, chat.decode(ids), replies, opening)
 

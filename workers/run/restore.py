@@ -93,7 +93,7 @@ def _download(bucket: Bucket, run_id: str, folder: Path) -> Restored:
         keys = list_snapshots(bucket)
         if foreign := [key for key in keys if not belongs_to(key, run_id)]:
             raise RunMismatchError(
-                f"{bucket.url} holds two runs of one name: move away those of one; {foreign[-1]} is of one"
+                f"{bucket.url} holds two runs of one name: move one run's objects away; {foreign[-1]} belongs to one"
             )
         if not keys or keys[-1] == tried:
             break  # no trainer writes there

@@ -75,7 +75,7 @@ class ArchivedRunGroups:
 
         Returns:
             False if the ledger was cut meanwhile, as a run does that resumes from a checkpoint, or if it is new. The
-            groups are those of before, then: make a new object.
+            groups stay as they were read: make a new object.
         """
         with self._lock:
             records, is_cut = self._ledger.read_new()

@@ -8,7 +8,7 @@
 `known_parts.py`           what is known of such a conversation from its earlier turns
 `history_check.py`         whether the template rewrites earlier turns of sample conversations
 `sample_conversations.py`  these conversations
-`conversation_check.py`    whether it rewrites those of a real conversation
+`conversation_check.py`    whether it rewrites earlier turns of a real conversation
 `content_parts.py`         content parts that the template can render
 `format_detection.py`      which tool-call format a model writes, from its template
 `template.py`              a model's chat template
