@@ -11,13 +11,13 @@ import math
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from typing import Final
 
 from anyio.lowlevel import RunVar
 
 from envs.call.threads import ThreadCalls, TimedOutcome
+from stream.deadlines import Deadline, Deadlines
 
 try:
     from sniffio import current_async_library_cvar as _async_library
@@ -39,14 +39,16 @@ class _Job:
 
     __slots__ = ("calls", "context", "deadline", "finished", "timeout_s")
 
-    def __init__(self, calls: ThreadCalls, timeout_s: float, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, calls: ThreadCalls, timeout_s: float, loop: asyncio.AbstractEventLoop, deadlines: Deadlines
+    ) -> None:
         self.calls = calls
         self.context: Context = copy_context()
         self.context.run(_async_library.set, None)  # user code may run an event loop of its own
         self.finished: asyncio.Future[None] = loop.create_future()
         self.timeout_s = timeout_s
         calls.started_at = time.monotonic()
-        self.deadline = loop.call_later(min(timeout_s, _FOREVER_S), self._check_deadline)
+        self.deadline: Deadline | asyncio.TimerHandle = deadlines.add(timeout_s, self._check_deadline)
 
     def _check_deadline(self) -> None:
         """End the wait, unless another call is running now than the one that the timer was for."""
@@ -95,6 +97,7 @@ class WorkerThreads:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self._deadlines = Deadlines(self.loop)
         self._lock = threading.Lock()
         self._jobs: deque[_Job] = deque()
         self._idle: list[_Worker] = []
@@ -102,7 +105,7 @@ class WorkerThreads:
         self._available = 0
         """Busy threads that are not slow: one of them takes the next job soon."""
         self._wake_scheduled = False
-        self._check_scheduled = False
+        self._relief: asyncio.TimerHandle | None = None
         self._finished: deque[_Job] = deque()
         self._delivery_scheduled = False
 
@@ -114,11 +117,11 @@ class WorkerThreads:
         Returns:
             The outcomes of the first calls, of at least one. The last one may be `TimedOut`, or an awaitable.
         """
-        job = _Job(calls, timeout_s, self.loop)
+        job = _Job(calls, timeout_s, self.loop, self._deadlines)
         with self._lock:
             self._jobs.append(job)
             if self._available:
-                self._schedule_check()
+                self._schedule_relief()
             elif not self._wake_scheduled:  # when the loop has nothing else to do: it holds the interpreter until then
                 self._wake_scheduled = True
                 self.loop.call_soon(self._wake)
@@ -153,8 +156,10 @@ class WorkerThreads:
             if self._delivery_scheduled:
                 return
             self._delivery_scheduled = True
-        with suppress(RuntimeError):  # the event loop is closed: nobody waits
+        try:
             self.loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the event loop is closed: nobody waits
+            return
 
     def retire(self, worker: _Worker) -> bool:
         """Whether a thread that has slept for long may end; false if it is being woken."""
@@ -171,6 +176,9 @@ class WorkerThreads:
         with self._lock:
             self._delivery_scheduled = False
             finished, self._finished = self._finished, deque()
+            if self._relief is not None and not self._jobs:  # it would wake the loop for nothing
+                self._relief.cancel()
+                self._relief = None
         for job in finished:
             job.finish()
 
@@ -180,18 +188,19 @@ class WorkerThreads:
             self._wake_scheduled = False
             if self._jobs and not self._available:
                 self._wake_one()
-            if self._jobs:
-                self._schedule_check()
+                if len(self._jobs) > 1:  # the first one is about to be taken
+                    self._schedule_relief()
+            elif self._jobs:
+                self._schedule_relief()
 
-    def _schedule_check(self) -> None:
-        if not self._check_scheduled:
-            self._check_scheduled = True
-            self.loop.call_later(_PATIENCE_S, self._relieve)
+    def _schedule_relief(self) -> None:
+        if self._relief is None:
+            self._relief = self.loop.call_later(_PATIENCE_S, self._relieve)
 
     def _relieve(self) -> None:
         """Have every waiting call run by a thread of its own if the available threads are slow."""
         with self._lock:
-            self._check_scheduled = False
+            self._relief = None
             if not self._jobs:
                 return
             limit = time.monotonic() - _PATIENCE_S
@@ -202,7 +211,7 @@ class WorkerThreads:
             if not self._available:
                 for _ in range(len(self._jobs)):
                     self._wake_one()
-            self._schedule_check()
+            self._schedule_relief()
 
     def _wake_one(self) -> None:
         self._available += 1

@@ -2,14 +2,18 @@
 
 import asyncio  # noqa: TID251  (anyio has no transports and protocols)
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+from msgspec import Struct
 
-_FOREVER_S: Final = 1e8
-"""The longest timer."""
+from stream.deadlines import Deadlines
+
 _FINAL: Final = 200
 """Lower statuses are interim answers; another one follows."""
+_NOTED_HEADERS: Final = frozenset(
+    (b"content-length", b"transfer-encoding", b"location", b"retry-after", b"content-encoding")
+)
 _CLOSED: Final = "the server closed the connection"
 _MAX_HEAD_BYTES: Final = 1_000_000
 """Of status line and headers, interim answers included; beyond it the parser takes quadratic time."""
@@ -17,7 +21,7 @@ MAX_ANSWER_BYTES: Final = 256_000_000
 """Twice the answer of a million tokens."""
 
 
-class HttpAnswer(NamedTuple):
+class HttpAnswer(Struct, frozen=True):
     """Answer of a server, whatever its status."""
 
     status: int
@@ -33,6 +37,7 @@ class HttpConnection(asyncio.Protocol):
 
     Args:
         on_lost: called once when the server ended the connection; not after `close`.
+        deadlines: of the event loop.
 
     Attributes:
         url: of the request in progress.
@@ -40,11 +45,12 @@ class HttpConnection(asyncio.Protocol):
         idle_since: the loop's time of the last answer.
     """
 
-    def __init__(self, on_lost: "Callable[[HttpConnection], None]") -> None:
+    def __init__(self, on_lost: "Callable[[HttpConnection], None]", deadlines: Deadlines) -> None:
         self.url = ""
         self.has_answer_begun = False
         self.idle_since = 0.0
         self._on_lost = on_lost
+        self._deadlines = deadlines
         self._loop = asyncio.get_running_loop()
         self._parser = HttpResponseParser(self)
         self._answer: asyncio.Future[HttpAnswer] | None = None
@@ -77,7 +83,7 @@ class HttpConnection(asyncio.Protocol):
             raise ConnectionResetError(_CLOSED)
         answer: asyncio.Future[HttpAnswer] = self._loop.create_future()
         self._answer = answer
-        timer = self._loop.call_later(min(timeout_s, _FOREVER_S), self.abort, TimeoutError())
+        deadline = self._deadlines.add(timeout_s, self._time_out)
         try:
             self._transport.writelines(request)
             return await answer
@@ -85,8 +91,11 @@ class HttpConnection(asyncio.Protocol):
             self.close()
             raise
         finally:
-            timer.cancel()
+            deadline.cancel()
             self._answer = None
+
+    def _time_out(self) -> None:
+        self.abort(TimeoutError())
 
     def abort(self, error: Exception) -> None:
         """End the request in progress with this error."""
@@ -150,6 +159,8 @@ class HttpConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Note how the end of the body is found, how it is encoded, and where or when to ask instead."""
         name = name.lower()
+        if name not in _NOTED_HEADERS:
+            return
         if name == b"content-length" or (name == b"transfer-encoding" and value.lower().endswith(b"chunked")):
             self._has_length = True
         elif name == b"location":
