@@ -19,6 +19,7 @@ from stream.records import Completion, Failure
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from workers.run.role_specs import role_specs
 from workers.runtime import metrics
+from workers.runtime.batched_metrics import BatchedCounter, BatchedHistogram
 from workers.runtime.health import RoleHealth
 from workers.runtime.metrics_server import Snapshot, open_portal, serve_metrics
 from workers.runtime.run_metrics import RunMetrics, run_metrics
@@ -242,3 +243,39 @@ async def test_metrics_are_served_at_an_address_of_ipv6():
     async with serve_metrics("[::1]:0", [], RoleHealth(), INFO) as url:
         assert url.startswith("http://[::1]:")
         assert (await fetch(url, "/metrics"))[0] == 200
+
+
+def test_values_that_are_counted_together_are_all_counted_whenever_they_are_read():
+    registry = CollectorRegistry()
+    counter = BatchedCounter("things_total", "Things.", registry=registry)
+    histogram = BatchedHistogram("seconds", "Seconds.", buckets=(1, 2), registry=registry)
+    for number in range(1, 200):
+        counter.add(number)
+        histogram.add(number / 100)
+        if number % 37 == 0:
+            found = samples(registry)
+            assert found[("things_total",)] == sum(range(1, number + 1))
+            assert found[("seconds_count",)] == number
+    found = samples(registry)
+    assert found[("seconds_sum",)] == pytest.approx(199.0)
+    assert [found[("seconds_bucket", bound)] for bound in ("1.0", "2.0", "+Inf")] == [100, 199, 199]
+
+
+def test_values_are_counted_once_while_another_thread_reads():
+    registry = CollectorRegistry()
+    counter = BatchedCounter("things_total", "Things.", registry=registry)
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            samples(registry)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for _ in range(50_000):
+        counter.add(1)
+    stop.set()
+    for reader in readers:
+        reader.join(10)
+    assert samples(registry)[("things_total",)] == 50_000
