@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import msgspec
 
+from envs.messages import content_text
 from stream.errors import DataError, PenstockError
 from stream.records import Message
 from workers.rollout.chat.conversation_check import ConversationCheck
 from workers.rollout.chat.history_check import HistoryCheck, check_history
 from workers.rollout.chat.history_window import HistoryWindow
 from workers.rollout.chat.known_parts import KnownParts
-from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer, Piece, content_texts
+from workers.rollout.chat.renderer import CACHED_PROMPTS, AssistantTurn, ConversationRenderer, Piece, prompt_key
 from workers.rollout.chat.template import ChatTemplate, read_json
 from workers.rollout.chat.text_encoder import TextEncoder, decoder_of
 from workers.rollout.token_ids import TokenIds
@@ -48,8 +49,6 @@ _REASONING_WINDOW = 40
 _LAST_TOKENS = 4
 """Tokens that mostly suffice to see that it does not."""
 _SAMPLE_PROMPT: list[Message] = [{"role": "user", "content": "u"}]
-_CACHED_PROMPTS = 32
-"""A group's completions mostly share one prompt; a worker has no more different prompts in flight."""
 
 
 class ChatTokenizer:
@@ -78,8 +77,10 @@ class ChatTokenizer:
         end_of_turn = set() if self.end_of_turn_id is None else {self.end_of_turn_id}
         self.stop_token_ids = tuple(sorted(eos_ids | end_of_turn))
         self._tool_characters = len(msgspec.json.encode(tools)) if tools else 0
-        self._cached_prompt = lru_cache(maxsize=_CACHED_PROMPTS)(self._prompt_from_key)
+        self._cached_prompt = lru_cache(maxsize=CACHED_PROMPTS)(self._prompt_from_key)
         self._long_prompts = anyio.Lock()
+        self._plain_end: Sequence[int] = ()
+        """The last tokens of a context that does not end with a reasoning tag."""
         with suppress(DataError):
             self._encoder.find_cuts(self.renderer.render_prompt(_SAMPLE_PROMPT) + self.renderer.after_answer())
 
@@ -233,8 +234,12 @@ class ChatTokenizer:
 
     def open_reasoning(self, context: Sequence[int]) -> str:
         """Return the start of a reasoning block that these ids end with; what is sampled next is then reasoning."""
-        end = self._decode_all(context[-_LAST_TOKENS:]).rstrip()
+        last = context[-_LAST_TOKENS:]
+        if last == self._plain_end:  # contexts mostly end alike, with the start of a turn
+            return ""
+        end = self._decode_all(last).rstrip()
         if end and not end.endswith(OPENING_TAG_ENDS):
+            self._plain_end = last
             return ""
         return open_reasoning(self._decode_all(context[-_REASONING_WINDOW:]))
 
@@ -286,14 +291,13 @@ class ChatTokenizer:
         return self._decode_all(ids[:end])
 
     def _prompt(self, messages: Sequence[Message]) -> TokenIds:
-        try:
-            key = msgspec.msgpack.encode(messages)
-        except (TypeError, ValueError, OverflowError):  # images and the like are never cached
+        key = prompt_key(messages)
+        if key is None:
             return TokenIds(self._encoder.encode_prompt(self.renderer.render_prompt(messages)))
         return self._cached_prompt(key).copy()
 
     def _prompt_from_key(self, key: bytes) -> TokenIds:
-        return TokenIds(self._encoder.encode_prompt(self.renderer.render_prompt(msgspec.msgpack.decode(key))))
+        return TokenIds(self._encoder.encode_prompt(self.renderer.prompt_text(key)))
 
     def _ids_from(self, turn: AssistantTurn, cut: int) -> list[int]:
         """Return the turn's ids from that character on: as sampled, unless the cut splits a token."""
@@ -335,7 +339,11 @@ async def _in_thread(function: Callable[[], T]) -> T:
 
 def _characters(messages: Sequence[Message]) -> int:
     """Return the length of the messages' text."""
-    return sum(map(len, content_texts(messages)))
+    count = 0
+    for message in messages:
+        content = message.get("content")
+        count += len(content if type(content) is str else content_text(content))
+    return count
 
 
 def _eos_ids(folder: Path, tokenizer: "Tokenizer", template: ChatTemplate) -> set[int]:

@@ -27,7 +27,8 @@ _MAX_LITERAL: Final = 80
 """Longer texts of a template are instructions, which no result is compared with."""
 _MAX_LENGTH: Final = 100_000
 """Larger numbers of a template are no lengths of results."""
-_FIELDS: Final = ("content", "name", "tool_call_id")
+_PLAIN_KEYS: Final = frozenset(("role", "content"))
+_TOOL_KEYS: Final = frozenset(("role", "content", "name", "tool_call_id"))
 _WORD: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 """Names and ids that templates write as they are, unless they look for this one."""
 _MARK: Final = re.compile(r"(content|name|tool_call_id)7f3a(\d)|(?<!\w)mark(\d)7f3a(?!\w)")
@@ -126,10 +127,16 @@ class ContinuationFrames:
 
 
 def _is_plain(message: Message) -> bool:
-    fields = _FIELDS if message["role"] == "tool" else _FIELDS[:1]
-    if len(message) != 1 + len(fields) or any(type(message.get(field)) is not str for field in fields):
+    if type(message.get("content")) is not str:
         return False
-    return all(_WORD.fullmatch(message[field]) for field in fields[1:])
+    if message["role"] != "tool":
+        return message.keys() == _PLAIN_KEYS
+    return message.keys() == _TOOL_KEYS and _is_word(message, "name") and _is_word(message, "tool_call_id")
+
+
+def _is_word(message: Message, field: str) -> bool:
+    value = message[field]
+    return type(value) is str and _WORD.fullmatch(value) is not None
 
 
 def _message(role: str, content: str, name: str, call_id: str) -> Message:

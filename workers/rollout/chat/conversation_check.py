@@ -8,7 +8,6 @@ replaced: what is compared is what the template writes around them.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
 
 import msgspec
 import structlog
@@ -16,13 +15,10 @@ import structlog
 from stream.errors import PenstockError
 from stream.records import Message
 from workers.rollout.chat.history_check import HistoryCheck, find_difference, render_turns
-from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer
+from workers.rollout.chat.renderer import CACHED_PROMPTS, AssistantTurn, ConversationRenderer, prompt_key
 from workers.rollout.chat.sample_conversations import tool_reply
 
 log = structlog.get_logger()
-
-_CACHED_PROMPTS: Final = 32
-"""A group's completions mostly share one prompt; a worker has no more different prompts in flight."""
 
 
 class ConversationCheck:
@@ -40,7 +36,7 @@ class ConversationCheck:
         self._roles = frozenset(roles)
         self._after_prompt: dict[str, str] = {}
         """What the template writes after a prompt for the sample turns, by the role of the replies."""
-        self._continues_after = lru_cache(maxsize=_CACHED_PROMPTS)(self._continues_after_key)
+        self._continues_after = lru_cache(maxsize=CACHED_PROMPTS)(self._continues_after_key)
 
     def is_due(self, turns: Sequence[AssistantTurn]) -> bool:
         """Return whether the conversation is to be rendered as a whole after these turns."""
@@ -60,43 +56,47 @@ class ConversationCheck:
 
     def _is_sampled_kind(self, replies: Sequence[Message]) -> bool:
         """Return whether sample conversations had such replies: results alone, or one user message, of text alone."""
+        if len(replies) == 1:
+            return replies[0].get("role") in self._roles and type(replies[0].get("content")) is str
         roles = {reply.get("role") for reply in replies}
-        is_known = len(roles) == 1 and roles <= self._roles and (len(replies) == 1 or "tool" in roles)
+        is_known = len(roles) == 1 and roles <= self._roles and "tool" in roles
         return is_known and all(type(reply.get("content")) is str for reply in replies)
 
     def _continues_after_prompt(self, messages: Sequence[Message], replies: Sequence[Message]) -> bool:
         role = "tool" if any(reply.get("role") == "tool" for reply in replies) else "user"
-        try:
-            key = msgspec.msgpack.encode(messages)
-        except (TypeError, ValueError, OverflowError):  # images and the like are never cached
-            return self._continues_after_samples(messages, role)
+        key = prompt_key(messages)
+        if key is None:
+            return self._is_unchanged(messages, _sample_replies(role))
         return self._continues_after(key, role)
 
     def _continues_after_key(self, key: bytes, role: str) -> bool:
-        return self._continues_after_samples(msgspec.msgpack.decode(key), role)
-
-    def _continues_after_samples(self, messages: Sequence[Message], role: str) -> bool:
-        replies = [[tool_reply(text) if role == "tool" else {"role": role, "content": text}] for text in ("3.", "4.")]
+        replies = _sample_replies(role)
         try:
             if role not in self._after_prompt:
                 self._after_prompt[role] = render_turns(self._renderer, self._turns(replies))
+            seen = self._renderer.prompt_text(key) + self._after_prompt[role]
         except PenstockError:
             return False
-        return self._is_unchanged(messages, replies, self._after_prompt[role])
+        return self._is_unchanged(msgspec.msgpack.decode(key), replies, seen)
 
     def _turns(self, replies: Sequence[Sequence[Message]]) -> list[AssistantTurn]:
         opening, reasoning = self._history.turn_start
         return [AssistantTurn((), f"{reasoning}Step.", each, opening) for each in replies]
 
     def _is_unchanged(
-        self, messages: Sequence[Message], replies: Sequence[Sequence[Message]], after_prompt: str | None = None
+        self, messages: Sequence[Message], replies: Sequence[Sequence[Message]], seen: str | None = None
     ) -> bool:
         turns = self._turns(replies)
         try:
-            found = find_difference(self._renderer, messages, turns, after_prompt)
+            found = find_difference(self._renderer, messages, turns, seen)
         except PenstockError:  # the template refuses it, and says so when the conversation is rendered
             return False
         if found is None or (found.in_space and self._history.ignores_space):
             return True
         log.info("template.conversation_rewritten", turns=len(turns), why=found.text)
         return False
+
+
+def _sample_replies(role: str) -> list[list[Message]]:
+    """Return the replies to two sample turns."""
+    return [[tool_reply(text) if role == "tool" else {"role": role, "content": text}] for text in ("3.", "4.")]

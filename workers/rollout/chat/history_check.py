@@ -134,7 +134,7 @@ def find_difference(
     renderer: ConversationRenderer,
     messages: Sequence[Message],
     turns: Sequence[AssistantTurn],
-    after_prompt: str | None = None,
+    seen: str | None = None,
 ) -> Difference | None:
     """Compare a conversation rendered as a whole with the same rendered turn by turn.
 
@@ -142,18 +142,19 @@ def find_difference(
         renderer: the model's template with an environment's tools.
         messages: the prompt.
         turns: everything after it.
-        after_prompt: `render_turns` of the turns, if it is known already.
+        seen: the same rendered turn by turn, if it is known already.
 
     Raises:
         DataError: the template refuses the conversation.
     """
     whole = renderer.render_whole(messages, turns)
-    try:
-        seen = renderer.render_prompt(messages) + (after_prompt or render_turns(renderer, turns))
-    except DataError:
-        raise
-    except PenstockError as error:
-        return Difference(str(error), in_space=False)
+    if seen is None:
+        try:
+            seen = renderer.render_prompt(messages) + render_turns(renderer, turns)
+        except DataError:
+            raise
+        except PenstockError as error:
+            return Difference(str(error), in_space=False)
     if whole == seen:
         return None
     return Difference(_first_difference(whole, seen), in_space="".join(whole.split()) == "".join(seen.split()))

@@ -5,8 +5,10 @@ of the real conversation.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from envs.messages import content_text
@@ -22,6 +24,10 @@ _MARK = "end-of-dummy-5f1c"
 _DUMMY: list[Message] = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _MARK}]
 _CALL_ID = "call00000"
 """Nine letters and digits, as Mistral's templates require."""
+
+
+CACHED_PROMPTS: Final = 32
+"""A group's completions mostly share one prompt; a worker has no more different prompts in flight."""
 
 
 class AssistantTurn(Struct, frozen=True):
@@ -70,6 +76,8 @@ class ConversationRenderer:
         )
         self._before_call = self._find_before_call() if self.needs_tool_calls else ""
         self._continuation_tools: list[dict[str, Any]] | None = None
+        reads_clock = "strftime_now" in template.source
+        self._prompt_text = lru_cache(maxsize=0 if reads_clock else CACHED_PROMPTS)(self._render_key)
         self._frames = ContinuationFrames(
             lambda messages: self._after_dummy(messages, self._continuation_tools), template.source
         )
@@ -95,6 +103,13 @@ class ConversationRenderer:
             DataError: the template refuses these messages, or would leave out a part of them.
         """
         return self.template.render(self._contents.adapt(messages), self.tools, add_generation_prompt=True)
+
+    def prompt_text(self, key: bytes) -> str:
+        """Return `render_prompt` of the messages with this `prompt_key`; the last ones are remembered."""
+        return self._prompt_text(key)
+
+    def _render_key(self, key: bytes) -> str:
+        return self.render_prompt(msgspec.msgpack.decode(key))
 
     def render_continuation(self, new_messages: Sequence[Message]) -> str:
         """Render the end of a turn, the new messages, and the start of the next turn.
@@ -200,6 +215,14 @@ class ConversationRenderer:
         except PenstockError:
             same = False
         return None if same else self.tools
+
+
+def prompt_key(messages: Sequence[Message]) -> bytes | None:
+    """Return a key of messages that caches can have; None for images and the like, which are never cached."""
+    try:
+        return msgspec.msgpack.encode(messages)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def content_texts(messages: Sequence[Message]) -> Iterator[str]:

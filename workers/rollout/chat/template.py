@@ -29,6 +29,9 @@ class ChatTemplate:
         self.source = source
         self.variables = variables
         self.folder = folder
+        self._plain_variables = plain_value(variables)
+        self._tools: tuple[list[dict[str, Any]] | None, Any] = None, None
+        """Those of the last rendering, and their plain copy: nearly all renderings have the same."""
 
     @classmethod
     def load(cls, folder: Path, template_args: dict[str, Any], *, with_tools: bool) -> "ChatTemplate":
@@ -54,10 +57,10 @@ class ChatTemplate:
         try:
             return compile_template(self.source).render(
                 messages=plain_messages(messages),
-                tools=plain_value(tools),
+                tools=self._plain_tools(tools),
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **plain_value(self.variables),
+                **self._plain_variables,
             )
         except Exception as error:  # a template is foreign code, and may raise anything
             roles = ", ".join(str(message.get("role")) for message in messages)
@@ -65,6 +68,13 @@ class ChatTemplate:
                 f"the chat template of {self.folder} refuses messages of the roles {roles}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    def _plain_tools(self, tools: list[dict[str, Any]] | None) -> Any:
+        known, plain = self._tools
+        if known is not tools:
+            plain = plain_value(tools)
+            self._tools = tools, plain
+        return plain
 
 
 def text_after_common_prefix(reference: str, text: str) -> str:

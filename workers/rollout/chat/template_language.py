@@ -20,6 +20,7 @@ from jinja2.utils import Namespace
 
 _REASONING_NAMES: Final = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; most templates read the first, gpt-oss' templates the second."""
+_plain_json: Final = json.JSONEncoder(ensure_ascii=False).encode
 _SCALARS: Final = (str, int, float, bool, type(None))
 
 
@@ -40,7 +41,9 @@ def compile_template(source: str) -> Template:
         "dict": _TemplateDict(),
         "namespace": _TemplateNamespace,
     }
-    return environment.from_string(source)
+    template = environment.from_string(source)
+    template.globals = dict(template.globals)  # not Jinja's chain of two, which each rendering reads name by name
+    return template
 
 
 def plain_messages(messages: Any) -> list[Any]:
@@ -136,4 +139,6 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Return JSON without Jinja's escapes for HTML."""
+    if not ensure_ascii and indent is None and separators is None and not sort_keys:
+        return _plain_json(value)  # `dumps` would make an encoder for each call
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
