@@ -21,9 +21,10 @@ class CallRunner:
 
     Args:
         limiter: bounds the threads for synchronous functions. Waiting for a thread does not count towards a deadline.
+            None: the caller bounds its concurrent calls itself.
     """
 
-    def __init__(self, limiter: CapacityLimiter) -> None:
+    def __init__(self, limiter: CapacityLimiter | None) -> None:
         self._limiter = limiter
         self._threads: WorkerThreads | None = None
 
@@ -60,21 +61,26 @@ class CallRunner:
     async def _in_thread(self, calls: Sequence[Call], timeout_s: float) -> list[TimedOutcome]:
         """Return the outcomes of the first calls, of at least one."""
         thread = ThreadCalls(calls)
+        if self._limiter is None:
+            return await self._run(thread, timeout_s)
         try:
             self._limiter.acquire_on_behalf_of_nowait(thread)
         except WouldBlock:
             await self._limiter.acquire_on_behalf_of(thread)
         try:
-            outcomes = await self._worker_threads().run(thread, timeout_s)
-            last, seconds = outcomes[-1]
-            if type(last) is Ok and is_awaitable(last.value):
-                awaitable = last.value
-                awaited = await self._with_deadline(
-                    timeout_s, lambda scope: _await_outcome(lambda: awaitable, scope), spent_s=seconds
-                )
-                outcomes[-1] = awaited, time.monotonic() - thread.started_at
+            return await self._run(thread, timeout_s)
         finally:
             self._limiter.release_on_behalf_of(thread)
+
+    async def _run(self, thread: ThreadCalls, timeout_s: float) -> list[TimedOutcome]:
+        outcomes = await self._worker_threads().run(thread, timeout_s)
+        last, seconds = outcomes[-1]
+        if type(last) is Ok and is_awaitable(last.value):
+            awaitable = last.value
+            awaited = await self._with_deadline(
+                timeout_s, lambda scope: _await_outcome(lambda: awaitable, scope), spent_s=seconds
+            )
+            outcomes[-1] = awaited, time.monotonic() - thread.started_at
         return outcomes
 
     def _worker_threads(self) -> WorkerThreads:

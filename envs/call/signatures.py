@@ -1,7 +1,7 @@
 """What a callable's signature says, read once for each function: `inspect` takes as long as a whole tool call."""
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FunctionType, GeneratorType, MethodType
@@ -43,7 +43,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 def is_awaitable(value: object) -> bool:
     """Return `inspect.isawaitable(value)`, which takes several times as long for a value that is none."""
     kind = type(value)
-    return inspect.isawaitable(value) if kind is GeneratorType else issubclass(kind, Awaitable)
+    return inspect.isawaitable(value) if kind is GeneratorType else getattr(kind, "__await__", None) is not None
 
 
 @lru_cache(maxsize=1024)

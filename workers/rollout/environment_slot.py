@@ -117,28 +117,28 @@ class EnvironmentSlot:
         expect two threads at a time; they wake one thread.
         """
         results: dict[int, ToolResult | Failure] = {}
-        in_threads: dict[int, Call] = {}
-        on_loop: dict[int, Call] = {}
-        for i, call in enumerate(calls):
+        in_threads: list[tuple[int, Call]] = []
+        on_loop: list[tuple[int, Call]] = []
+        for position, call in enumerate(calls):
             prepared = self._prepare(call)
             if isinstance(prepared, ToolResult):
-                results[i] = prepared
+                results[position] = prepared
             else:
-                (on_loop if prepared[0] is call_async_tool else in_threads)[i] = prepared
+                (on_loop if prepared[0] is call_async_tool else in_threads).append((position, prepared))
 
-        async def run(some: dict[int, Call]) -> None:
-            outcomes = await self._call_in_order(list(some.values()), timeout_s)
-            for i, (outcome, seconds) in zip(some, outcomes, strict=True):
-                results[i] = self._to_result(calls[i], outcome, seconds)
+        async def run(some: Sequence[tuple[int, Call]]) -> None:
+            outcomes = await self._call_in_order([call for _, call in some], timeout_s)
+            for (position, _), (outcome, seconds) in zip(some, outcomes, strict=True):
+                results[position] = self._to_result(calls[position], outcome, seconds)
 
-        concurrent = [{i: call} for i, call in on_loop.items()] + [in_threads] * bool(in_threads)
+        concurrent = [[each] for each in on_loop] + ([in_threads] if in_threads else [])
         if len(concurrent) == 1:  # a task group would cost more than most calls
             await run(concurrent[0])
         else:
             async with anyio.create_task_group() as tasks:
                 for some in concurrent:
                     tasks.start_soon(run, some)
-        return [results[i] for i in range(len(calls))]
+        return [results[position] for position in range(len(calls))]
 
     async def call_tool(self, call: ToolCall, timeout_s: float) -> ToolResult | Failure:
         """Call one tool, as `call_tools`."""
@@ -316,7 +316,9 @@ class EnvironmentSlot:
         except BaseException:
             self.needs_replacement = True
             raise
-        self.needs_replacement |= any(isinstance(outcome, TimedOut) for outcome, _ in outcomes)
+        for outcome, _ in outcomes:
+            if isinstance(outcome, TimedOut):
+                self.needs_replacement = True
         return outcomes
 
     def _failure(self, reason: RolloutReason, activity: str, outcome: Outcome) -> Failure:

@@ -3,8 +3,9 @@
 import copy
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+from msgspec import Struct, field
 
 from envs.contract import Observation
 from stream.queue.in_flight import Activity
@@ -20,9 +21,10 @@ from workers.settings import Rollout
 EpisodeEnd = TruncationReason | Failure | None
 """How an episode ends; None: the model or the environment finished it."""
 
+_ATOMS: Final = frozenset((str, int, float, bool, type(None)))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentContext:
+
+class EnvironmentContext(Struct, frozen=True, kw_only=True):
     """Everything that one episode needs besides a model."""
 
     prompt: Prompt
@@ -41,8 +43,7 @@ class EnvironmentContext:
         return self.prompt.seed + self.index
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeContext(EnvironmentContext):
+class EpisodeContext(EnvironmentContext, frozen=True, kw_only=True):
     """Everything that one episode needs whose turns this worker samples."""
 
     chat: ChatTokenizer
@@ -189,4 +190,16 @@ def _reset_fields(prompt: Prompt) -> dict[str, Any]:
     """
     shown: Any = prompt.messages[-1].get("content") if prompt.is_plain_text else prompt.messages
     fields = {"prompt": shown, **prompt.fields}
-    return {name: value if isinstance(value, str) else copy.deepcopy(value) for name, value in fields.items()}
+    return {name: _copied(value) for name, value in fields.items()}
+
+
+def _copied(value: Any) -> Any:
+    """Return a deep copy. A row mostly has JSON's types, which `copy.deepcopy` takes several times as long for."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is list:
+        return [_copied(each) for each in value]
+    if kind is dict:
+        return {_copied(key): _copied(each) for key, each in value.items()}
+    return copy.deepcopy(value)

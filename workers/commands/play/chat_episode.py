@@ -1,8 +1,7 @@
 """Episodes whose turns a chat endpoint samples: there are messages and rewards, and no tokens to train on."""
 
-from dataclasses import replace
-
 import anyio
+from msgspec.structs import replace
 
 from envs.contract import Observation
 from envs.factory import EnvironmentFactory

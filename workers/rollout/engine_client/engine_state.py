@@ -101,7 +101,8 @@ class EngineState:
     def start_request(self) -> None:
         """Count one more request."""
         self.load += 1
-        self.busy.set()
+        if self.load == 1:
+            self.busy.set()
 
     def finish_request(self) -> None:
         """Count one request less."""

@@ -3,7 +3,8 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from functools import lru_cache
+from typing import Final, Protocol
 
 from msgspec import Struct, structs
 
@@ -18,6 +19,10 @@ from workers.settings import Rollout
 _UNWATCHED = CompletionProgress()
 """For requests that belong to no episode; nobody reads it."""
 
+_ODD: Final = 0x9E37_79B9_7F4A_7C15
+"""Its multiples differ in the lowest 32 bits for the first 2**32 turns, since it is odd."""
+_CACHED_SEEDS: Final = 4096
+"""Of more episodes than a worker has in flight."""
 _TOO_LONG_MESSAGES = ("maximum context length", "maximum model length")
 """Phrases with which vLLM's routes, and compatible servers, refuse a context that is too long."""
 
@@ -131,7 +136,13 @@ def turn_seed(episode_seed: int, turn: int) -> int:
 
     torch's CPU generator uses only the lowest 32 bits.
     """
-    digest = hashlib.blake2b(f"{episode_seed}:{turn}".encode(), digest_size=8).digest()
+    return (_first_turn_seed(episode_seed) + turn * _ODD) % 2**63
+
+
+@lru_cache(maxsize=_CACHED_SEEDS)
+def _first_turn_seed(episode_seed: int) -> int:
+    """Return a hash: episodes of a group have consecutive seeds."""
+    digest = hashlib.blake2b(str(episode_seed).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

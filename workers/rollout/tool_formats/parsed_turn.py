@@ -1,11 +1,11 @@
 """What parsing a turn yields: its text, its tool calls, and errors for malformed calls."""
 
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from msgspec import Struct
 
-@dataclass(slots=True)
-class ToolCall:
+
+class ToolCall(Struct):
     """One well-formed call.
 
     Attributes:
@@ -21,8 +21,7 @@ class ToolCall:
     id: str | None = None
 
 
-@dataclass(slots=True)
-class ParsedTurn:
+class ParsedTurn(Struct):
     """One turn of the model.
 
     Attributes:
@@ -32,8 +31,8 @@ class ParsedTurn:
     """
 
     content: str
-    calls: list[ToolCall] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = []
+    errors: list[str] = []
 
 
 class ToolFormat(Protocol):
