@@ -201,7 +201,7 @@ class WorkerThreads:
         """Have every waiting call run by a thread of its own if the available threads are slow."""
         with self._lock:
             self._relief = None
-            if not self._jobs:
+            if not self._jobs or self._wake_scheduled:  # one thread is about to be woken for all of them
                 return
             limit = time.monotonic() - _PATIENCE_S
             for worker in self._busy:

@@ -9,6 +9,7 @@ import anyio.lowlevel
 import pytest
 
 from envs.call import CallRunner, Failed, Ok, TimedOut, worker_threads
+from envs.call.threads import ThreadCalls
 
 NAME: ContextVar[str] = ContextVar("name")
 
@@ -35,6 +36,24 @@ async def outcomes_of(function, count: int) -> list[object]:
 @pytest.mark.usefixtures("patient")
 async def test_calls_that_are_handed_over_together_wake_one_thread():
     assert len({outcome.value for outcome in await outcomes_of(threading.get_ident, 100)}) == 1
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_check_for_slow_threads_leaves_calls_to_the_thread_that_is_about_to_be_woken():
+    """On a busy loop the check for earlier calls may come just before it, and would wake a thread for each call."""
+    threads, jobs = worker_threads.worker_threads(), [ThreadCalls([(threading.get_ident, {})]) for _ in range(20)]
+    waiting = []
+
+    async def check() -> None:
+        waiting.append(len(threads._jobs))
+        threads._relieve()
+
+    async with anyio.create_task_group() as tasks:
+        for job in jobs:
+            tasks.start_soon(threads.run, job, 60.0)
+        tasks.start_soon(check)
+    assert waiting == [20]
+    assert len({job.outcomes[0][0].value for job in jobs}) == 1
 
 
 async def test_calls_that_block_each_have_a_thread():
