@@ -29,6 +29,9 @@ _CALL_ID = "call00000"
 CACHED_PROMPTS: Final = 32
 """A group's completions mostly share one prompt; a worker has no more different prompts in flight."""
 
+_REMEMBERED_PROMPT_BYTES: Final = 20_000
+"""Texts of longer prompts would take much memory, and save little of what tokenizing them takes."""
+
 
 class AssistantTurn(Struct, frozen=True):
     """One turn of the model, and what the environment said after it."""
@@ -105,8 +108,8 @@ class ConversationRenderer:
         return self.template.render(self._contents.adapt(messages), self.tools, add_generation_prompt=True)
 
     def prompt_text(self, key: bytes) -> str:
-        """Return `render_prompt` of the messages with this `prompt_key`; the last ones are remembered."""
-        return self._prompt_text(key)
+        """Return `render_prompt` of the messages with this `prompt_key`; the last short ones are remembered."""
+        return self._prompt_text(key) if len(key) <= _REMEMBERED_PROMPT_BYTES else self._render_key(key)
 
     def _render_key(self, key: bytes) -> str:
         return self.render_prompt(msgspec.msgpack.decode(key))
