@@ -6,8 +6,8 @@ from typing import Final
 
 _FOREVER_S: Final = 1e8
 """The longest timer."""
-_TIMER_ERROR_S: Final = 0.001
-"""How much too early a timer may be; the loops count in milliseconds."""
+_TICK_S: Final = 0.001
+"""Loops count in milliseconds; a shorter timer may end at once."""
 _MAX_LENGTHS: Final = 64
 """Lengths of which no deadline is pending are forgotten beyond this number."""
 
@@ -70,22 +70,25 @@ class Deadlines:
         return length
 
     def _start_timer(self, length: _Length, delay_s: float) -> None:
-        length.timer = self._loop.call_later(min(delay_s, _FOREVER_S), self._check, length)
+        length.timer = self._loop.call_later(min(max(delay_s, _TICK_S), _FOREVER_S), self._check, length)
 
     def _check(self, length: _Length) -> None:
         """Call what has passed, after a timer for the next one is started."""
         length.timer = None
         passed: list[Deadline] = []
-        limit = self._loop.time() + _TIMER_ERROR_S
+        now = self._loop.time()
         for deadline in length.pending:
-            if deadline.at > limit:
-                self._start_timer(length, deadline.at - limit)
+            if deadline.at > now:
+                self._start_timer(length, deadline.at - now)
                 break
             passed.append(deadline)
         for deadline in passed:
             on_passed = deadline.on_passed  # nothing, if one of the others cancelled it
             deadline.cancel()
-            on_passed()
+            try:
+                on_passed()
+            except Exception as error:  # noqa: BLE001  (as the loop does with each of its timers)
+                self._loop.call_exception_handler({"message": f"a deadline's {on_passed!r} failed", "exception": error})
 
 
 def _nothing() -> None:

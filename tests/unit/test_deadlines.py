@@ -25,8 +25,8 @@ async def test_those_of_any_length_pass_in_time_and_cancelled_ones_never():
     due, cancelled = {}, set()
     for number in range(300):
         timeout_s = draw.choice((0.0, 0.01, 0.05, 0.2, 0.05 + draw.random() / 10))
-        deadline = made.add(timeout_s, lambda number=number: passed.setdefault(number, loop.time()))
         due[number] = loop.time() + timeout_s
+        deadline = made.add(timeout_s, lambda number=number: passed.setdefault(number, loop.time()))
         if draw.random() < 0.5:
             deadline.cancel()
             cancelled.add(number)
@@ -34,7 +34,7 @@ async def test_those_of_any_length_pass_in_time_and_cancelled_ones_never():
             await anyio.sleep(0.005)
     await anyio.sleep(0.3 + SLACK_S)
     assert set(passed) == set(due) - cancelled
-    assert all(due[number] - 0.002 <= at < due[number] + SLACK_S for number, at in passed.items())
+    assert all(due[number] <= at < due[number] + SLACK_S for number, at in passed.items())
 
 
 async def test_one_that_is_added_while_another_pends_has_its_own_time():
@@ -72,12 +72,13 @@ async def test_an_error_in_one_keeps_no_later_one_from_passing():
         raise ValueError("broken")
 
     made.add(0.01, fail)
+    made.add(0.01, lambda: passed.append("at the same time"))
     await anyio.sleep(0.005)
-    made.add(0.01, lambda: passed.append(1))
+    made.add(0.01, lambda: passed.append("later"))
     await anyio.sleep(0.1)
     loop.set_exception_handler(None)
     assert [str(error) for error in errors] == ["broken"]
-    assert passed == [1]
+    assert passed == ["at the same time", "later"]
 
 
 async def test_an_infinite_one_never_passes_and_a_finite_one_after_it_does():
