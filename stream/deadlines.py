@@ -8,12 +8,17 @@ _FOREVER_S: Final = 1e8
 """The longest timer."""
 _TICK_S: Final = 0.001
 """Loops count in milliseconds; a shorter timer may end at once."""
-_MAX_LENGTHS: Final = 64
-"""Lengths of which no deadline is pending are forgotten beyond this number."""
+_MAX_QUEUES: Final = 64
+"""Beyond this number, queues without a pending deadline are removed."""
 
 
 class Deadline:
-    """One pending deadline; `cancel` it when the wait is over."""
+    """One pending deadline; `cancel` it when the wait is over.
+
+    Attributes:
+        at: when it passes, by the loop's clock.
+        on_passed: what is called then.
+    """
 
     __slots__ = ("_pending", "at", "on_passed")
 
@@ -27,8 +32,8 @@ class Deadline:
         self.on_passed = _nothing
 
 
-class _Length:
-    """The pending deadlines of one length, which pass in the order in which they were added, and their timer."""
+class _Queue:
+    """The pending deadlines with the same timeout, in the order in which they pass, and their timer."""
 
     __slots__ = ("pending", "timer")
 
@@ -38,7 +43,7 @@ class _Length:
 
 
 class Deadlines:
-    """The deadlines of one event loop, with one timer for all of the same length.
+    """The deadlines of one event loop, with one timer for all that have the same timeout.
 
     A timer of the loop for each of them, as `loop.call_later` makes it, costs several times as much.
 
@@ -48,38 +53,39 @@ class Deadlines:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._lengths: dict[float, _Length] = {}
+        self._queues: dict[float, _Queue] = {}
+        """By timeout."""
 
     def add(self, timeout_s: float, on_passed: Callable[[], None]) -> Deadline:
         """Call a function after that time, unless the deadline is cancelled."""
-        length = self._lengths.get(timeout_s)
-        if length is None:
-            length = self._add_length(timeout_s)
-        deadline = Deadline(length.pending, self._loop.time() + timeout_s, on_passed)
-        if length.timer is None:
-            self._start_timer(length, timeout_s)
+        queue = self._queues.get(timeout_s)
+        if queue is None:
+            queue = self._add_queue(timeout_s)
+        deadline = Deadline(queue.pending, self._loop.time() + timeout_s, on_passed)
+        if queue.timer is None:
+            self._start_timer(queue, timeout_s)
         return deadline
 
-    def _add_length(self, timeout_s: float) -> _Length:
-        if len(self._lengths) >= _MAX_LENGTHS:
-            for unused in [length_s for length_s, length in self._lengths.items() if not length.pending]:
-                length = self._lengths.pop(unused)
-                if length.timer is not None:
-                    length.timer.cancel()
-        self._lengths[timeout_s] = length = _Length()
-        return length
+    def _add_queue(self, timeout_s: float) -> _Queue:
+        if len(self._queues) >= _MAX_QUEUES:
+            for unused in [key for key, queue in self._queues.items() if not queue.pending]:
+                queue = self._queues.pop(unused)
+                if queue.timer is not None:
+                    queue.timer.cancel()
+        self._queues[timeout_s] = queue = _Queue()
+        return queue
 
-    def _start_timer(self, length: _Length, delay_s: float) -> None:
-        length.timer = self._loop.call_later(min(max(delay_s, _TICK_S), _FOREVER_S), self._check, length)
+    def _start_timer(self, queue: _Queue, delay_s: float) -> None:
+        queue.timer = self._loop.call_later(min(max(delay_s, _TICK_S), _FOREVER_S), self._check, queue)
 
-    def _check(self, length: _Length) -> None:
+    def _check(self, queue: _Queue) -> None:
         """Call what has passed, after a timer for the next one is started."""
-        length.timer = None
+        queue.timer = None
         passed: list[Deadline] = []
         now = self._loop.time()
-        for deadline in length.pending:
+        for deadline in queue.pending:
             if deadline.at > now:
-                self._start_timer(length, deadline.at - now)
+                self._start_timer(queue, deadline.at - now)
                 break
             passed.append(deadline)
         for deadline in passed:

@@ -17,7 +17,7 @@ from typing import Final
 from anyio.lowlevel import RunVar
 
 from envs.call.threads import ThreadCalls, TimedOutcome
-from stream.deadlines import Deadline, Deadlines
+from stream.deadlines import Deadlines
 
 try:
     from sniffio import current_async_library_cvar as _async_library
@@ -26,8 +26,6 @@ except ImportError:  # then anyio does not look at it either
 
 _PATIENCE_S: Final = 0.002
 """How long calls wait behind the one that a thread is in."""
-_FOREVER_S: Final = 1e8
-"""The longest timer."""
 _TIMER_ERROR_S: Final = 0.002
 """How much too early a timer may be."""
 _IDLE_S: Final = 10.0
@@ -37,7 +35,7 @@ _IDLE_S: Final = 10.0
 class _Job:
     """Calls that were handed over, and what the caller waits for."""
 
-    __slots__ = ("calls", "context", "deadline", "finished", "timeout_s")
+    __slots__ = ("_deadlines", "calls", "context", "deadline", "finished", "timeout_s")
 
     def __init__(
         self, calls: ThreadCalls, timeout_s: float, loop: asyncio.AbstractEventLoop, deadlines: Deadlines
@@ -48,13 +46,14 @@ class _Job:
         self.finished: asyncio.Future[None] = loop.create_future()
         self.timeout_s = timeout_s
         calls.started_at = time.monotonic()
-        self.deadline: Deadline | asyncio.TimerHandle = deadlines.add(timeout_s, self._check_deadline)
+        self._deadlines = deadlines
+        self.deadline = deadlines.add(timeout_s, self._check_deadline)
 
     def _check_deadline(self) -> None:
-        """End the wait, unless another call is running now than the one that the timer was for."""
+        """End the wait, unless another call is running now than the one that the deadline was for."""
         left_s = self.calls.started_at + self.timeout_s - time.monotonic()
         if left_s > _TIMER_ERROR_S:
-            self.deadline = self.finished.get_loop().call_later(min(left_s, _FOREVER_S), self._check_deadline)
+            self.deadline = self._deadlines.add(left_s, self._check_deadline)
         elif self.calls.time_out(self.timeout_s):
             self.finish()
 
@@ -106,6 +105,7 @@ class WorkerThreads:
         """Busy threads that are not slow: one of them takes the next job soon."""
         self._wake_scheduled = False
         self._relief: asyncio.TimerHandle | None = None
+        """Timer of `_relieve`, while calls wait for a busy thread."""
         self._finished: deque[_Job] = deque()
         self._delivery_scheduled = False
 
@@ -186,11 +186,10 @@ class WorkerThreads:
         """Wake a thread for the calls that have been handed over, unless one has taken them."""
         with self._lock:
             self._wake_scheduled = False
-            if self._jobs and not self._available:
+            wakes_one = bool(self._jobs) and not self._available
+            if wakes_one:
                 self._wake_one()
-                if len(self._jobs) > 1:  # the first one is about to be taken
-                    self._schedule_relief()
-            elif self._jobs:
+            if len(self._jobs) > wakes_one:  # the thread that wakes up takes one of them
                 self._schedule_relief()
 
     def _schedule_relief(self) -> None:

@@ -18,7 +18,7 @@ def deadlines() -> tuple[Deadlines, asyncio.AbstractEventLoop]:
     return Deadlines(loop), loop
 
 
-async def test_those_of_any_length_pass_in_time_and_cancelled_ones_never():
+async def test_those_with_any_timeout_pass_in_time_and_cancelled_ones_never():
     made, loop = deadlines()
     passed: dict[int, float] = {}
     draw = random.Random(5)
@@ -91,8 +91,8 @@ async def test_an_infinite_one_never_passes_and_a_finite_one_after_it_does():
 
 
 @pytest.mark.parametrize("keeps_one", [False, True])
-async def test_lengths_without_a_deadline_are_forgotten(keeps_one):
-    """Whoever computes a time-out from the clock gives another one each time."""
+async def test_queues_without_a_deadline_are_removed(keeps_one):
+    """Timeouts that are computed from the clock all differ."""
     made, loop = deadlines()
     passed = []
     if keeps_one:
@@ -100,7 +100,7 @@ async def test_lengths_without_a_deadline_are_forgotten(keeps_one):
     began = len(loop._scheduled) if hasattr(loop, "_scheduled") else None
     for number in itertools.islice(itertools.count(), 1000):
         made.add(60 + number / 7, lambda: None).cancel()
-    assert len(made._lengths) <= 65
+    assert len(made._queues) <= 65
     if began is not None:  # timers that are cancelled wait for the loop to drop them
         assert sum(not timer.cancelled() for timer in loop._scheduled) <= began + 65
     await anyio.sleep(0.3 + 0.1)

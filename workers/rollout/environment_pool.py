@@ -49,7 +49,7 @@ class EnvironmentPool:
         # The task group does not see the error, so that the error leaves here as itself, not in an exception group.
         await self._closing.__aexit__(None, None, None)
 
-    def slot(self, name: str | None) -> "AbstractAsyncContextManager[EnvironmentSlot | None]":
+    def slot(self, name: str | None) -> AbstractAsyncContextManager[EnvironmentSlot | None]:
         """Hold a slot of an environment; None for prompts without an environment.
 
         Raises:

@@ -1,9 +1,10 @@
 """Prometheus metrics for what happens thousands of times per second: they keep the values, and count many together.
 
-To count a value alone, between other work, takes several times as long as one after the other: the code and the data of
-the metric are no longer in the processor's caches then.
+Values that are counted together take a fraction of the time: between two that are counted alone, other work removes the
+metric's code and data from the processor's caches.
 """
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 _TOGETHER: Final = 64
+"""Values that are kept, at most."""
 
 
 class _Batched(MetricWrapperBase):
@@ -36,8 +38,9 @@ class _Batched(MetricWrapperBase):
             while True:
                 self._count_one(self._uncounted.popleft())
 
+    @abstractmethod
     def _count_one(self, value: float) -> None:
-        raise NotImplementedError
+        """Count a value now."""
 
 
 class BatchedCounter(_Batched, Counter):

@@ -63,7 +63,6 @@ oldest_lease_age: Final = Gauge(
 
 # Rollout
 
-
 engine_latency: Final = BatchedHistogram(
     "penstock_engine_request_duration_seconds",
     "Time from sending a request for one turn to the engine's valid answer, without waiting for a free engine.",

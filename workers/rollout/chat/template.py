@@ -31,7 +31,7 @@ class ChatTemplate:
         self.folder = folder
         self._plain_variables = plain_value(variables)
         self._tools: tuple[list[dict[str, Any]] | None, Any] = None, None
-        """Those of the last rendering, and their plain copy: nearly all renderings have the same."""
+        """The tools of the last rendering and their plain copy, which the next rendering mostly needs again."""
 
     @classmethod
     def load(cls, folder: Path, template_args: dict[str, Any], *, with_tools: bool) -> "ChatTemplate":
