@@ -21,6 +21,15 @@ def test_what_sets_up_the_log_is_called_before_the_first_event_and_once():
     assert [(line["event"], line.get("key")) for line in lines] == [("first.logged", "value"), ("second.logged", None)]
 
 
+def test_a_setup_that_was_not_needed_is_replaced_by_the_next():
+    calls = []
+    set_up_at_first_event(lambda: calls.append("first"))
+    set_up_at_first_event(lambda: calls.append("second"))
+    with capture_logs():
+        log.info("anything.logged")
+    assert calls == ["second"]
+
+
 def test_what_servers_write_does_not_change_the_terminal(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
