@@ -1,5 +1,6 @@
 """Log-probs of chosen tokens through whole models, against the models' logits, for padded and packed rows."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -58,7 +59,7 @@ PACKING = [name for name in FAMILIES if name != "gemma2"]
 def model_of(name, dtype=torch.float64):
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(5)
-        model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name][0], dtype=dtype).eval()
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[name][0]), dtype=dtype).eval()
         for parameter in model.parameters():
             if parameter.ndim > 1:  # larger than a new model's, so that tokens affect each other
                 nn.init.normal_(parameter, std=0.3)
