@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -86,9 +87,10 @@ def test_a_forked_program_exits_as_under_a_new_interpreter(server, tmp_path, cod
     assert written.endswith(output)
 
 
-def test_modules_are_imported_before_the_fork(server, tmp_path):
-    assert json.loads(Started(server, tmp_path, "-c", REPORT).wait()[1])["loaded"] is False
-    _, output = Started(server, tmp_path, "-c", REPORT, modules=["no_such_module", "sunau"]).wait()
+def test_modules_are_imported_before_the_fork(tmp_path):
+    with closing(ForkServer.start()) as own:  # what it imports stays imported
+        assert json.loads(Started(own, tmp_path, "-c", REPORT).wait()[1])["loaded"] is False
+        _, output = Started(own, tmp_path, "-c", REPORT, modules=["no_such_module", "sunau"]).wait()
     assert json.loads(output)["loaded"] is True
 
 

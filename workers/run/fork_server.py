@@ -63,7 +63,7 @@ class _Request(Struct, frozen=True, tag=True):
 
 
 class ForkServer:
-    """The caller's side of a fork server. Thread-safe; a context manager that ends the server."""
+    """The caller's side of a fork server. Thread-safe."""
 
     def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
         self._connection = connection
