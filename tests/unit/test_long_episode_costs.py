@@ -32,10 +32,10 @@ THOUGHT = "<think>\nIt has more pages.\n</think>\n\n"
 class OwnCallCounter(CallCounter):
     """Counts calls from and to Penstock's own code that are the same however the event loop and threads take turns."""
 
-    def _note(self, frame, event: str, argument: object) -> None:
+    def _note(self, frame, event: str, function: object) -> None:
         file = frame.f_code.co_filename
         if file.startswith(OWN) and not file.endswith("/worker_threads.py"):
-            super()._note(frame, event, argument)
+            super()._note(frame, event, function)
 
 
 class Book:
@@ -117,7 +117,7 @@ async def test_a_turn_takes_as_many_calls_late_in_an_episode_as_early():
     sampler, _ = await roll_out("qwen2.5", "", TURNS)
     calls = [counter.count for counter in sampler.calls]
     assert statistics.median(calls[EARLY]) == statistics.median(calls[LATE])
-    assert statistics.median(calls[LATE]) <= 308  # 280
+    assert statistics.median(calls[LATE]) <= 282  # 256
 
 
 async def test_a_turn_tokenizes_and_appends_only_what_it_adds(monkeypatch):
@@ -137,7 +137,7 @@ async def test_where_the_template_rewrites_history_a_turn_takes_as_many_calls_la
     sampler, _ = await roll_out("qwq", THOUGHT, TURNS)
     calls = [counter.count for counter in sampler.calls]
     assert statistics.median(calls[EARLY]) == statistics.median(calls[LATE])
-    assert statistics.median(calls[LATE]) <= 1054  # 958
+    assert statistics.median(calls[LATE]) <= 845  # 768
 
 
 @pytest.mark.parametrize("turns", [1, 3])
