@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+import psutil
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
@@ -209,19 +210,19 @@ def _cut_power(url: str, data: Path) -> bool:
 def processes() -> dict[str, set[int]]:
     """Return role -> pids of the live processes that the supervisor in this process has started."""
     result: dict[str, set[int]] = {}
-    for children in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, children.read_text().split()):
-            role = _role(Path(f"/proc/{pid}/cmdline"))
-            if role:
-                result.setdefault(role, set()).add(pid)
+    for child in psutil.Process().children():
+        if role := _role(child):
+            result.setdefault(role, set()).add(child.pid)
     return result
 
 
-def _role(command_line: Path) -> str | None:
+def _role(process: psutil.Process) -> str | None:
     """Return the role of a process; None if it is dead or has no role."""
     try:
-        words = command_line.read_bytes().decode().split("\0")
-    except (FileNotFoundError, ProcessLookupError):
+        words = process.cmdline()
+    except psutil.Error:
+        return None
+    if not words:
         return None
     if words[0].partition(" ")[0].endswith(("redis-server", "valkey-server")):  # the server rewrites its command line
         return SERVER

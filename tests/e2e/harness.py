@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import anyio
+import psutil
 import tomli_w
 
 from stream.connection.run_connection import RunConnection, connect
@@ -138,11 +139,11 @@ def balanced(summary: dict[str, Any]) -> bool:
 def children(pid: int) -> dict[str, int]:
     """Return role -> pid for the processes that the supervisor `pid` started."""
     result = {}
-    pid = pid_of(pid)
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        command = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
-        if "workers" in command:
-            result[command[command.index("workers") + 1]] = int(child)
+    for child in psutil.Process(pid_of(pid)).children():
+        with suppress(psutil.Error):  # it has just ended
+            command = child.cmdline()
+            if "workers" in command:
+                result[command[command.index("workers") + 1]] = child.pid
     return result
 
 

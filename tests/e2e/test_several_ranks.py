@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -34,7 +35,7 @@ def shared(project):
 
 def ranks_of(launcher: int) -> list[int]:
     """Return the process ids of the ranks, rank 0 first."""
-    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+    return [child.pid for child in psutil.Process(launcher).children()]
 
 
 def gone(pids: list[int]) -> bool:

@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from stream.connection.run_connection import RunConnection
 from stream.operator.run_status import read_status
 from tests.hygiene.role import ASK
@@ -95,17 +97,16 @@ def sample_folder(folder: Path) -> Sample:
 def _processes() -> dict[str, int]:
     """Return the pids of the processes that the supervisor in this process started: `rollout-0`, `rollout-1`, ..."""
     result: dict[str, list[int]] = {}
-    for children in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, children.read_text().split()):
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            for place, word in enumerate(words):
-                if word.endswith("hygiene/role.py"):
-                    result.setdefault(words[place + 1], []).append(pid_of(pid))
-                elif word.endswith("hygiene/engine.py"):
-                    result.setdefault("engine", []).append(pid_of(pid))
+    for child in psutil.Process().children():
+        try:
+            words = child.cmdline()
+        except psutil.Error:  # it has just ended
+            continue
+        for place, word in enumerate(words):
+            if word.endswith("hygiene/role.py"):
+                result.setdefault(words[place + 1], []).append(pid_of(child.pid))
+            elif word.endswith("hygiene/engine.py"):
+                result.setdefault("engine", []).append(pid_of(child.pid))
     return {f"{role}-{index}": pid for role, pids in result.items() for index, pid in enumerate(sorted(pids))}
 
 

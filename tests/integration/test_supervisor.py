@@ -12,6 +12,7 @@ from pathlib import Path
 
 import anyio
 import msgspec
+import psutil
 import pytest
 
 from stream.backoff import Backoff
@@ -624,7 +625,7 @@ def test_no_process_outlives_a_killed_supervisor(tmp_path):
 
 
 def _children(parent: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return [child.pid for child in psutil.Process(parent).children()]
 
 
 def _until(condition: Callable[[], bool]) -> None:
