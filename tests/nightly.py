@@ -5,8 +5,9 @@
     python tests/nightly.py --slice today      # today's slice of the tests below five minutes, as in CI
     python tests/nightly.py --slice 7/30       # one given slice
 
-A whole night runs all tests marked `full`, then the property tests with more examples than `make test` uses. Each run
-adds a line to `.nightly/runs.jsonl`: the command that repeats it (with its seed), commit, exit codes, failed tests.
+A whole night runs all tests marked `full`, then the property tests with more examples than `make test` uses, then what
+`make test` runs in random order, which shows what one test leaves behind for another. Each run adds a line to
+`.nightly/runs.jsonl`: the command that repeats it (with its seed), commit, exit codes, failed tests.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import re
 import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 
@@ -26,6 +27,10 @@ SLICES = 30
 """Number of slices of the tests marked `full`: CI runs each test below five minutes once in this many days."""
 _NOTHING_COLLECTED = 5
 """pytest's exit code for an empty slice."""
+_SHORT = "not full and not gpu and not vllm and not compose"
+"""What `make test` runs."""
+_REAL_PROCESSES = {"PENSTOCK_TEST_REAL_PROCESSES": "1"}
+"""Roles are started by new interpreters; `make test` forks them, which is sooner."""
 
 
 def slice_of(text: str, today: date) -> tuple[int, int]:
@@ -41,20 +46,22 @@ def slice_of(text: str, today: date) -> tuple[int, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tests, and record the command that repeats them; returns pytest's exit code."""
     parser = argparse.ArgumentParser(description="Run the long tests, with random examples whose seed is kept.")
-    parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the property tests' examples")
+    parser.add_argument(
+        "--seed", type=int, default=secrets.randbelow(2**32), help="of the random examples, and of the random order"
+    )
     parser.add_argument("--slice", default="", help="`today` or K/N: a share of the tests marked `full`, nothing else")
     options, more = parser.parse_known_args(arguments)
     again = f"python tests/nightly.py --seed {options.seed}"
-    parts = [["-m", "full"], ["tests/property"]]
+    parts = [(["-m", "full"], _REAL_PROCESSES), (["tests/property"], {}), (_in_random_order(options.seed), {})]
     if options.slice:
         number, count = slice_of(options.slice, datetime.now(UTC).date())
         again += f" --slice {number}/{count}"
-        parts = [["-m", "full", "--slice", f"{number}/{count}"]]
+        parts = [(["-m", "full", "--slice", f"{number}/{count}"], _REAL_PROCESSES)]
     print(f"to run the same again: {again}", flush=True)
     began = datetime.now(UTC)
     codes, failed = [], []
-    for part in parts:
-        code, result = _run([*part, "--hypothesis-seed", str(options.seed), *more])
+    for part, environment in parts:
+        code, result = _run([*part, "--hypothesis-seed", str(options.seed), *more], environment)
         codes.append(0 if code == _NOTHING_COLLECTED else code)
         failed += result
     seconds = round((datetime.now(UTC) - began).total_seconds())
@@ -64,11 +71,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return max(codes)
 
 
-def _run(arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """Run pytest with its output passed on as it comes; returns its exit code and the failed tests."""
+def _in_random_order(seed: int) -> list[str]:
+    """Return pytest's arguments for what `make test` runs, without the property tests, in an order of this seed."""
+    selected = ["-m", _SHORT, "--ignore", "tests/property", "-n", "4", "--dist", "worksteal"]
+    return [*selected, "--random-order-bucket", "global", "--random-order-seed", str(seed)]
+
+
+def _run(arguments: Sequence[str], more: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Run pytest in this environment and `more`, and pass its output on; returns its exit code and the failed tests."""
     failed = []
     command = [sys.executable, "-m", "pytest", "-rfE", *arguments]
-    environment = {**os.environ, "HYPOTHESIS_PROFILE": "nightly", "PENSTOCK_TEST_REAL_PROCESSES": "1"}
+    environment = {**os.environ, "HYPOTHESIS_PROFILE": "nightly", **more}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
