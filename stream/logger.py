@@ -11,6 +11,7 @@ class _Logger:
     """structlog's logger, imported at its first use."""
 
     setup: Callable[[], None] | None = None
+    """Called before the next event, once."""
 
     def __getattr__(self, name: str) -> Any:
         import structlog

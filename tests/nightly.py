@@ -52,7 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slice", default="", help="`today` or K/N: a share of the tests marked `full`, nothing else")
     options, more = parser.parse_known_args(arguments)
     again = f"python tests/nightly.py --seed {options.seed}"
-    parts = [(["-m", "full"], _REAL_PROCESSES), (["tests/property"], {}), (_in_random_order(options.seed), {})]
+    parts = [
+        (["-m", "full"], _REAL_PROCESSES),
+        (["tests/property"], _REAL_PROCESSES),
+        (_in_random_order(options.seed), {}),
+    ]
     if options.slice:
         number, count = slice_of(options.slice, datetime.now(UTC).date())
         again += f" --slice {number}/{count}"
@@ -60,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"to run the same again: {again}", flush=True)
     began = datetime.now(UTC)
     codes, failed = [], []
-    for part, environment in parts:
-        code, result = _run([*part, "--hypothesis-seed", str(options.seed), *more], environment)
+    for part, variables in parts:
+        code, result = _run([*part, "--hypothesis-seed", str(options.seed), *more], variables)
         codes.append(0 if code == _NOTHING_COLLECTED else code)
         failed += result
     seconds = round((datetime.now(UTC) - began).total_seconds())
@@ -77,11 +81,11 @@ def _in_random_order(seed: int) -> list[str]:
     return [*selected, "--random-order-bucket", "global", "--random-order-seed", str(seed)]
 
 
-def _run(arguments: Sequence[str], more: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Run pytest in this environment and `more`, and pass its output on; returns its exit code and the failed tests."""
+def _run(arguments: Sequence[str], variables: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Run pytest with these variables set, and pass its output on; returns its exit code and the failed tests."""
     failed = []
     command = [sys.executable, "-m", "pytest", "-rfE", *arguments]
-    environment = {**os.environ, "HYPOTHESIS_PROFILE": "nightly", **more}
+    environment = {**os.environ, "HYPOTHESIS_PROFILE": "nightly", **variables}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -142,7 +142,7 @@ async def calls_of_a_turn(tokens: int, context: int, engines: int = 1) -> Counte
     try:
         assert warm.sample(ids, answer).token_ids == list(range(500, 500 + tokens))
         for metric in (engine_latency, sampled_tokens):
-            metric.collect()  # otherwise this turn may be the one that counts those of 64
+            metric.collect()  # counts what it keeps, so that the next turn does not have to
         with CallCounter() as counter:
             warm.sample(ids, answer)
     finally:
