@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from stream.errors import EngineError, SettingsError
 from workers.demo.model import make_model
 from workers.local_engine.scheduler import Scheduler
-from workers.local_engine.server import EngineRoutes, serve_local_engine
+from workers.local_engine.server import EngineLimits, EngineRoutes, serve_local_engine
 from workers.local_engine.slot_model import SlotModel
 from workers.local_engine.stop_strings import load_tokenizer
 from workers.runtime.http_server import listen
@@ -123,7 +123,7 @@ async def serving(path: Path, *, max_batch: int = 24, max_length: int = 400) -> 
 
     async def run() -> None:
         await serve_local_engine(
-            path, port=0, max_batch=max_batch, max_length=max_length, threads=1, dtype="float32", ready=ready
+            path, port=0, limits=EngineLimits(max_batch, max_length), threads=1, dtype="float32", ready=ready
         )
 
     async with anyio.create_task_group() as tasks, aiohttp.ClientSession() as session:
