@@ -95,6 +95,7 @@ MEANINGS = {
     "rank.lost": "Another rank is gone; this one ends, and all start again.",
     "ranks.connected": "All ranks of the trainer are connected.",
     "ranks.failed": "A rank failed; all others were ended.",
+    "python.warned": "Python or a library warned, for example of a deprecation; once for each place in the code.",
     "redis.persistence_off": "A crash of the server would lose the queues; set `appendonly yes`.",
     "redis.recovered": "The server answers again.",
     "redis.redirected": "The cluster moved the run to another node.",

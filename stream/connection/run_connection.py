@@ -362,7 +362,7 @@ async def _check_server(connection: RunConnection) -> bool:
         Whether the server is, or may be, a node of a cluster.
     """
     info = await connection.with_retry(lambda: connection.redis.info("server", "memory", "persistence", "cluster"))
-    if info.get("redis_mode") == "sentinel":
+    if (info.get("redis_mode") or info.get("server_mode")) == "sentinel":  # Valkey has the second name
         raise ServerError(f"the server at {connection.display_url} is a Sentinel: {SENTINEL_HINT}")
     version = info.get("valkey_version") or info.get("redis_version")
     numbers = re.match(r"(\d+)\.(\d+)", str(version))

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TextIO
 import structlog
 
 from workers.runtime.transcript import escape_controls
+
+log = structlog.get_logger()
 
 
 def configure_logging(role: str, *, file: TextIO | None = None, level: str = "debug") -> None:
@@ -37,6 +40,21 @@ def configure_logging(role: str, *, file: TextIO | None = None, level: str = "de
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(role=role)
+    _log_warnings()
+
+
+def _log_warnings() -> None:
+    """Log what Python and libraries warn of, once for each place; also what is deprecated in calls by our own code.
+
+    A deprecation fails tests, whose filter makes errors of warnings. In a run it must not fail a request.
+    """
+    if not sys.warnoptions:
+        warnings.filterwarnings("default", category=DeprecationWarning, module=r"(stream|envs|workers)\.")
+
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+        log.warning("python.warned", category=category.__name__, text=str(message), place=f"{filename}:{lineno}")
+
+    warnings.showwarning = show
 
 
 def _escape_values(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
