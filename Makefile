@@ -15,7 +15,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo check test test-oldest test-nightly test-gpu test-vllm test-compose reference docs dist clean
+.PHONY: help setup lock demo check test test-oldest test-newest test-nightly test-gpu test-vllm test-compose reference docs dist clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -52,6 +52,7 @@ lock: $(VENV)/.runs  ## Lock the newest versions that pyproject.toml permits, fo
 	echo pip | $(COMPILE) --constraint requirements/all.lock - --output-file requirements/pip.lock
 	grep -o 'transformers>=[0-9.]*' pyproject.toml | $(COMPILE) --upgrade --resolution lowest-direct - \
 		--output-file requirements/oldest.lock
+	$(COMPILE) --upgrade --override requirements/vllm-overrides.in requirements/vllm.in --output-file requirements/vllm.lock
 
 demo: $(VENV)/.runs  ## Train a small model to use a calculator, through the whole pipeline
 	$(BIN)/penstock demo --seed $(SEED)
@@ -74,6 +75,9 @@ test-oldest: setup .cache/oldest/.done  ## Trainer and local engine on the oldes
 	rm -rf .cache/oldest
 	$(PIP) $(LOCKED)/oldest.lock --target .cache/oldest/site-packages
 	@touch $@
+
+test-newest: setup  ## On the newest versions of all dependencies; names the package with which a test fails
+	$(BIN)/python tests/newest.py
 
 test-nightly: setup  ## What is too long for `make test`, with random examples; takes hours
 	$(BIN)/python tests/nightly.py

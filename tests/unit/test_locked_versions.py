@@ -25,7 +25,8 @@ def direct() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
     requirements = map(Requirement, [*project["dependencies"], *extras])
-    return [requirement for requirement in requirements if requirement.name not in {"penstock", TORCH}]
+    wanted = {str(requirement): requirement for requirement in requirements}
+    return [requirement for requirement in wanted.values() if requirement.name not in {"penstock", TORCH}]
 
 
 @pytest.mark.parametrize("requirement", direct(), ids=str)
