@@ -3,8 +3,8 @@
     python tests/newest.py                 # what `make test` runs (`make test-newest`; part of the nightly run)
     python tests/newest.py tests/unit      # some of it: more arguments are pytest's
 
-Makes `.cache/newest`, a virtual environment without the lock. If tests fail there, sets half of the packages that differ
-back to their locked versions, runs the failed tests again, and goes on with the half that matters, until one is left.
+Makes `.cache/newest`, a virtual environment without the lock. If tests fail there, it sets half of the packages that
+differ back to their locked versions, runs the failed tests again, and goes on with the half that matters.
 """
 
 import json

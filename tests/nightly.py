@@ -6,8 +6,8 @@
     python tests/nightly.py --slice 7/30       # one given slice
 
 A whole night runs all tests marked `full`, then the property tests with more examples than `make test` uses, then what
-`make test` runs in random order, which shows what one test leaves behind for another, and at last on the newest versions
-of all dependencies (`tests/newest.py`). Each run adds a line to
+`make test` runs in random order, which shows what one test leaves behind for another, at last on the newest versions of
+all dependencies (`tests/newest.py`). Each run adds a line to
 `.nightly/runs.jsonl`: the command that repeats it (with its seed), commit, exit codes, failed tests.
 """
 

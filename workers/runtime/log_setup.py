@@ -51,7 +51,9 @@ def _log_warnings() -> None:
     if not sys.warnoptions:
         warnings.filterwarnings("default", category=DeprecationWarning, module=r"(stream|envs|workers)\.")
 
-    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
+    ) -> None:
         log.warning("python.warned", category=category.__name__, text=str(message), place=f"{filename}:{lineno}")
 
     warnings.showwarning = show
