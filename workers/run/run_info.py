@@ -219,12 +219,22 @@ def find_run_folder(target: str) -> Path:
         return Path(target)
     file = find_settings_file(target)
     if file is None:
-        raise PenstockError(f"{target} is neither a run's folder, nor a settings file, nor a run under {RUNS}/")
+        problem = f"{target} is neither a run's folder, nor a settings file, nor a run under {RUNS}/"
+        raise PenstockError(explain_missing_file(target) or problem)
     settings = load_settings(file)
     return settings.folder if settings.run.name else _newest_run(file).parent
 
 
+def explain_missing_file(target: str) -> str:
+    """Return what is wrong with a target that is named like a settings file and does not exist; else nothing."""
+    if not target.endswith(".toml") or Path(target).exists():
+        return ""
+    return f"{target}: no such file; the working directory is {Path.cwd()}"
+
+
 def _explain_unknown(target: str) -> str:
+    if problem := explain_missing_file(target):
+        return problem
     if (Path(target) / "identity.json").is_file():
         return f"{target} has no run.toml, since its roles were started one by one: give their settings file instead"
     return (

@@ -1,9 +1,9 @@
 """Settings of the algorithm around the estimator and the loss."""
 
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
 from stream.validity import TruncationReason
 from workers.settings.presets import PRESETS, Rule
@@ -104,7 +104,7 @@ class RejectionBounds(NamedTuple):
 class Correction(Section, frozen=True):
     """`[correction]`: correct for the difference between the sampling policy and the trained policy."""
 
-    preset: Annotated[str, Meta(pattern=r"^[a-z0-9_]*$")] = ""
+    preset: str = ""
     """A published combination of the keys below (`penstock algorithms` lists them); leave the others out then."""
     weights: Literal["none", "token", "sequence", "token-normalized", "sequence-normalized"] = "token"
     """Importance weights trainer / engine, for each token or for the whole completion; `-normalized` divides them by
