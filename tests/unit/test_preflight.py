@@ -311,6 +311,20 @@ def test_each_port_of_the_run_is_tried(project):
     assert all("name another port, or none" in each.problem for each in found)
 
 
+def test_a_port_of_the_dashboard_that_is_in_use_is_a_warning(project):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        project.table["run"]["dashboard"] = port
+        report = project.check()
+    assert not report.errors
+    (warning,) = report.warnings
+    assert warning.place == "run.dashboard"
+    assert f"cannot listen on 127.0.0.1:{port}: address already in use, so the run has no dashboard" in warning.problem
+    assert '"on"' in warning.problem
+
+
 def test_an_address_of_another_machine_is_an_error(project):
     project.table["run"]["address"] = "192.0.2.7"
     (error,) = project.check().errors

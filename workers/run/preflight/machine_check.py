@@ -22,6 +22,7 @@ from workers.runtime.ports import free_port
 from workers.settings import Settings
 from workers.vllm.interpreter import check_interpreter, resolve_interpreter
 
+_DASHBOARD_HOST: Final = "127.0.0.1"
 _CONNECT_TIMEOUT_S: Final = 2.0
 _VLLM_TIMEOUT_S: Final = 20.0
 _TRAINED_BYTES: Final = 16
@@ -106,6 +107,12 @@ def check_ports(settings: Settings, report: PreflightReport) -> None:
         )  # supervisor, feeder and trainer are the three
         for port in range(run.metrics_port, run.metrics_port + processes) if run.metrics_port else (0,):
             _check_port(urlsplit(f"//{run.metrics_address}").hostname or "", port, "run.metrics_address", report)
+    if isinstance(run.dashboard, int):
+        try:
+            free_port(_DASHBOARD_HOST, run.dashboard)
+        except EngineError as error:
+            remedy = 'name another port, or "on", which takes a free one'
+            report.warn("dashboard", "run.dashboard", f"{error}, so the run has no dashboard; {remedy}")
 
 
 def _check_port(host: str, port: int, setting: str, report: PreflightReport) -> None:
