@@ -291,6 +291,36 @@ async def test_an_environment_with_its_own_loop_is_run_with_a_scripted_model():
     assert any("its own loop failed" in error and "no route" in error for error in broken.errors)
 
 
+@pytest.mark.parametrize("code", ["'good'", "{'a': 1.0, 'b': 'good'}", "self.never_set"])
+async def test_a_get_reward_that_can_measure_no_episode_is_an_error(environment, code):
+    reference = environment(f"""
+        class Env:
+            def reset(self): self.calls = 0
+            def look(self):
+                "Look."
+                self.calls += 1
+            def get_reward(self): return {code}
+    """)
+    report = await check_environment(reference, {})
+    assert not report.ok
+    assert "get_reward measures nothing" in report.errors[0]
+    assert "every completion would be invalid" in report.errors[0]
+
+
+async def test_a_get_reward_that_raises_in_one_of_the_episodes_is_a_warning(environment):
+    reference = environment("""
+        class Env:
+            def reset(self): self.calls = 0
+            def look(self):
+                "Look."
+                self.calls += 1
+            def get_reward(self): return [1.0][self.calls]
+    """)
+    report = await check_environment(reference, {})
+    assert report.ok
+    assert "get_reward measured nothing in this episode (raised IndexError" in report.warnings[0]
+
+
 @pytest.mark.parametrize(("idle", "warned"), [("0.0", True), ("None", True), ("-2.0", False)])
 async def test_a_reward_for_not_acting_above_those_for_acting_is_a_warning(environment, idle, warned):
     reference = environment(f"""

@@ -227,6 +227,14 @@ MISTAKES = {
         partial(set_reward, "def exact(completions, **_): return ['yes' for _ in completions]"),
         ["not_numeric", "returned str, not a number"],
     ),
+    "a reward of the wrong length for more than one answer": (
+        partial(set_reward, "def exact(completions, **_): return [1.0]"),
+        ["a call with 2 answers measured nothing", "a list of 2 numbers expected", "all completions of one prompt"],
+    ),
+    "a get_reward that returns text": (
+        partial(edit_world, "return float(self.n == self.target)", "return 'good'"),
+        ["get_reward measures nothing", "returned str, not a number", "return a number"],
+    ),
     "prompts longer than the context": (long_prompt, ["leaves no room for an answer", "engine.max_model_len"]),
     "a server that is not there": (
         partial(set_key, "run", "redis", "redis://127.0.0.1:1"),
@@ -286,6 +294,19 @@ def test_a_completion_that_is_cut_off_is_a_warning(project):
     report = project.check()
     assert not report.errors
     assert "so completions are cut at" in report.warnings[0].problem
+
+
+def test_a_reward_of_the_wrong_length_that_is_called_with_one_answer_at_a_time_is_no_finding(project):
+    set_reward("def exact(completions, **_): return [1.0]", project)
+    project.table["rewards"][0]["granularity"] = "row"
+    assert not project.check().findings
+
+
+def test_a_get_reward_that_raises_without_a_tool_call_is_a_warning(project):
+    edit_world("return float(self.n == self.target)", "return [1.0][self.n + 1]", project)
+    report = project.check()
+    assert not report.errors
+    assert "IndexError" in report.warnings[0].problem
 
 
 def test_a_reward_that_fails_on_one_answer_is_a_warning(project):

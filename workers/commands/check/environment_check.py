@@ -76,6 +76,7 @@ async def check_environment(
             await slot.close()
     if was_reset:
         await _compare_two_episodes(report, factory, caller, limits)
+    _inspect_reward(report)
     _inspect_class(report, factory)
     report.ok = not report.errors
     return report
@@ -144,6 +145,22 @@ def _compare_instances(one: object, other: object) -> Iterable[str]:
     if hasattr(type(one), "__copy__") and copy.copy(one) is one:
         warnings.append("__copy__ returns the environment itself instead of a copy")
     return warnings
+
+
+def _inspect_reward(report: EnvironmentReport) -> None:
+    """Report a reward that was not measured; an error if no other episode would be measured either."""
+    if not isinstance(report.reward, Unmeasured):
+        return
+    text = f"{report.reward.reason} {report.reward.detail}".rstrip()
+    always_raises = all(
+        isinstance(reward, Unmeasured) and reward.reason is RewardReason.RAISED
+        for reward in (report.reward, report.no_step_reward)
+    )
+    reasons = {part.reward.reason for part in report.parts if isinstance(part.reward, Unmeasured)}
+    if RewardReason.NOT_NUMERIC in reasons or always_raises:
+        report.errors.append(f"get_reward measures nothing ({text}), so every completion would be invalid")
+    else:
+        report.warnings.append(f"get_reward measured nothing in this episode ({text}); such completions are invalid")
 
 
 def _inspect_class(report: EnvironmentReport, factory: EnvironmentFactory) -> None:

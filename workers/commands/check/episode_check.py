@@ -15,7 +15,6 @@ from envs.tools import ToolSpec
 from envs.tools.examples import example_arguments
 from stream.errors import EnvironmentFailure, PenstockError
 from stream.records import Failure, Prompt
-from stream.validity import Measured
 from workers.commands.check.check_report import EnvironmentReport, ToolTrial, TurnTrial
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
 from workers.rollout.chat.chat_setup import ChatSetup
@@ -154,11 +153,6 @@ class EpisodeCheck:
         last = [] if ends_in_turn or self._is_over else [{"role": "assistant", "content": ""}]
         report.parts = await self._slot.reward(self._timeout_s, [*report.messages, *last])
         report.reward = merge_parts(report.parts)
-        if not isinstance(report.reward, Measured):
-            reason = f"{report.reward.reason} {report.reward.detail}".rstrip()
-            report.warnings.append(
-                f"get_reward measured nothing after these calls ({reason}); such completions are invalid"
-            )
 
     async def _freeze(self) -> None:
         data = await self._slot.freeze(MAX_SNAPSHOT_BYTES, self._timeout_s)

@@ -12,7 +12,7 @@ from envs.factory import EnvironmentFactory
 from stream.causes import ErrorCause
 from stream.errors import PenstockError
 from stream.records import Failure, Prompt
-from stream.validity import Unmeasured
+from stream.validity import RewardReason, Unmeasured
 from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
 from workers.run.preflight.findings import PreflightReport
 from workers.settings import Settings
@@ -123,7 +123,10 @@ async def _play(
             if isinstance(part.reward, Unmeasured):
                 why = f"get_reward measures nothing: {part.reward.reason}: {part.reward.detail}"
                 problem = f"after an answer without a tool call, {why}; such completions are invalid"
-                report.warn(subject, place, problem, part.reward.cause)
+                can_never_work = part.reward.reason is RewardReason.NOT_NUMERIC  # text, whatever the model does
+                add = report.error if can_never_work else report.warn
+                remedy = "; return a number, or a number for each part's name" if can_never_work else ""
+                add(subject, place, f"{problem}{remedy}", part.reward.cause)
     frozen = await slot.freeze(MAX_SNAPSHOT_BYTES, timeout_s)
     if isinstance(frozen, Failure):
         report.error(subject, place, frozen.detail.partition(": ")[2], frozen.cause)

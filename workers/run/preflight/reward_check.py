@@ -89,15 +89,19 @@ async def _call(
     )
     group = _scripted_group(prompt, environment)
     timeout_s = min(CALL_TIMEOUT_S, function.call_options.timeout_s or CALL_TIMEOUT_S)
+    together: list[RowResult] = []
     results: list[RowResult] = []
     try:
         with anyio.move_on_after(LOAD_TIMEOUT_S) as opening:
             async with function.open():
                 opening.deadline = math.inf
-                for completion in group.completions:  # one by one, so that one failure does not hide another
-                    alone = msgspec.structs.replace(group, completions=[completion])
-                    found = await measure_completions(alone, [completion], function, factory, timeout_s)
-                    results += found.rows
+                together = (await measure_completions(group, group.completions, function, factory, timeout_s)).rows
+                results = together
+                if all(isinstance(result, Unmeasured) for result in together):
+                    results = []  # one by one, so that one failure does not hide another
+                    for completion in group.completions:
+                        alone = msgspec.structs.replace(group, completions=[completion])
+                        results += (await measure_completions(alone, [completion], function, factory, timeout_s)).rows
         if opening.cancelled_caught:
             report.warn(subject, place, f"it did not open within {LOAD_TIMEOUT_S:g} s; its server may be down")
             return
@@ -114,6 +118,7 @@ async def _call(
         if isinstance(result, Unmeasured) and not _is_not_applicable(result, function)
     }
     if not failed:
+        _compare_together(together, function, subject, place, report)
         return
     first, reward = min(failed.items())
     answer = group.completions[first].messages[-1]["content"]
@@ -121,6 +126,19 @@ async def _call(
     add = report.error if len(failed) == len(results) and not may_measure_others else report.warn
     played = " without a tool call" if needs_calls else ""
     add(subject, place, f"{_describe(reward)}, for the answer {answer!r}{played} to the row {prompt.id}", reward.cause)
+
+
+def _compare_together(
+    together: list[RowResult], function: RewardFunction, subject: str, place: str, report: PreflightReport
+) -> None:
+    """Report that answers which are measured one by one are not measured in one call, as a run measures a group."""
+    for reward in together:
+        if isinstance(reward, Unmeasured) and not _is_not_applicable(reward, function):
+            add = report.warn if reward.reason in _OUTSIDE else report.error
+            problem = f"a call with {len(together)} answers {_describe(reward).removeprefix('it ')}"
+            remedy = 'a run calls it with all completions of one prompt, unless granularity = "row"'
+            add(subject, place, f"{problem}, though each of them alone is measured; {remedy}", reward.cause)
+            return
 
 
 def _is_not_applicable(reward: Unmeasured, function: RewardFunction) -> bool:
