@@ -307,6 +307,18 @@ async def test_a_get_reward_that_can_measure_no_episode_is_an_error(environment,
     assert "every completion would be invalid" in report.errors[0]
 
 
+async def test_a_reset_that_needs_the_prompt_of_its_own_rows_learns_how_a_run_gives_it(environment):
+    reference = environment("""
+        class Env:
+            def rows(self): return [{"prompt": "3?", "answer": 3}]
+            def reset(self, prompt, answer): self.prompt = prompt
+            def get_reward(self): return 1.0
+    """)
+    report = await check_environment(reference, {})
+    assert 'data.columns = { prompt = "prompt" }' in report.errors[0]
+    assert (await check_environment(reference, {"prompt": "3?", "answer": 3})).ok
+
+
 async def test_a_get_reward_that_raises_in_one_of_the_episodes_is_a_warning(environment):
     reference = environment("""
         class Env:

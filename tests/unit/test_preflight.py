@@ -205,6 +205,14 @@ MISTAKES = {
         partial(edit_world, "target: int, **row", "goal: int"),
         ["reset needs 'goal'", "answer, target", "data.columns"],
     ),
+    "a reset that needs the prompt": (
+        partial(edit_world, "target: int, **row", "prompt: str, target: int"),
+        ["reset needs 'prompt'", "'question' is the prompt", 'data.columns = { prompt = "question" } gives it'],
+    ),
+    "a reset that reads the prompt's column": (
+        partial(edit_world, "self.n, self.target = 0", "row['question']; self.n, self.target = 0"),
+        ["KeyError: 'question'", "only the model reads", 'data.columns = { question = "question" }', "world.py:4"],
+    ),
     "a reset that returns an object": (
         partial(edit_world, 'return f"Count to {target}."', "return object()"),
         ["reset", "object returned", "a string"],
@@ -214,6 +222,10 @@ MISTAKES = {
     "a reward that asks for another column": (
         partial(set_reward, "def exact(completions, solution): return [1.0]"),
         ["a column 'solution'", "answer, target", "data.columns"],
+    ),
+    "a reward that asks for the prompt's column": (
+        partial(set_reward, "def exact(completions, question): return [1.0] * len(completions)"),
+        ["a column 'question'", "is the prompt (data.prompt)", 'data.columns = { question = "question" }'],
     ),
     "a reward that raises": (
         partial(set_reward, "def exact(completions, **_):\n    return [1 / 0 for _ in completions]\n"),
@@ -330,6 +342,16 @@ def test_each_port_of_the_run_is_tried(project):
     found = [each for each in report.errors if f"cannot listen on 127.0.0.1:{port}" in each.problem]
     assert [each.place for each in found] == ["run.address", "run.metrics_address"]
     assert all("name another port, or none" in each.problem for each in found)
+
+
+def test_the_prompt_reaches_reset_and_rewards_under_the_name_that_the_message_gives(project):
+    edit_world("target: int, **row", "prompt: str, target: int", project)
+    edit_world("self.n, self.target = 0", "assert prompt.startswith('Say'); self.n, self.target = 0", project)
+    set_reward(
+        "def exact(completions, prompt, answer): return [float(a in p) for a, p in zip(answer, prompt)]", project
+    )
+    project.table["data"]["columns"] = {"prompt": "question"}
+    assert not project.check().findings
 
 
 def test_a_port_of_the_dashboard_that_is_in_use_is_a_warning(project):

@@ -54,9 +54,13 @@ class EpisodeCheck:
         report, slot = self._report, self._slot
         observation = await slot.reset(report.fields, seed=0, index=0, timeout_s=self._timeout_s)
         if isinstance(observation, Failure):
-            report.errors.append(
-                f"{observation.detail}; reset gets the row's fields: give them with --field name=value"
-            )
+            remedy = "reset gets the row's fields: give them with --field name=value"
+            if "'prompt'" in observation.detail:
+                remedy = (
+                    "the column with the prompt is what the model reads: a run gives it to reset, too, with "
+                    'data.columns = { prompt = "prompt" }, and here --field prompt=TEXT does'
+                )
+            report.errors.append(f"{observation.detail}; {remedy}")
             return False
         report.observation = observation
         for number, turn in enumerate(turns or self._sample_turns()):

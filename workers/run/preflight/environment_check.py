@@ -96,6 +96,25 @@ async def _check(
     return checked
 
 
+def missing_column(name: str, prompt: Prompt, settings: Settings) -> str:
+    """Return why user code is not given a column, and how to give it.
+
+    Args:
+        name: what the code asks for.
+        prompt: a row of the data, which has no such field.
+        settings: of the run.
+    """
+    column = settings.data.prompt
+    if column and name in (column, "prompt"):
+        given = f'data.columns = {{ {name} = "{column}" }} gives it to reset and to reward functions, too'
+        return f"and the column {column!r} is the prompt (data.prompt), which only the model reads; {given}"
+    columns = ", ".join(prompt.fields) or "no columns beside the prompt"
+    return (
+        f"and a row of the data has {columns}; name the column that it is with "
+        f'data.columns = {{ {name} = "COLUMN" }}, or give the parameter a default'
+    )
+
+
 async def _play(
     slot: EnvironmentSlot, checked: CheckedEnvironment, prompt: Prompt, settings: Settings, report: PreflightReport
 ) -> None:
@@ -103,19 +122,16 @@ async def _play(
     subject, place = f"environment {slot.name}", f"environments.{slot.name}"
     timeout_s = min(CALL_TIMEOUT_S, settings.rollout.call_timeout_s)
     if missing := _missing_arguments(checked.factory, prompt):
-        columns = ", ".join(prompt.fields) or "no other columns"
-        report.error(
-            subject,
-            place,
-            f"reset needs {missing[0]!r}, and a row of the data has {columns}; name the column that it is with "
-            f'data.columns = {{ {missing[0]} = "COLUMN" }}, or give the parameter a default',
-        )
+        report.error(subject, place, f"reset needs {missing[0]!r}, {missing_column(missing[0], prompt, settings)}")
         return
     observation: Observation | Failure = await slot.reset(prompt.fields, seed=prompt.seed, index=0, timeout_s=timeout_s)
     if isinstance(observation, Failure):
         is_slow = "did not return within" in observation.detail and timeout_s < settings.rollout.call_timeout_s
         add = report.warn if is_slow else report.error
-        add(subject, place, f"{observation.detail.partition(': ')[2]} (with the row {prompt.id})", observation.cause)
+        problem = f"{observation.detail.partition(': ')[2]} (with the row {prompt.id})"
+        if observation.cause and observation.cause.exception == f"KeyError: {settings.data.prompt!r}":
+            problem += f"; reset is not given it, {missing_column(settings.data.prompt, prompt, settings)}"
+        add(subject, place, problem, observation.cause)
         return
     checked.observation = observation
     if checked.factory.has_reward and not checked.factory.runs_own_loop:

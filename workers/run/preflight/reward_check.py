@@ -17,7 +17,13 @@ from envs.rewards.loading import CALL_PARAMETERS
 from stream.errors import PenstockError
 from stream.records import Completion, Group, Prompt
 from stream.validity import RewardReason, Unmeasured
-from workers.run.preflight.environment_check import CALL_TIMEOUT_S, LOAD_TIMEOUT_S, CheckedEnvironment, load_user_code
+from workers.run.preflight.environment_check import (
+    CALL_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    CheckedEnvironment,
+    load_user_code,
+    missing_column,
+)
 from workers.run.preflight.findings import PreflightReport
 from workers.runtime.reward_functions import load_reward_function, measure_completions
 from workers.settings import Settings
@@ -43,7 +49,7 @@ async def check_rewards(
         if function is None:
             continue
         prompt = next((each for each in prompts if function.applies_to(each.environment)), None)
-        if prompt is None or _lacks_column(function, prompt, environments, subject, place, report):
+        if prompt is None or _lacks_column(function, prompt, environments, settings, place, report):
             continue
         if "environments" in _parameters(function.function) and not _has_snapshot(prompt, environments):
             continue  # that the environment cannot be reset has been reported
@@ -55,7 +61,7 @@ def _lacks_column(
     function: RewardFunction,
     prompt: Prompt,
     environments: Mapping[str, CheckedEnvironment],
-    subject: str,
+    settings: Settings,
     place: str,
     report: PreflightReport,
 ) -> bool:
@@ -66,12 +72,8 @@ def _lacks_column(
         if name == "environments":
             problem = "it asks for environments, but [environments] is empty"
         else:
-            columns = ", ".join(prompt.fields) or "no columns beside the prompt"
-            problem = (
-                f"it asks for a column {name!r}, and a row of the data has {columns}; name the column that it is with "
-                f'data.columns = {{ {name} = "COLUMN" }}, or give the parameter a default'
-            )
-        report.error(subject, place, problem)
+            problem = f"it asks for a column {name!r}, {missing_column(name, prompt, settings)}"
+        report.error(f"reward {function.name}", place, problem)
     return bool(missing)
 
 
