@@ -7,7 +7,7 @@ import pytest
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured, TruncationReason
 from workers.settings.toml_file import parse_settings
-from workers.train.training_warnings import GROUP_RULES, STEP_RULES, TrainingWarnings
+from workers.train.training_warnings import _LIMITS, GROUP_RULES, STEP_RULES, TrainingWarnings
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
 
@@ -54,6 +54,39 @@ def test_completions_that_are_all_cut_off():
     assert after_groups(warnings(), [group(0, 1, 2, 3, **cut)]) == []
     assert after_groups(warnings(), [group(0, 1, 2, 3, **cut)] * 2) == ["all_truncated"]
     assert after_groups(warnings(), [group(0, 1, 2, 3, **cut), group(0, 1, 2, 3)]) == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "limit"),
+    [
+        (TruncationReason.LENGTH, "look at rollout.max_tokens_per_turn and rollout.max_tokens"),
+        (TruncationReason.CONTEXT, "look at engine.max_model_len"),
+        (TruncationReason.MAX_TURNS, "look at rollout.max_turns"),
+        (TruncationReason.TOOL_CALLS, "look at rollout.max_tool_calls"),
+        (TruncationReason.TOOL_ERRORS, "look at the tools' error messages"),
+        (TruncationReason.WALL_CLOCK, "look at rollout.episode_timeout_s"),
+    ],
+)
+def test_completions_that_are_all_cut_off_name_the_limit_that_did_it(reason, limit):
+    found = warnings()
+    for _ in range(2):
+        found.observe_group(group(0, 1, 2, 3, truncated=reason))
+    (warning,) = found.pop()
+    assert f"({reason} 8)" in warning.text
+    assert warning.text.endswith(limit) or f"{limit}, " in warning.text
+
+
+def test_the_limit_that_cuts_off_most_is_named_first():
+    found = warnings()
+    found.observe_group(group(0, 1, 2, truncated=TruncationReason.LENGTH))
+    found.observe_group(group(0, 1, 2, 3, 4, truncated=TruncationReason.MAX_TURNS))
+    (warning,) = found.pop()
+    assert "(max_turns 5, length 3)" in warning.text
+    assert warning.text.endswith("rollout.max_turns; rollout.max_tokens_per_turn and rollout.max_tokens")
+
+
+def test_every_reason_of_a_truncation_has_a_limit():
+    assert set(_LIMITS) == set(TruncationReason)
 
 
 def test_trouble_that_pauses_for_a_group_is_the_same_trouble():
@@ -106,12 +139,37 @@ def test_a_reward_that_rises_at_the_expense_of_one_part_names_both():
     assert "whether env.clean pays for what you want" in text
 
 
+def test_a_part_that_is_not_earned_any_more_is_named_however_little_it_was():
+    (text,) = after_parts([0.15] * 5 + [0.0] * 10, [0.2] * 5 + [4.0] * 10)
+    assert "its part env.served fell from 0.15 to 0" in text
+
+
+def test_a_part_that_no_completion_has_any_more_has_fallen_to_0():
+    found = warnings()
+    for step in range(15):
+        served = {"reward/part/env.served/mean": 1.0} if step < 5 else {}
+        found.observe_step(step, {"reward/mean": 1.0 + step, "reward/part/env.clean/mean": 0.5 + step, **served})
+    (warning,) = found.pop()
+    assert "its part env.served fell from 1 to 0 and env.clean rose" in warning.text
+
+
+def test_a_part_that_falls_most_and_not_by_half_does_not_hide_another():
+    found = warnings()
+    for step in range(15):
+        values = (4.0, 1.0, 0.2) if step < 5 else (3.0, 0.1, 9.0)
+        parts = {f"reward/part/env.{name}/mean": value for name, value in zip("abc", values, strict=True)}
+        found.observe_step(step, {"reward/mean": sum(values), **parts})
+    (warning,) = found.pop()
+    assert "its part env.b fell from 1 to" in warning.text
+
+
 @pytest.mark.parametrize(
     ("served", "clean"),
     [
         ([0.4] * 15, [0.2] * 5 + [1.5] * 10),  # no part falls
         ([0.4] * 5 + [0.3] * 10, [0.2] * 5 + [1.5] * 10),  # by less than half
         ([0.04] * 5 + [0.01] * 10, [0.2] * 5 + [1.5] * 10),  # by little
+        ([0.04, 0.0, 0.0, 0.04, 0.0] + [0.0] * 10, [0.2] * 5 + [1.5] * 10),  # by little, and rare
         ([0.4] * 5 + [0.1] * 10, [0.2] * 15),  # the reward falls, too
         ([0.4] * 5, [0.2] * 5),  # nothing to compare with
     ],

@@ -22,6 +22,8 @@ class GroupTotals(Struct, kw_only=True):
     """Smallest and largest reward of these groups."""
     completions: int = 0
     truncated: int = 0
+    truncated_by: dict[str, int] = field(default_factory=dict)
+    """Truncated completions by `TruncationReason`."""
     tool_calls: int = 0
     tool_errors: int = 0
     reward_sum: float = 0.0
@@ -35,7 +37,9 @@ class GroupTotals(Struct, kw_only=True):
         completions = [completion for completion in group.completions if not completion.greedy]
         self.groups += 1
         self.completions += len(completions)
-        self.truncated += sum(completion.truncated is not None for completion in completions)
+        for reason in [completion.truncated for completion in completions if completion.truncated is not None]:
+            self.truncated += 1
+            self.truncated_by[reason] = self.truncated_by.get(reason, 0) + 1
         self.tool_calls += sum(completion.tool_calls for completion in completions)
         self.tool_errors += sum(completion.tool_errors for completion in completions)
         rewards = [c.reward.value for c in completions if c.failure is None and isinstance(c.reward, Measured)]

@@ -27,6 +27,7 @@ import structlog
 from msgspec import Struct
 
 from stream.records import Group
+from stream.validity import TruncationReason
 from workers.settings import Settings
 from workers.train.progress import GroupTotals
 
@@ -47,6 +48,15 @@ MAX_OFF_POLICY_KL: Final = 0.1
 MIN_REFERENCE_KL: Final = 0.5
 MIN_FALL_FRACTION: Final = 0.1
 """Of the rise of the reward: what a part must at least have lost, so that a rare part's noise is no warning."""
+_LIMITS: Final = {
+    TruncationReason.LENGTH: "rollout.max_tokens_per_turn and rollout.max_tokens",
+    TruncationReason.CONTEXT: "engine.max_model_len",
+    TruncationReason.MAX_TURNS: "rollout.max_turns",
+    TruncationReason.TOOL_CALLS: "rollout.max_tool_calls",
+    TruncationReason.TOOL_ERRORS: "the tools' error messages, of which rollout.max_tool_calls allows half as many",
+    TruncationReason.WALL_CLOCK: "rollout.episode_timeout_s, and what takes so long (`penstock inflight`)",
+}
+"""What cuts a completion off, by reason."""
 _BLOCKS: Final = 3
 _PART, _MEAN = "reward/part/", "/mean"
 
@@ -178,9 +188,14 @@ def all_truncated(groups: Sequence[GroupTotals], settings: Settings) -> str:
         return ""
     if sum(group.truncated for group in recent) < completions:
         return ""
+    reasons: Counter[str] = Counter()
+    for group in recent:
+        reasons.update(group.truncated_by)
+    shown = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+    limits = "; ".join(_LIMITS[TruncationReason(reason)] for reason, _ in reasons.most_common())
     return (
-        f"all of the last {completions} completions were cut off: look at rollout.max_tokens, "
-        "rollout.max_tokens_per_turn, rollout.max_turns and engine.max_model_len"
+        f"all of the last {completions} completions were cut off ({shown}): see whether they would have ended "
+        f"(`penstock show --end truncated`), and look at {limits}"
     )
 
 
@@ -258,14 +273,14 @@ def reward_part_falls(first: Sequence[Metrics], last: Sequence[Metrics], setting
     """The reward rises at the expense of one of its parts: the policy may have found a way to earn the wrong one."""
     recent = list(last)[-BLOCK:]
     rise = _change(first, recent, "reward/mean")
-    names = [name for name in (recent[-1] if recent else {}) if name.startswith(_PART) and name.endswith(_MEAN)]
-    changes = {name: change for name in names if (change := _change(first, recent, name))}
-    if rise is None or rise.size <= 0 or not changes:
+    names = {name for step in (*first, *recent) for name in step if name.startswith(_PART) and name.endswith(_MEAN)}
+    changes = {name: change for name in sorted(names) if (change := _part_change(first, recent, name))}
+    if rise is None or rise.size <= 0:
         return ""
-    fallen = min(changes, key=lambda name: changes[name].size)
-    before, now = changes[fallen]
-    if before <= 0 or now >= before / 2 or before - now < MIN_FALL_FRACTION * rise.size:
+    losses = [name for name in changes if _fell(changes[name], rise) or _vanished(first, recent, name)]
+    if not losses:
         return ""
+    fallen = min(losses, key=lambda name: changes[name].size)
     risen = max(changes, key=lambda name: changes[name].size)
     return (
         f"the mean reward rose {rise}, while its part {_part(fallen)} fell {changes[fallen]} and {_part(risen)} rose "
@@ -290,6 +305,24 @@ def _change(first: Sequence[Metrics], recent: Sequence[Metrics], name: str) -> _
     """Return how far a metric has moved from the run's first block of steps to the last one; None if unknown."""
     before, now = _block_mean(first, name), _block_mean(recent, name)
     return None if before is None or now is None else _Change(before, now)
+
+
+def _part_change(first: Sequence[Metrics], recent: Sequence[Metrics], name: str) -> _Change | None:
+    """Return how far the mean of a part has moved; a part that no completion has any more is 0 now."""
+    before = _block_mean(first, name)
+    if before is not None and all(_value(step, name) is None for step in recent):
+        return _Change(before, 0.0)
+    return _change(first, recent, name)
+
+
+def _fell(part: _Change, rise: _Change) -> bool:
+    """Return whether a part lost more than half, and that is not little beside the rise of the reward."""
+    return part.before > 0 and part.now < part.before / 2 and -part.size >= MIN_FALL_FRACTION * rise.size
+
+
+def _vanished(first: Sequence[Metrics], recent: Sequence[Metrics], name: str) -> bool:
+    """Return whether a part was earned in each of the first steps and in none of the last, however little it is."""
+    return all((_value(step, name) or 0) > 0 for step in first) and all(not _value(step, name) for step in recent)
 
 
 def _part(metric: str) -> str:
