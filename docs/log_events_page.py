@@ -82,6 +82,7 @@ MEANINGS = {
     "partial_completion.unreadable": "A saved completion cannot be read; it is sampled again.",
     "page.failed": "A page of the dashboard, or a part of it, cannot be shown: an unexpected exception.",
     "plot.skipped": "The plot of the run could not be drawn.",
+    "policy.not_published": "A stopping trainer found no engine for its weights; the next start publishes them.",
     "policy.published": "A new policy version is served.",
     "policy.state_lost": "The server lost a publication; the trainer announces the version again.",
     "private_server.data_repaired": "Zeros at the end of the private server's file were cut, after a power failure.",

@@ -19,7 +19,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from stream.errors import RunFailedError
+from stream.errors import EngineUnavailableError, RunFailedError
 from stream.records import Group
 from stream.trainer.leased_group import LeasedGroup
 from stream.trainer.resume_point import ResumePoint
@@ -196,7 +196,14 @@ class Trainer:
         async def finish() -> None:
             await self._evaluation.wait_until_sampled()
             started = time.monotonic()
-            await self._policy_versions.publish(version, write, step, metrics)
+            try:
+                await self._policy_versions.publish(version, write, step, metrics)
+            except EngineUnavailableError as error:
+                if not self._is_stopping:
+                    raise
+                log.warning("policy.not_published", version=version, why=str(error))  # the next start publishes it
+                self._published.set()
+                return
             elapsed = copied_s + time.monotonic() - started
             count_publication(version, elapsed)
             self._publication = {"publish/time": time.time(), "publish/seconds": elapsed}

@@ -85,7 +85,7 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
         )
     discovery = await EngineDiscovery.from_settings(settings.engine, context.connection)
     async with (
-        open_publisher(settings, discovery) as publisher,
+        open_publisher(settings, discovery, context.stopping) as publisher,
         anyio.create_task_group() as tasks,
         open_trainer_lease(context.connection, settings.folder, settings.queue.lease_s) as (trainer_lease, folder_lock),
     ):
