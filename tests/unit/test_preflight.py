@@ -408,6 +408,21 @@ def test_an_engine_that_does_not_answer_is_a_warning(project):
     assert "does not answer" in report.warnings[0].problem
 
 
+@pytest.mark.parametrize(("has_gpu", "is_cpu_build"), [(False, True), (False, False), (True, True), (True, False)])
+def test_gpus_that_are_not_there_are_an_error_and_not_the_cpu(project, monkeypatch, has_gpu, is_cpu_build):
+    python = project.folder / "python"
+    answer = json.dumps({"version": "0.32.0", "is_cpu_build": is_cpu_build, "plugins": ["penstock"]})
+    python.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    python.chmod(0o755)
+    files = [project.folder / "no-driver", project.folder if has_gpu else project.folder / "none"]
+    monkeypatch.setattr("workers.run.preflight.machine_check._GPU_FILES", files)
+    project.table["engine"] |= {"server": "vllm", "python": str(python), "devices": ["0"]}
+    problems = [error.problem for error in project.check().errors]
+    assert any("this machine has none" in problem for problem in problems) is not has_gpu
+    assert any("was built for CPUs" in problem for problem in problems) is is_cpu_build
+    assert all("leave engine.devices out" in problem for problem in problems)
+
+
 def test_a_disk_and_a_memory_that_are_too_small_are_errors(project, monkeypatch):
     (project.folder / "run.toml").write_text(tomli_w.dumps(project.table))
     settings, report = load_settings(project.folder / "run.toml"), PreflightReport()

@@ -21,7 +21,11 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
         ({"engine": {"devices": ["0"], "urls": ["dns+http://a:1"]}}, ["engine.devices", "engine.urls"]),
         ({"engine": {"urls": ["dns+https://a:1"]}}, ["engine.urls", "dns+https", "write http"]),
         ({"engine": {"urls": ["dns+http://a:1", "dns+http://b:1"]}}, ["engine.urls", "several names"]),
-        ({"engine": {"devices": ["0", "1", "2"], "count": 2}}, ["engine.devices", "engine.count"]),
+        ({"engine": {"devices": ["0", "1"], "count": 2}}, ["engine.devices", "engine.server is 'local'", "'vllm'"]),
+        (
+            {"engine": {"devices": ["0", "1", "2"], "count": 2, "server": "vllm"}},
+            ["engine.devices", "engine.count"],
+        ),
         ({"engine": {"flags": ["--x"]}}, ["engine.flags", "engine.server", "'vllm'"]),
         ({"engine": {"python": "p"}}, ["engine.python", "engine.server", "'vllm'"]),
         (
