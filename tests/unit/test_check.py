@@ -14,6 +14,7 @@ from rich.console import Console
 
 from stream.errors import SettingsError
 from stream.validity import Measured
+from workers.base_models.shipped import write_base_model
 from workers.cli import penstock
 from workers.commands.check import check_environment, check_reference, render_report
 from workers.rollout.tool_formats.parsed_turn import ToolCall
@@ -360,6 +361,27 @@ async def test_a_call_that_hangs_does_not_hang_the_check(environment):
     """)
     report = await check_environment(reference, {}, Rollout(call_timeout_s=0.05))
     assert "did not answer within 0.05 s" in report.tools[0].reply
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_what_user_code_prints_is_not_among_the_json(environment, tmp_path, is_file):
+    reference = environment("def Env(completions, **row):\n    print('hello')\n    return [1.0] * len(completions)\n")
+    target = reference
+    if is_file:
+        write_base_model("calculator", tmp_path / "model")
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+        file = tmp_path / "my.toml"
+        file.write_text(
+            f'[model]\npath = "{tmp_path}/model"\n[data]\npath = "{tmp_path}/prompts.jsonl"\n'
+            f'[[rewards]]\nref = "{reference}"\n'
+        )
+        target = str(file)
+    result = subprocess.run(
+        [sys.executable, "-m", "workers", "check", target, "--json"],
+        capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert json.loads(result.stdout), result.stderr
+    assert "hello" in result.stderr
 
 
 def test_the_command_prints_json_and_exits_with_0_or_1(capsys):

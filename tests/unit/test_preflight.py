@@ -227,6 +227,10 @@ MISTAKES = {
         partial(set_reward, "def exact(completions, question): return [1.0] * len(completions)"),
         ["a column 'question'", "is the prompt (data.prompt)", 'data.columns = { question = "question" }'],
     ),
+    "a reward for one completion": (
+        partial(set_reward, "def exact(completion, answer): return 1.0"),
+        ["it takes 'completion'", "called with lists", "write completions"],
+    ),
     "a reward that raises": (
         partial(set_reward, "def exact(completions, **_):\n    return [1 / 0 for _ in completions]\n"),
         ["ZeroDivisionError: division by zero", "rewards.py:2"],

@@ -159,10 +159,19 @@ class JsonLinesSource:
         try:
             value = msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"))
         except (ValueError, RecursionError) as error:
-            return DataError(f"{place}: not JSON: {error}")
+            return DataError(f"{place}: not JSON: {error}{_json_hint(text.strip())}")
         if not isinstance(value, dict):
             return DataError(f"{place}: a JSON {type(value).__name__}, not an object with columns")
         return _check_prompt(value, self._prompt, place)
+
+
+def _json_hint(line: bytes) -> str:
+    """Return the likely cause of a line that is not JSON, or nothing."""
+    if b"\x00" in line:
+        return "; it looks like UTF-16: save the file as UTF-8"
+    if line.startswith(b"[") or line == b"{":
+        return "; each line must hold one whole row, {...}: a list, or an object over several lines, is not JSONL"
+    return "; leave out the comma at the line's end" if line.endswith(b",") else ""
 
 
 class TableSource:

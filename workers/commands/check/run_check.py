@@ -1,5 +1,7 @@
 """The command `penstock check FILE.toml`: the preflight of a run, without the run."""
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +32,9 @@ def check_settings_file(file: Path, overrides: tuple[str, ...], out: Path | None
         SettingsError: the settings are invalid.
         PenstockError: the report cannot be written.
     """
-    report = run_in_daemon_thread(partial(run_preflight, load_settings(file, overrides)))
+    settings = load_settings(file, overrides)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # user code may print
+        report = run_in_daemon_thread(partial(run_preflight, settings))
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
     if out is not None:
         try:

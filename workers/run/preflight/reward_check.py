@@ -73,6 +73,8 @@ def _lacks_column(
             problem = "it asks for environments, but [environments] is empty"
         else:
             problem = f"it asks for a column {name!r}, {missing_column(name, prompt, settings)}"
+            if f"{name}s" in CALL_PARAMETERS:
+                problem = f"it takes {name!r}: a reward function is called with lists; write {name}s"
         report.error(f"reward {function.name}", place, problem)
     return bool(missing)
 
