@@ -30,7 +30,7 @@ from envs.call import describe_error
 from envs.extras import missing_extra
 from envs.messages import last_assistant_text
 from envs.rewards.loading import CallOptions
-from stream.validity import Measured, Reward, RewardReason, Unmeasured
+from stream.validity import Measured, Reward, RewardReason, Unmeasured, worst_reward
 
 PROCESSES = 2
 """Child processes, unless `rewards.processes` is set."""
@@ -97,7 +97,7 @@ def get_verifier(name: str) -> Verifier:
     return VERIFIERS[name]
 
 
-UNMANAGEABLE = Measured(0.0, RewardReason.TIMEOUT, "math-verify could not judge the answer")
+UNMANAGEABLE = worst_reward(0.0, RewardReason.TIMEOUT, "math-verify could not judge the answer")
 """Reward of an answer that is killed with the verifier; the reason and its detail are completed then."""
 
 
@@ -129,7 +129,7 @@ def math_verify(gold: Any, text: str, precision: int = 6) -> Reward:
             return Unmeasured(
                 RewardReason.TIMEOUT, f"math-verify did not compare the gold answer within {_TIMEOUT_S} s"
             )
-        return Measured(0.0, RewardReason.TIMEOUT, f"math-verify did not {step} the answer within {_TIMEOUT_S} s")
+        return worst_reward(0.0, RewardReason.TIMEOUT, f"math-verify did not {step} the answer within {_TIMEOUT_S} s")
     except (ImportError, OSError):  # a failure of the machine
         raise
     except Exception as error:  # the library raises many types for unreadable input
@@ -137,7 +137,8 @@ def math_verify(gold: Any, text: str, precision: int = 6) -> Reward:
             return Measured(0.0)
         if step == "compare" and not _compare(expected, expected, precision):
             raise
-        return Measured(0.0, RewardReason.RAISED, f"math-verify could not {step} the answer: {describe_error(error)}")
+        detail = f"math-verify could not {step} the answer: {describe_error(error)}"
+        return worst_reward(0.0, RewardReason.RAISED, detail)
 
 
 def is_comparable(gold: Any) -> bool:
