@@ -11,11 +11,13 @@ import pytest
 import tomli_w
 
 from stream.errors import SettingsError
+from tests.reward_server import reward_server
 from workers.demo.model import make_model
 from workers.run.preflight.findings import PreflightReport, render_findings
 from workers.run.preflight.machine_check import check_disk, check_memory
 from workers.run.preflight.model_check import ModelFacts
 from workers.run.preflight.preflight import run_preflight
+from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
 ENVIRONMENT = """
@@ -75,10 +77,13 @@ class Project:
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
 
-    def check(self) -> PreflightReport:
+    def settings(self) -> Settings:
         file = self.folder / "run.toml"
         file.write_text(tomli_w.dumps(self.table))
-        return anyio.run(run_preflight, load_settings(file))
+        return load_settings(file)
+
+    def check(self) -> PreflightReport:
+        return anyio.run(run_preflight, self.settings())
 
 
 @pytest.fixture
@@ -395,6 +400,27 @@ def test_a_reward_that_may_measure_other_completions_is_a_warning(project, code,
     report = project.check()
     assert not report.errors
     assert words in report.warnings[0].problem
+
+
+@pytest.mark.parametrize(
+    ("context", "args", "level", "words"),
+    [
+        (400, {}, "error", ["takes 400 tokens", "may have 500", "could choose", "set args.worst_score"]),
+        (400, {"worst_score": -9}, "warning", ["longer ones get -9"]),
+        (500, {}, "", []),
+    ],
+)
+def test_a_reward_model_that_cannot_take_the_longest_conversation_is_reported(project, context, args, level, words):
+    async def check() -> PreflightReport:
+        async with reward_server() as server:
+            server.models = {"data": [{"id": "m", "max_model_len": context}]}
+            project.table["rewards"] = [{"ref": "reward_model", "args": {"urls": server.url, **args}}]
+            settings = await anyio.to_thread.run_sync(project.settings)
+            return await run_preflight(settings)
+
+    report = anyio.run(check)
+    assert [each.level for each in report.findings] == ([level] if level else []), render_findings(report)
+    assert [word for word in words if word not in report.findings[0].problem] == []
 
 
 def test_a_reward_without_a_part_in_a_completion_is_no_finding(project):

@@ -54,7 +54,33 @@ async def check_rewards(
         if "environments" in _parameters(function.function) and not _has_snapshot(prompt, environments):
             continue  # that the environment cannot be reset has been reported
         await _call(function, prompt, environments, subject, place, report)
+        _check_context(function, settings, subject, f"rewards[{position}].args.worst_score", report)
         report.checked.append(subject)
+
+
+def _check_context(
+    function: RewardFunction, settings: Settings, subject: str, place: str, report: PreflightReport
+) -> None:
+    """Report a reward model that cannot take the run's longest conversations, when it has been opened."""
+    context = getattr(function.function, "context_tokens", 0)  # of `envs.remote.reward_model.RewardModel`
+    longest = settings.max_model_len
+    if not isinstance(context, int) or not 0 < context < longest:
+        return
+    worst = getattr(function.function, "worst_score", None)
+    problem = (
+        f"it takes {context} tokens, and conversations of this run may have {longest} (prompt and "
+        f"rollout.max_tokens = {settings.rollout.max_tokens})"
+    )
+    remedy = "serve it with a longer --max-model-len, or lower rollout.max_tokens"
+    if worst is not None:
+        report.warn(subject, place, f"{problem}; longer ones get {worst:g}, args.worst_score; {remedy}")
+    else:
+        report.error(
+            subject,
+            place,
+            f"{problem}; longer ones would be unmeasured, so that the policy could choose to be; {remedy}, or set "
+            "args.worst_score to a score below all others, for those that are longer",
+        )
 
 
 def _lacks_column(
