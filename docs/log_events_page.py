@@ -103,7 +103,7 @@ MEANINGS = {
     "redis.setting_unknown": "The server does not report a setting that is checked.",
     "redis.waiting": "The server does not answer; calls are repeated.",
     "result.discarded": "A result came after its lease was lost.",
-    "reward_model.found": "A reward model answers: its scores of the test conversations, and its context in tokens (0: unknown).",
+    "reward_model.found": "A reward model answers: scores of the test conversations; its context, 0 if unknown.",
     "reward_model.served": "Statistics of a reward server since the last such event.",
     "role.ended": "The role's process ends.",
     "role.exited": "The supervisor saw a process end.",
