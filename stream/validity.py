@@ -54,7 +54,8 @@ class TruncationReason(StrEnum):
     MAX_TURNS = "max_turns"  # rollout.max_turns
     TOOL_CALLS = "tool_calls"  # rollout.max_tool_calls
     TOOL_ERRORS = "tool_errors"  # half of rollout.max_tool_calls
-    WALL_CLOCK = "wall_clock"  # rollout.episode_timeout_s
+    TOOL_TIME = "tool_time"  # rollout.episode_timeout_s, in tools
+    WALL_CLOCK = "wall_clock"  # rollout.episode_timeout_s, outside of tools
 
 
 class DropReason(StrEnum):

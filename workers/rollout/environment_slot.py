@@ -227,7 +227,7 @@ class EnvironmentSlot:
         Args:
             endpoint: URL at which it asks for turns of the model.
             sampling: temperature and `max_tokens` of a turn, for information.
-            timeout_s: for the whole episode.
+            timeout_s: for the whole episode; the caller's clock decides earlier.
         """
         arguments = {"endpoint": endpoint, "sampling": sampling}
         outcome = await self._call(self._environment.run_episode, arguments, timeout_s)
@@ -235,7 +235,7 @@ class EnvironmentSlot:
             case Ok():
                 return None
             case TimedOut():
-                return TruncationReason.WALL_CLOCK
+                return TruncationReason.TOOL_TIME
             case Failed():
                 return self._failure(RolloutReason.ENV_STEP, "its own loop", outcome)
 

@@ -49,7 +49,7 @@ class Rollout(Section, frozen=True):
     max_tool_calls: PositiveInt = 32
     """Tool calls in one episode; at most half as many, or one, may fail or be malformed."""
     episode_timeout_s: Seconds = 600.0
-    """Deadline of one episode, resets and tools included."""
+    """Deadline of an episode's turns, without its tools (`wall_clock`), and again of its tools (`tool_time`)."""
     call_timeout_s: Seconds = 30.0
     """Deadline of one call of user code: `reset`, a tool, `get_reward`, a reward function without a `timeout_s`. Past
     it the completion is invalid; after a tool's timeout the model reads it, and the episode continues."""
