@@ -423,6 +423,14 @@ def test_a_reward_model_that_cannot_take_the_longest_conversation_is_reported(pr
     assert [word for word in words if word not in report.findings[0].problem] == []
 
 
+def test_a_snapshot_that_is_too_large_already_after_reset_is_a_warning(project):
+    edit_world("self.n, self.target = 0, target", "self.n, self.target, self.map = 0, target, 'x' * 5000", project)
+    project.table["rollout"]["max_snapshot_bytes"] = 2000
+    (finding,) = project.check().findings
+    assert (finding.level, finding.place) == ("warning", "rollout.max_snapshot_bytes")
+    assert "map exceeds rollout.max_snapshot_bytes = 2000" in finding.problem
+
+
 def test_a_reward_without_a_part_in_a_completion_is_no_finding(project):
     set_reward("def exact(completions, **_):\n    return [None for _ in completions]\n", project)
     project.table["rewards"][0]["none"] = "not_applicable"

@@ -44,9 +44,6 @@ from workers.rollout.tool_result import ToolResult, call_async_tool, call_tool
 
 log = structlog.get_logger()
 
-MAX_SNAPSHOT_BYTES = 1_000_000
-"""Size limit of one frozen environment; its largest attributes are omitted beyond it."""
-
 _CLOSE_TIMEOUT_S = 10.0
 
 

@@ -19,7 +19,7 @@ from workers.commands.check.check_report import EnvironmentReport, ToolTrial, Tu
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
+from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.parsed_turn import ToolCall
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
@@ -45,7 +45,7 @@ class EpisodeCheck:
         self, report: EnvironmentReport, factory: EnvironmentFactory, slot: EnvironmentSlot, limits: Rollout
     ) -> None:
         self._report, self._factory, self._slot = report, factory, slot
-        self._timeout_s = limits.call_timeout_s
+        self._timeout_s, self._max_snapshot_bytes = limits.call_timeout_s, limits.max_snapshot_bytes
         self._specs = {spec.name: spec for spec in factory.tools}
         self._is_over = False
 
@@ -159,7 +159,7 @@ class EpisodeCheck:
         report.reward = merge_parts(report.parts)
 
     async def _freeze(self) -> None:
-        data = await self._slot.freeze(MAX_SNAPSHOT_BYTES, self._timeout_s)
+        data = await self._slot.freeze(self._max_snapshot_bytes, self._timeout_s)
         if isinstance(data, Failure):
             self._report.errors.append(data.detail)
         else:

@@ -9,11 +9,12 @@ from msgspec import Struct
 from envs.call import CallRunner, Ok, TimedOut, error_cause
 from envs.contract import Observation
 from envs.factory import EnvironmentFactory
+from envs.snapshot import thaw_and_watch
 from stream.causes import ErrorCause
 from stream.errors import PenstockError
 from stream.records import Failure, Prompt
 from stream.validity import RewardReason, Unmeasured
-from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
+from workers.rollout.environment_slot import EnvironmentSlot
 from workers.run.preflight.findings import PreflightReport
 from workers.settings import Settings
 
@@ -143,11 +144,29 @@ async def _play(
                 add = report.error if can_never_work else report.warn
                 remedy = "; return a number, or a number for each part's name" if can_never_work else ""
                 add(subject, place, f"{problem}{remedy}", part.reward.cause)
-    frozen = await slot.freeze(MAX_SNAPSHOT_BYTES, timeout_s)
+    frozen = await slot.freeze(settings.rollout.max_snapshot_bytes, timeout_s)
     if isinstance(frozen, Failure):
         report.error(subject, place, frozen.detail.partition(": ")[2], frozen.cause)
     else:
         checked.snapshot = frozen
+        _check_size(frozen, checked.factory, subject, settings, report)
+
+
+def _check_size(
+    snapshot: bytes, factory: EnvironmentFactory, subject: str, settings: Settings, report: PreflightReport
+) -> None:
+    try:
+        _, too_large = thaw_and_watch(snapshot, factory)
+    except PenstockError:
+        return  # reward functions that take environments report it
+    if too_large.omitted:
+        report.warn(
+            subject,
+            "rollout.max_snapshot_bytes",
+            f"already after reset, {', '.join(sorted(too_large.omitted))} exceeds rollout.max_snapshot_bytes = "
+            f"{settings.rollout.max_snapshot_bytes} and is omitted from snapshots: raise it, or drop what reward "
+            "functions do not read in __copy__",
+        )
 
 
 def _missing_arguments(factory: EnvironmentFactory, prompt: Prompt) -> list[str]:
