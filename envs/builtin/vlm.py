@@ -150,7 +150,7 @@ def _geo3k(right: Reward, text: str) -> Reward:
     if isinstance(right, Unmeasured):
         return right
     value = (1 - _GEO3K_FORMAT) * right.value + _GEO3K_FORMAT * _has_box_after_reasoning(text)
-    return Measured(value, right.reason, right.detail)
+    return msgspec.structs.replace(right, value=value)
 
 
 PARTS: dict[str, Callable[[Any, str], Reward]] = {
