@@ -2,8 +2,8 @@
 
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import TypeVar
 
@@ -87,6 +87,20 @@ async def limit_drain(stopping: anyio.Event, timeout_s: float, scope: anyio.Canc
     await stopping.wait()
     await anyio.sleep(timeout_s)
     scope.cancel()
+
+
+@contextmanager
+def unwrap_single_error() -> Iterator[None]:
+    """Raise an expected error itself if it is the only one in the exception groups that task groups put around it."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        if not isinstance(error, PenstockError):
+            raise
+        raise error from None
 
 
 def _find_penstock_error(group: BaseExceptionGroup[BaseException]) -> PenstockError | None:

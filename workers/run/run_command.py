@@ -20,7 +20,7 @@ from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import choose_display, format_duration
 from workers.run.restore import restore_if_lost
 from workers.run.role_specs import LIGHT_MODULES, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs, torch_modules
-from workers.run.run_folder import lock_folder, write_atomically, write_settings
+from workers.run.run_folder import lock_folder, settings_file, write_atomically
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
 from workers.run.sampled_completion import newest_archived_group, sample_lines
 from workers.run.summary import RunSummary, latest_progress, summarize
@@ -134,8 +134,7 @@ def supervise(
     with lock_folder(folder):
         check = check_folder(settings, accept)
         print_start(start_lines(settings, check, earlier))
-        (folder / "summary.json").unlink(missing_ok=True)  # of the last start; this one may be killed
-        file = write_settings(settings)
+        file = settings_file(settings)
         (folder / "logs").mkdir(exist_ok=True)
         with logs.log_to_file("run", folder / "logs" / "supervisor.log"):
             before, began = latest_progress(folder), time.monotonic()

@@ -79,11 +79,22 @@ def find_newest_run(file: Path) -> Path | None:
     return max((folder / "run.toml" for folder in found if (folder / "run.toml").is_file()), default=None)
 
 
+def settings_file(settings: Settings) -> Path:
+    """Return the file of the resolved settings in the run's folder, which the roles read."""
+    return settings.folder / "run.toml"
+
+
 def write_settings(settings: Settings) -> Path:
-    """Write the resolved settings to `run.toml`. Returns the file, which the roles read."""
-    file = settings.folder / "run.toml"
+    """Write the resolved settings to `run.toml`. Returns the file."""
+    file = settings_file(settings)
     write_atomically(file, dump_settings(settings).encode(), private=has_secret(settings.run.redis))
     return file
+
+
+def replace_last_start(settings: Settings) -> None:
+    """Write `run.toml` in place of the last start's, and remove that one's summary: this start may be killed."""
+    (settings.folder / "summary.json").unlink(missing_ok=True)
+    write_settings(settings)
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:

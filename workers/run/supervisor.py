@@ -43,10 +43,12 @@ from workers.run.dashboard_process import DashboardProcess
 from workers.run.engine_processes import EngineProcesses
 from workers.run.identity_check import FolderCheck, record_identity
 from workers.run.process_launcher import ProcessLauncher
+from workers.run.process_main import unwrap_single_error
 from workers.run.progress_display import ProgressDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
 from workers.run.role_specs import DASHBOARD, ENGINE, MakeEngineSpec, MakeRoleSpecs, RoleSpec, engine_spec, role_specs
 from workers.run.run_ending import RunEnding
+from workers.run.run_folder import replace_last_start
 from workers.run.run_info import RunInfo, remove_run_info, write_run_info
 from workers.run.sampled_completion import SampleSchedule
 from workers.run.stall_detector import StallDetector, describe_longest
@@ -90,7 +92,7 @@ class Supervisor:
 
     Args:
         settings: settings of the run.
-        file: settings file that the roles read.
+        file: settings file that the roles read; with `check`, the run's `run.toml`, which the start writes.
         display: shows progress.
         make_roles: returns the specs of all roles except engines.
         make_engine: returns the spec of an engine that the run starts.
@@ -142,12 +144,13 @@ class Supervisor:
         self._warnings_read = await anyio.to_thread.run_sync(warnings_size, self._settings.folder)
         with self._launcher:
             outcome = None
-            async with anyio.create_task_group() as tasks:
-                starting = anyio.CancelScope()
-                tasks.start_soon(self._watch_signals, starting)
-                with starting:
-                    outcome = await self._run_on_server()
-                tasks.cancel_scope.cancel()
+            with unwrap_single_error():
+                async with anyio.create_task_group() as tasks:
+                    starting = anyio.CancelScope()
+                    tasks.start_soon(self._watch_signals, starting)
+                    with starting:
+                        outcome = await self._run_on_server()
+                    tasks.cancel_scope.cancel()
         return outcome or RunOutcome(view=_empty_status(), failure=None, interrupted=True, killed=[])
 
     async def _run_on_server(self) -> RunOutcome:
@@ -161,6 +164,7 @@ class Supervisor:
         async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s) as connection:
             if self._check is not None:
                 await record_identity(connection, settings, self._check, is_private=not settings.run.redis)
+                await anyio.to_thread.run_sync(replace_last_start, settings)
             restart_loop = RestartLoop(connection, queue, self._ending)
             await restart_loop.reopen()
             self._has_started = True
