@@ -84,6 +84,24 @@ def test_unmeasured_rewards_are_counted_by_reason_and_do_not_affect_other_comple
     assert summary["groups_trained"] + sum(summary["groups_dropped"].values()) == prompts
 
 
+def test_a_group_without_any_measured_reward_shows_in_the_figures_of_a_step(project):
+    (project.folder / "silent.py").write_text(
+        "def silent(completions, number):\n"
+        "    return [None if n == 3 else float(i % 2) for i, n in enumerate(number)]\n"
+    )
+    project.prompts(9)  # eight to train on, so that the last step is a smaller one, after all groups have come
+    project.table |= {"rewards": [{"ref": f"{project.folder / 'silent.py'}:silent"}]}
+    project.table["train"]["batch_size"] = 3
+    project.table["abort"] = {"max_invalid_fraction": 1.0}
+    summary = summary_of(project.run("run", str(project.write()), "--json"), project)
+    assert summary["completion_states"] == {"valid": 32, "reward:missing": 4}
+    assert summary["groups_dropped"] == {"no_valid_row": 1}
+    steps = [json.loads(line) for line in (project.run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert sum(step.get("rows/reward:missing", 0) for step in steps) == 4
+    assert sum(step["rows/valid"] for step in steps) == 32
+    assert min(step["valid_fraction"] for step in steps) < 1
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
