@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from stream.records import Completion, Group, Prompt
-from stream.validity import Measured, TruncationReason
+from stream.records import Completion, Failure, Group, Prompt
+from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from workers.settings.toml_file import parse_settings
-from workers.train.training_warnings import _LIMITS, GROUP_RULES, STEP_RULES, TrainingWarnings
+from workers.train.training_warnings import _LIMITS, GROUP_RULES, INVALID_SHARE_RISES, STEP_RULES, TrainingWarnings
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
 
@@ -178,6 +178,89 @@ def test_parts_that_are_no_trouble(served, clean):
     assert after_parts(served, clean) == []
 
 
+BAD = Unmeasured(RewardReason.NOT_NUMERIC)
+CUT = {"truncated": TruncationReason.WALL_CLOCK}
+
+
+def shares(environment: str | None, count: int, rewards: list[float], *bad: object) -> list[Group]:
+    """Make groups of some rewards, and of some completions without one."""
+    groups = []
+    for i in range(count):
+        lost = [Completion(index=8, reward=Measured(0.0), **each) if isinstance(each, dict) else each for each in bad]
+        found = group(*(reward + 0.01 * (i % 3) for reward in rewards))
+        found.prompt = Prompt(id=f"d:0:{i}", messages=[], environment=environment)
+        found.completions += [
+            each if isinstance(each, Completion) else Completion(index=9, reward=each) for each in lost
+        ]
+        groups.append(found)
+    return groups
+
+
+def after_blocks(found: TrainingWarnings, *blocks: list[Group]) -> list[str]:
+    for block in blocks:
+        for each in block:
+            found.observe_group(each)
+        found.observe_step(1, {})
+    return [warning.text for warning in found.pop() if warning.name == INVALID_SHARE_RISES]
+
+
+def test_completions_that_become_unmeasured_while_the_reward_rises_warn_once_and_name_the_reason():
+    found = warnings()
+    (text,) = after_blocks(
+        *(found, shares("maths", 16, [0.2] * 8)),
+        *(shares("maths", 16, [0.8] * 6, BAD, BAD) for _ in range(3)),
+    )
+    assert "of environment maths without a reward that counts rose from 0.0% to 25.0%" in text
+    assert "rose from 0.209 to 0.809. reward:not_numeric grew most, from 0.0% to 25.0%" in text
+
+
+def test_the_reason_that_grew_is_named_and_not_the_most_frequent_one():
+    failed = Completion(index=9, failure=Failure(reason=RolloutReason.ENGINE))
+    (text,) = after_blocks(
+        *(warnings(), shares("maths", 16, [0.2] * 5, failed, failed, failed)),
+        shares("maths", 16, [0.8] * 3, failed, failed, failed, CUT, BAD),
+    )
+    assert "truncated:wall_clock grew most, from 0.0% to 12.5%" in text or "reward:not_numeric grew most" in text
+    assert "failed:engine grew" not in text
+
+
+def test_environments_are_watched_one_by_one():
+    found = warnings()
+    calm, bad = shares("calm", 16, [0.2] * 8), shares("maths", 16, [0.8] * 6, BAD, BAD)
+    texts = after_blocks(found, calm, shares("maths", 16, [0.2] * 8), shares(None, 16, [0.2] * 8), calm, bad, calm)
+    assert len(texts) == 1
+    (text,) = after_blocks(found, calm, bad, shares(None, 16, [0.9] * 6, CUT, CUT))
+    assert "completions of the run without" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (([0.2] * 8,), ([0.8] * 8,)),  # nothing is invalid
+        (([0.2] * 6, BAD, BAD), ([0.8] * 6, BAD, BAD)),  # as much as before
+        (([0.2] * 6, BAD, BAD), ([0.8] * 7, BAD)),  # less than before
+        (([0.8] * 8,), ([0.2] * 6, BAD, BAD)),  # the reward falls, too
+        (([0.2] * 8,), ([0.8] * 39, BAD)),  # a rare failure
+        (([0.2] * 8,), ([0.8] * 7, {"truncated": TruncationReason.LENGTH})),  # cut off, and measured
+    ],
+)
+def test_shares_that_are_no_trouble(before, now):
+    assert after_blocks(warnings(), shares("e", 16, *before), shares("e", 16, *now)) == []
+
+
+def test_invalid_completions_of_a_few_groups_are_no_trend():
+    few = [*shares("e", 13, [0.8] * 8), *shares("e", 3, [0.8] * 4, BAD, BAD, BAD, BAD)]
+    assert after_blocks(warnings(), shares("e", 16, [0.2] * 8), few) == []
+
+
+def test_a_share_that_wavers_is_one_episode_of_trouble():
+    found = warnings()
+    calm, bad = shares("e", 16, [0.8] * 8), shares("e", 16, [0.8] * 6, BAD, BAD)
+    assert len(after_blocks(found, shares("e", 16, [0.2] * 8), bad, calm, bad, calm, bad)) == 1
+    assert after_blocks(found, *[calm] * 5) == []
+    assert len(after_blocks(found, bad)) == 1
+
+
 def test_every_rule_is_documented():
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
-    assert [name for name in (*GROUP_RULES, *STEP_RULES) if f"`{name}`" not in page] == []
+    assert [name for name in (*GROUP_RULES, *STEP_RULES, INVALID_SHARE_RISES) if f"`{name}`" not in page] == []

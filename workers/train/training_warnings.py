@@ -1,15 +1,16 @@
 """Warnings while a run goes wrong: each rule is a function of the last groups, or of the metrics of steps.
 
-===================  ==========================================================================================
-`constant_rewards`   all rewards equal within every group of a window (4 x `train.batch_size` groups)
-`all_truncated`      every completion cut off, over a batch of groups
-`tool_errors`        more than half of the tool calls failed, over a window with 20 or more calls
-`entropy_collapse`   mean entropy of 5 steps below a tenth of that of the run's first 5 steps
-`too_stale`          mean staleness above `pacing.max_staleness` + 1, in 3 steps in a row
-`ratio_out_of_range` mean ratio outside [0.8, 1.25], or off-policy KL above 0.1, in 3 steps in a row
-`kl_growth`          reference KL above 0.5, and rising faster and faster over three blocks of 5 steps
-`reward_part_falls`  the mean reward of 5 steps is above that of the first 5, and one of its parts less than half
-===================  ==========================================================================================
+=====================  ========================================================================================
+`constant_rewards`     all rewards equal within every group of a window (4 x `train.batch_size` groups)
+`all_truncated`        every completion cut off, over a batch of groups
+`tool_errors`          more than half of the tool calls failed, over a window with 20 or more calls
+`entropy_collapse`     mean entropy of 5 steps below a tenth of that of the run's first 5 steps
+`too_stale`            mean staleness above `pacing.max_staleness` + 1, in 3 steps in a row
+`ratio_out_of_range`   mean ratio outside [0.8, 1.25], or off-policy KL above 0.1, in 3 steps in a row
+`kl_growth`            reference KL above 0.5, and rising faster and faster over three blocks of 5 steps
+`reward_part_falls`    the mean reward of 5 steps is above that of the first 5, and one of its parts less than half
+`invalid_share_rises`  of an environment's completions ever more are invalid, while the reward of the others rises
+=====================  ========================================================================================
 
 A rule warns when its condition becomes true, and again only after the condition has been false.
 """
@@ -29,11 +30,13 @@ from msgspec import Struct
 from stream.records import Group
 from stream.validity import TruncationReason
 from workers.settings import Settings
+from workers.train.invalid_share import InvalidShares
 from workers.train.progress import GroupTotals
 
 log = structlog.get_logger()
 
 WARNINGS_FILE: Final = "warnings.jsonl"
+INVALID_SHARE_RISES: Final = "invalid_share_rises"
 BLOCK: Final = 5
 """Steps that are averaged."""
 IN_A_ROW: Final = 3
@@ -129,9 +132,10 @@ class TrainingWarnings:
         self._groups: deque[GroupTotals] = deque(maxlen=settings.abort_window_groups)
         self._first: list[Metrics] = []
         self._last: deque[Metrics] = deque(maxlen=_BLOCKS * BLOCK)
+        self._invalid_shares = InvalidShares(settings)
         self._active: set[str] = set()
         self._quiet: Counter[str] = Counter()
-        """Groups since a rule for groups last held; an episode of trouble ends when it has not held for a window."""
+        """How often a rule was applied since it last held, where an episode of trouble does not end at once."""
         self._pending: list[TrainingWarning] = []
 
     def observe_group(self, group: Group) -> None:
@@ -139,11 +143,10 @@ class TrainingWarnings:
         totals = GroupTotals()
         totals.add(group)
         self._groups.append(totals)
+        self._invalid_shares.add(group)
         for name, rule in GROUP_RULES.items():
             text = rule(self._groups, self._settings)
-            self._quiet[name] = 0 if text else self._quiet[name] + 1
-            if text or self._quiet[name] >= self._settings.abort_window_groups:
-                self._update(name, text)
+            self._update_calmly(name, text, self._settings.abort_window_groups)
 
     def observe_step(self, step: int, metrics: Metrics) -> None:
         """Apply the rules for steps to one more step."""
@@ -153,17 +156,27 @@ class TrainingWarnings:
         self._last.append(metrics)
         for name, rule in STEP_RULES.items():
             self._update(name, rule(self._first, self._last, self._settings))
+        for environment, text in self._invalid_shares.texts().items():
+            self._update_calmly(INVALID_SHARE_RISES, text, BLOCK, environment)
 
     def pop(self) -> list[TrainingWarning]:
         """Return the warnings since the previous call."""
         pending, self._pending = self._pending, []
         return pending
 
-    def _update(self, name: str, text: str) -> None:
+    def _update_calmly(self, name: str, text: str, patience: int, subject: str = "") -> None:
+        """Apply a rule whose episode of trouble ends when it has not held `patience` times in a row."""
+        key = f"{name} {subject}"
+        self._quiet[key] = 0 if text else self._quiet[key] + 1
+        if text or self._quiet[key] >= patience:
+            self._update(name, text, subject)
+
+    def _update(self, name: str, text: str, subject: str = "") -> None:
+        key = f"{name} {subject}"
         if not text:
-            self._active.discard(name)
-        elif name not in self._active:
-            self._active.add(name)
+            self._active.discard(key)
+        elif key not in self._active:
+            self._active.add(key)
             self._pending.append(TrainingWarning(name=name, text=text, step=self._step, time=time.time()))
 
 
