@@ -102,6 +102,27 @@ def test_a_group_without_any_measured_reward_shows_in_the_figures_of_a_step(proj
     assert min(step["valid_fraction"] for step in steps) < 1
 
 
+def test_an_environment_that_draws_its_tasks_at_random_is_named_before_the_run_and_in_it(project):
+    (project.folder / "dice.py").write_text(
+        "import random\n\n\n"
+        "class Dice:\n"
+        "    def reset(self, **row):\n"
+        "        self.n = random.randrange(10)\n"
+        "        return f'Say {self.n}.'\n"
+        "    def get_reward(self):\n"
+        "        return self.n / 10\n"
+    )
+    project.prompts(8)
+    project.table |= {"environments": {"dice": f"{project.folder / 'dice.py'}:Dice"}, "rewards": []}
+    done = project.run("run", str(project.write()), "--json")
+    summary = summary_of(done, project)
+    assert "warning: environment dice (environments.dice): reset returned 'Say " in done.stderr
+    assert summary["totals"]["compared_prompts"] == 8
+    assert summary["totals"]["different_prompts"] == 8
+    warnings = [json.loads(line) for line in (project.run_folder / "warnings.jsonl").read_text().splitlines()]
+    assert [each["text"][:9] for each in warnings if each["name"] == "different_tasks"] == ["in 4 of t"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

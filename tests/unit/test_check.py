@@ -204,6 +204,65 @@ BROKEN = """
 """
 
 
+DRAWING = """
+    import random
+
+    class Env:
+        def __init__(self): self.generator, self.episodes = random.Random({born}), 0
+
+        def reset(self, seed, completion_seed, completion_index):
+            self.episodes += 1
+            self.noise = random.Random(completion_seed).random()
+            self.secret = {draws}
+            return f"Guess. {shown}"
+
+        def get_reward(self): return 1.0
+"""
+SECRET = "{self.secret}"
+
+
+def drawn(report):
+    return [warning for warning in report.warnings if "not in snapshots" not in warning]
+
+
+@pytest.mark.parametrize(
+    ("born", "draws", "shown", "words"),
+    [
+        ("0", "random.randrange(10**9)", SECRET, ["reset returned 'Guess. ", "the same row and seeds", "`seed`"]),
+        ("0", "random.randrange(10**9)", "", ["other values in secret:", "`seed`"]),
+        ("0", "self.generator.randrange(10**9)", SECRET, ["reset returned 'Guess. ", "the same row and seeds"]),
+        ("0", "random.Random(completion_seed).random()", SECRET, ["for completions of one group", "`seed`"]),
+        ("0", "completion_index", "x" * 99 + SECRET, ["'.. xxxxxxxxxxxxxxxxxxxx0' and '.. xxxxxxxxxxxxxxxxxxxx1'"]),
+    ],
+    ids=["shown", "hidden", "by a generator that goes on", "by the completion's seed", "by its index"],
+)
+async def test_a_reset_that_gives_completions_of_a_group_different_tasks_is_a_warning(
+    environment, born, draws, shown, words
+):
+    report = await check_environment(environment(DRAWING.format(born=born, draws=draws, shown=shown)), {})
+    assert report.ok
+    (warning,) = drawn(report)
+    assert [word for word in words if word not in warning] == [], warning
+
+
+@pytest.mark.parametrize("draws", ["random.Random(seed).random()", "7"])
+async def test_a_task_that_is_drawn_from_the_seed_of_the_group_is_no_warning(environment, draws):
+    report = await check_environment(environment(DRAWING.format(born="0", draws=draws, shown=SECRET)), {})
+    assert drawn(report) == []
+
+
+async def test_the_check_of_a_slow_reset_takes_no_more_resets_than_it_needs(environment, tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.run.preflight.task_check._ENOUGH_S", -1.0)
+    code = f"""
+        class Env:
+            def reset(self):
+                with open({str(tmp_path / "resets")!r}, "a") as file: file.write("x")
+            def get_reward(self): return 1.0
+    """
+    await check_environment(environment(code), {})
+    assert (tmp_path / "resets").read_text() == "x" * (1 + 2 + 2)
+
+
 async def test_a_tool_that_breaks_the_environment_is_an_error_and_the_others_are_tried_in_a_new_one(environment):
     report = await check_environment(environment(BROKEN), {})
     assert [tool.name for tool in report.tools] == ["broken", "look", "draw"]

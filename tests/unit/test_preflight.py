@@ -330,6 +330,26 @@ def test_a_get_reward_that_raises_without_a_tool_call_is_a_warning(project):
     assert "IndexError" in report.warnings[0].problem
 
 
+@pytest.mark.parametrize(
+    ("sections", "warned"),
+    [
+        ({}, True),
+        ({"estimator": {"name": "gae"}}, False),
+        ({"rollout": {"group_size": 1}, "filter": {"min_valid_rows": 1}}, False),
+    ],
+    ids=["groups", "no baseline of a group", "groups of one"],
+)
+def test_an_environment_that_draws_its_task_at_random_is_a_warning(project, sections, warned):
+    edit_world("self.n, self.target = 0, target", "import random; self.n, self.target = 0, random.random()", project)
+    for name, section in sections.items():
+        project.table[name] = project.table.get(name, {}) | section
+    report = project.check()
+    assert not report.errors, render_findings(report)
+    found = [each.problem for each in report.warnings if "a group compares completions of one task" in each.problem]
+    assert len(found) == warned, render_findings(report)
+    assert all("left other values in target:" in text and "(with the row prompts:0:0)" in text for text in found)
+
+
 def test_a_reward_that_fails_on_one_answer_is_a_warning(project):
     set_reward(
         "def exact(completions, **_):\n    return [float(c.split('boxed')[1] == '') for c in completions]\n", project

@@ -6,6 +6,7 @@ import pytest
 
 from stream.records import Completion, Failure, Group, Prompt
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
+from tests.cases.rows import sampled_row
 from workers.settings.toml_file import parse_settings
 from workers.train.training_warnings import _LIMITS, GROUP_RULES, INVALID_SHARE_RISES, STEP_RULES, TrainingWarnings
 
@@ -100,6 +101,33 @@ def test_tool_errors_above_half():
     assert after_groups(warnings(), [group(0, 1, tool_calls=10, tool_errors=5)] * 8) == []
     assert after_groups(warnings(), [group(0, 1, tool_calls=10, tool_errors=6)] * 8) == ["tool_errors"]
     assert after_groups(warnings(), [group(0, 1, tool_calls=1, tool_errors=1)] * 8) == []
+
+
+def begun(*prompts: list[int]) -> Group:
+    found = group(*(float(i) for i in range(len(prompts))))
+    for completion, prompt in zip(found.completions, prompts, strict=True):
+        completion.rows = [sampled_row([5, 6], [-1.0, -1.0], prompt=prompt)] if prompt else []
+    return found
+
+
+def test_completions_of_a_group_that_begin_with_different_prompts_warn_once():
+    found = warnings()
+    same, different = begun([1, 2], [1, 2], [1, 2]), begun([1, 2], [1, 2], [1, 3])
+    assert after_groups(found, [same] * 8) == []
+    assert after_groups(found, [different]) == ["different_tasks"]
+    assert after_groups(found, [same, different, same, different]) == []
+
+
+def test_one_odd_group_and_completions_that_never_began_are_no_different_tasks():
+    same, different = begun([1, 2], [1, 2]), begun([1, 2], [1, 3])
+    assert after_groups(warnings(train={"batch_size": 4}), [same] * 12 + [different]) == []
+    assert after_groups(warnings(), [begun([1, 2], [1, 2], []), begun([1, 2], []), begun([], [])] * 8) == []
+
+
+@pytest.mark.parametrize(("estimator", "warned"), [("gae", False), ("rloo", True), ("remax", True)])
+def test_different_tasks_are_trouble_where_completions_of_a_group_are_compared(estimator, warned):
+    found = after_groups(warnings(estimator={"name": estimator}), [begun([1], [2])] * 8)
+    assert ("different_tasks" in found) is warned
 
 
 @pytest.mark.parametrize(

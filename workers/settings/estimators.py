@@ -41,6 +41,7 @@ class ReinforcePlusPlus(EstimatorChoice, frozen=True, tag="reinforce_plus_plus")
     """REINFORCE++: discounted reward-to-go of each token, whitened over the batch."""
 
     within_group: ClassVar[bool] = False
+    compares_group: ClassVar[bool] = False
     per_token: ClassVar[bool] = True
     opt_out: ClassVar[str] = "one baseline for all prompts, so completions of hard prompts are below it on average"
 
@@ -67,6 +68,7 @@ class Gae(EstimatorChoice, frozen=True, tag="gae"):
     """Generalized advantage estimation, with a value head that is trained on the policy's last hidden states."""
 
     within_group: ClassVar[bool] = False
+    compares_group: ClassVar[bool] = False
     per_token: ClassVar[bool] = True
     opt_out: ClassVar[str] = (
         "until the critic knows how hard each prompt is, hard prompts are below its value on average"

@@ -10,7 +10,7 @@ from stream.validity import Measured
 
 
 class GroupTotals(Struct, kw_only=True):
-    """Sums over all groups that were trained or dropped, without greedy completions."""
+    """Sums over all groups that were trained or dropped; without greedy completions unless it says so."""
 
     groups: int = 0
     compared: int = 0
@@ -20,6 +20,10 @@ class GroupTotals(Struct, kw_only=True):
     tied_min: float | None = None
     tied_max: float | None = None
     """Smallest and largest reward of these groups."""
+    compared_prompts: int = 0
+    """Groups with two or more completions from which something was sampled, greedy ones included."""
+    different_prompts: int = 0
+    """Of those, groups whose completions did not all begin with the same prompt, as it was rendered."""
     completions: int = 0
     truncated: int = 0
     truncated_by: dict[str, int] = field(default_factory=dict)
@@ -36,6 +40,9 @@ class GroupTotals(Struct, kw_only=True):
         """Count one group."""
         completions = [completion for completion in group.completions if not completion.greedy]
         self.groups += 1
+        prompts = [completion.rows[0].prompt_ids for completion in group.completions if completion.rows]
+        self.compared_prompts += len(prompts) > 1
+        self.different_prompts += any(prompt != prompts[0] for prompt in prompts)
         self.completions += len(completions)
         for reason in [completion.truncated for completion in completions if completion.truncated is not None]:
             self.truncated += 1

@@ -3,6 +3,7 @@
 =====================  ========================================================================================
 `constant_rewards`     all rewards equal within every group of a window (4 x `train.batch_size` groups)
 `all_truncated`        every completion cut off, over a batch of groups
+`different_tasks`      completions of one group began with different prompts, in a tenth of a window of groups
 `tool_errors`          more than half of the tool calls failed, over a window with 20 or more calls
 `entropy_collapse`     mean entropy of 5 steps below a tenth of that of the run's first 5 steps
 `too_stale`            mean staleness above `pacing.max_staleness` + 1, in 3 steps in a row
@@ -45,6 +46,10 @@ MIN_TOOL_CALLS: Final = 20
 MIN_TRUNCATED: Final = 8
 """Completions that `all_truncated` needs."""
 MAX_ERROR_FRACTION: Final = 0.5
+MIN_COMPARED_PROMPTS: Final = 4
+"""Groups that `different_tasks` needs."""
+MAX_DIFFERENT_FRACTION: Final = 0.1
+"""Of groups: a template that writes the time changes a prompt now and then."""
 ENTROPY_FRACTION: Final = 0.1
 RATIO_RANGE: Final = (0.8, 1.25)
 MAX_OFF_POLICY_KL: Final = 0.1
@@ -212,6 +217,21 @@ def all_truncated(groups: Sequence[GroupTotals], settings: Settings) -> str:
     )
 
 
+def different_tasks(groups: Sequence[GroupTotals], settings: Settings) -> str:
+    """Completions of one group began with different prompts, so they did not get the same task."""
+    compared = sum(group.compared_prompts for group in groups)
+    different = sum(group.different_prompts for group in groups)
+    if not settings.estimator.compares_group or compared < max(MIN_COMPARED_PROMPTS, settings.train.batch_size):
+        return ""
+    if different <= MAX_DIFFERENT_FRACTION * compared:
+        return ""
+    return (
+        f"in {different} of the last {compared} groups the completions began with different prompts, so the luck of "
+        "the draw is taken for skill: a group compares completions of one task. Look at reset, which must draw the "
+        "task from `seed` (`penstock check REF`), and at one group (`penstock show RUN --prompt ID`)"
+    )
+
+
 def tool_errors(groups: Sequence[GroupTotals], settings: Settings) -> str:  # noqa: ARG001
     """More than half of the tool calls failed."""
     errors = sum(group.tool_errors for group in groups)
@@ -345,6 +365,7 @@ def _part(metric: str) -> str:
 GROUP_RULES: Final[dict[str, GroupRule]] = {
     "constant_rewards": constant_rewards,
     "all_truncated": all_truncated,
+    "different_tasks": different_tasks,
     "tool_errors": tool_errors,
 }
 STEP_RULES: Final[dict[str, StepRule]] = {

@@ -25,6 +25,7 @@ from workers.commands.check.check_report import LOAD_TIMEOUT_S, EnvironmentRepor
 from workers.commands.check.episode_check import EpisodeCheck, check_own_loop
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.run.preflight.task_check import compare_tasks
 from workers.settings import Rollout
 
 _COMPARE_TIMEOUT_S = 30.0
@@ -76,6 +77,7 @@ async def check_environment(
             await slot.close()
     if was_reset:
         await _compare_two_episodes(report, factory, caller, limits)
+        report.warnings += await compare_tasks(factory, report.fields, 0, caller, limits.call_timeout_s)
     _inspect_reward(report)
     _inspect_class(report, factory)
     report.ok = not report.errors

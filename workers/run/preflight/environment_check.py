@@ -16,6 +16,7 @@ from stream.records import Failure, Prompt
 from stream.validity import RewardReason, Unmeasured
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.run.preflight.findings import PreflightReport
+from workers.run.preflight.task_check import compare_tasks
 from workers.settings import Settings
 
 LOAD_TIMEOUT_S: Final = 20.0
@@ -94,6 +95,11 @@ async def _check(
         await _play(slot, checked, prompt, settings, report)
     finally:
         await slot.close()
+    if checked.snapshot is not None and settings.rollout.group_size > 1 and settings.estimator.compares_group:
+        timeout_s = min(CALL_TIMEOUT_S, settings.rollout.call_timeout_s)
+        caller = CallRunner(anyio.CapacityLimiter(2))
+        for problem in await compare_tasks(factory, prompt.fields, prompt.seed, caller, timeout_s):
+            report.warn(subject, place, f"{problem} (with the row {prompt.id})")
     return checked
 
 
