@@ -51,8 +51,24 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
             ["reward_normalization", "remax"],
         ),
         (
-            {"estimator": GDPO, "algorithm": {"truncation": {"length": "zero_reward"}}},
+            {"estimator": GDPO, "algorithm": {"truncation": {"length": "zero_reward_in_baseline"}}},
             ["algorithm.truncation", "estimator.name"],
+        ),
+        (
+            {"estimator": GAE, "algorithm": {"truncation": {"length": "zero_reward"}}},
+            ["algorithm.truncation", "estimator.name = 'gae'", "zero_reward_in_baseline"],
+        ),
+        (
+            {"correction": {"weights": "token-normalized"}, "algorithm": {"truncation": {"length": "zero_reward"}}},
+            ["algorithm.truncation", "correction.weights = 'token-normalized'"],
+        ),
+        (
+            {"correction": {"reject": {"m2po": [0.0, 1.0]}}, "algorithm": {"truncation": {"length": "zero_reward"}}},
+            ["algorithm.truncation", "correction.reject = 'm2po'"],
+        ),
+        (
+            {"loss": {"name": "kl_cov"}, "algorithm": {"truncation": {"length": "zero_reward"}}},
+            ["algorithm.truncation", "loss.name = 'kl_cov'"],
         ),
         (
             {
@@ -129,6 +145,7 @@ def test_settings_and_registry_have_the_same_estimators():
     for name, kind in choices.items():
         assert set(kind.__struct_fields__) - set(kind.trainer_options) == set(ESTIMATORS[name].option_names), name
         assert kind.within_group == ESTIMATORS[name].traits.within_group, name
+        assert kind.affine == ESTIMATORS[name].traits.affine, name
         assert kind.per_token == (ESTIMATORS[name].traits.level == "token"), name
 
 

@@ -60,6 +60,8 @@ class EstimatorChoice(Choice, frozen=True):
     """A completion's baseline is, or contains, what other completions of its group earned."""
     per_token: ClassVar[bool] = False
     """Each token has its own advantage."""
+    affine: ClassVar[bool] = False
+    """Within a group, advantages lie on a straight line over the rewards."""
     opt_out: ClassVar[str] = ""
     """Why a policy may gain by being invalid from its first token on; empty if the average valid completion has no
     negative advantage there."""

@@ -201,7 +201,7 @@ def step_metrics(
         **_max("length/max", lengths_C[masks.baseline_C]),
         **_lengths_by_end(facts, masks, lengths_C),
         **_mean("turns/mean", facts.turns_C[masks.baseline_C]),
-        **_mean("valid_fraction", masks.baseline_C),
+        **_mean("valid_fraction", masks.used_C),
         **_group_counts(facts, masks, dropped or {}),
         "tokens/loss": int(masks.loss_tokens_RT.sum()),
         "tokens/sampled": int(batch.sampled_RT.sum()),
