@@ -14,7 +14,6 @@ from the folder.
 """
 
 import hashlib
-import os
 import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -27,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from stream.connection.run_connection import RunConnection
-from stream.durable import fsync_path
+from stream.durable import write_file_atomically
 from stream.errors import RunMismatchError
 
 IDENTITY_FILE: Final = "identity.json"
@@ -104,15 +103,9 @@ def read_identity(folder: Path) -> RunIdentity | None:
 def write_identity(folder: Path, identity: RunIdentity) -> None:
     """Write the identity to a folder, completely or not at all; it is on the disk on return."""
     file = folder / IDENTITY_FILE
-    temporary = file.with_name(f".{IDENTITY_FILE}.{os.getpid()}.tmp")
     content = msgspec.json.encode(_File(identity, _digest(identity)))
     folder.mkdir(parents=True, exist_ok=True)
-    with temporary.open("wb") as opened:
-        opened.write(msgspec.json.format(content) + b"\n")
-        opened.flush()
-        os.fsync(opened.fileno())
-    temporary.replace(file)
-    fsync_path(folder)
+    write_file_atomically(file, msgspec.json.format(content) + b"\n")
 
 
 async def read_server_identity(connection: RunConnection) -> RunIdentity:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from stream.durable import fsync_path, write_all
+from stream.disk_space import persist
+from stream.durable import append_all, fsync_path, write_file_atomically
 from stream.errors import RunFailedError, RunMismatchError
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
 from stream.trainer.ledger_records import (
@@ -92,28 +93,35 @@ class Ledger:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = self._counting_lines(_untrained_lines(self._tail))
-        with hold_optional(self._folder_lock):
-            if keep_aside and self._tail:
-                self._write_aside()
-            self.path.touch()
-            with self.path.open("r+b") as file:
-                file.seek(self._restored[0])
-                file.write(self._restored[1])
-                # In this order a kill leaves every kept line in the file.
-                file.seek(self.checkpointed_bytes)
-                file.write(kept)
-                file.flush()
-                os.fsync(file.fileno())
-                file.truncate(self.checkpointed_bytes + len(kept))
-                os.fsync(file.fileno())
-            self._file = self.path.open("ab", buffering=0)
-            if self._restored[1]:
-                for _, _, aside in self._asides_by_token():
-                    aside.unlink()
+
+        def write() -> None:
+            with hold_optional(self._folder_lock):
+                if keep_aside and self._tail:
+                    self._write_aside()
+                self._write_cut(kept)
+
+        persist(self.path, write)
         fsync_path(self.path.parent)
         self._digest.update(kept)
         self.resumed_bytes = self.checkpointed_bytes + len(kept)
         self._tail = b""
+
+    def _write_cut(self, kept: bytes) -> None:
+        self.path.touch()
+        with self.path.open("r+b") as file:
+            file.seek(self._restored[0])
+            file.write(self._restored[1])
+            # In this order a kill leaves every kept line in the file.
+            file.seek(self.checkpointed_bytes)
+            file.write(kept)
+            file.flush()
+            os.fsync(file.fileno())
+            file.truncate(self.checkpointed_bytes + len(kept))
+            os.fsync(file.fileno())
+        self._file = self.path.open("ab", buffering=0)
+        if self._restored[1]:
+            for _, _, aside in self._asides_by_token():
+                aside.unlink()
 
     @property
     def is_cut(self) -> bool:
@@ -157,10 +165,10 @@ class Ledger:
         return read_contents(path, length).outcomes
 
     def append(self, records: Sequence[LedgerRecord]) -> None:
-        """Write records; they are durable only after `sync`.
+        """Write records; they are durable only after `sync`. While the disk is full, this waits for room.
 
         Raises:
-            RunFailedError: the write failed. A part that was written is after the last checkpoint, so it will be cut.
+            RunFailedError: the write failed. Nothing of it is in the file.
         """
         self._write(b"".join(encode_record(record) + b"\n" for record in records), records)
 
@@ -175,14 +183,19 @@ class Ledger:
     def _write(self, written: bytes, records: Sequence[LedgerRecord]) -> None:
         if self._file is None:
             raise ValueError("the ledger was not cut to its checkpoint")
-        with hold_optional(self._folder_lock):
-            try:
-                write_all(self._file, written)
-            except OSError as error:
-                raise self._write_error(error) from error
-            self._digest.update(written)
-            for record in records:
-                self._remember(record)
+        file = self._file
+
+        def write() -> None:
+            with hold_optional(self._folder_lock):
+                append_all(file, written)
+
+        try:
+            persist(self.path, write)
+        except OSError as error:
+            raise self._write_error(error) from error
+        self._digest.update(written)
+        for record in records:
+            self._remember(record)
 
     def append_end(self, prompt: str, entry: LedgerEntry, step: int, version: int) -> bool:
         """Record an end that was decided without the trainer; see `outcomes` for what it ends.
@@ -275,11 +288,7 @@ class Ledger:
         token = 0 if self._folder_lock is None else self._folder_lock.token
         aside = self.path.with_name(f"{self.path.name}.cut-{self.checkpointed_bytes}-{token}")
         if not aside.exists():
-            with aside.open("wb") as file:
-                file.write(self._tail)
-                file.flush()
-                os.fsync(file.fileno())
-            fsync_path(self.path.parent)
+            write_file_atomically(aside, self._tail)
 
     def _asides(self) -> list[tuple[int, Path]]:
         """Return the parts that were cut off, each with the offset where it began; the latest first."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 import anyio
 import structlog
 
+from stream.disk_space import no_room
 from stream.errors import (
     DataError,
     FencedError,
@@ -47,6 +48,17 @@ def run_to_exit_code(main: Callable[[], Awaitable[ExitCode]]) -> ExitCode:
         return report_error(error)
     except PenstockError as error:
         return report_error(error)
+    except OSError as error:
+        if (full := _as_full_disk(error)) is None:
+            raise
+        return report_error(full)
+
+
+def _as_full_disk(error: BaseException) -> PenstockError | None:
+    """Return the error of a file that found no room on its disk as one line; None if it is another error."""
+    if not isinstance(error, OSError) or not (why := no_room(error)):
+        return None
+    return PenstockError(f"{error.filename or 'a file'} could not be written: {why}; make room on its disk")
 
 
 def report_error(error: PenstockError, code: ExitCode | None = None) -> ExitCode:
@@ -109,4 +121,6 @@ def _find_penstock_error(group: BaseExceptionGroup[BaseException]) -> PenstockEr
         found = _find_penstock_error(error) if isinstance(error, BaseExceptionGroup) else error
         if isinstance(found, PenstockError):
             return found
+        if found is not None and (full := _as_full_disk(found)) is not None:
+            return full
     return None

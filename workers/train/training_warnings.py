@@ -28,6 +28,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from stream.durable import append_all
 from stream.records import Group
 from stream.validity import TruncationReason
 from workers.settings import Settings
@@ -94,8 +95,8 @@ def write_warnings(folder: Path, warnings: Sequence[TrainingWarning]) -> None:
     """
     for warning in warnings:
         log.warning("training.warning", rule=warning.name, step=warning.step, why=warning.text)
-    with suppress(OSError), (folder / WARNINGS_FILE).open("ab") as file:
-        file.write(b"".join(msgspec.json.encode(warning) + b"\n" for warning in warnings))
+    with suppress(OSError), (folder / WARNINGS_FILE).open("ab", buffering=0) as file:
+        append_all(file, *(msgspec.json.encode(warning) + b"\n" for warning in warnings))
 
 
 def warnings_size(folder: Path) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
+from stream.durable import write_file_atomically
 from stream.errors import PenstockError
 from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight import run_preflight
@@ -38,7 +39,7 @@ def check_settings_file(file: Path, overrides: tuple[str, ...], out: Path | None
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
     if out is not None:
         try:
-            out.write_bytes(encoded)
+            write_file_atomically(out, encoded)
         except OSError as error:
             raise PenstockError(f"{out} could not be written: {error.strerror}") from error
     if as_json:
