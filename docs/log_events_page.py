@@ -74,6 +74,7 @@ MEANINGS = {
     "fork_server.lost": "A process that starts roles quickly is gone; roles start the slow way.",
     "group.duplicate": "A second copy of a group arrived; it ends as a duplicate, and counts nowhere.",
     "in_flight.report_failed": "A worker's report for `penstock inflight` was not stored.",
+    "ledger.rebuilt": "The ledger was damaged; archive and server have all that it had, and it was written anew.",
     "lease.lost": "The lease expired or was taken; another worker has the entry, and this result is discarded.",
     "lm_head.unknown": "The output layer is not recognized; logits are computed by the whole model, with more memory.",
     "metrics.listening": "This process serves Prometheus metrics here.",

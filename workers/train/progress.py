@@ -79,6 +79,8 @@ class Progress(Struct, kw_only=True):
     """Length of the ledger whose groups the weights contain; a resumed run cuts the rest."""
     ledger_digest: str = ""
     """Digest of that part of the ledger, so that an altered one is refused; empty in earlier releases."""
+    resumed: list[tuple[int, int]] = field(default_factory=list)
+    """Step and version of each checkpoint that the run was resumed from."""
     metrics_bytes: int = 0
     """Length of the metrics file up to this step; a resumed run cuts the rest."""
     groups: int = 0
