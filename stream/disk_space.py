@@ -26,7 +26,7 @@ from stream.logger import log
 LEAST_FREE_BYTES: Final = 1 << 19
 """A disk with less is full: neither a step's records nor the server's find room."""
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors that go away when somebody makes room, or makes the disk writable again."""
+"""Errors that end when there is room again, or when the disk is mounted writable."""
 _LIMIT_S: Final = 600.0
 _BACKOFF = Backoff(0.2, 5.0)
 T = TypeVar("T")

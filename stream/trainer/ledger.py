@@ -75,7 +75,7 @@ class Ledger:
         self.rebuilt_text = ""
         """What was rebuilt, in a sentence; empty: nothing."""
         self.archived_prompts: set[str] = set()
-        """Prompts of the archive, if somebody has looked: they were trained or dropped by some trainer of this run."""
+        """Prompts of the archive, once it was read: they were trained or dropped by some trainer of this run."""
         content, begin = self._history(found, length, digest)
         self._restored = (begin, content[begin:length])
         """Offset and bytes of a part that was cut off, and that the checkpoint contains after all."""

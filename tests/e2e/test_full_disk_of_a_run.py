@@ -14,6 +14,7 @@ from stream.operator.run_status import read_status
 from tests.chaos import project
 from tests.chaos.audit import acquitted, audit
 from tests.chaos.recount import recount
+from workers.cli.command_error import as_command_error
 from workers.commands.queues import queue_report
 from workers.dashboard.live_view import LiveView
 from workers.dashboard.rendering import load_templates
@@ -159,3 +160,42 @@ def test_a_run_on_a_full_disk_names_it_waits_and_goes_on_when_there_is_room(smal
     counts, verdict = recount(small_disk, GROUPS), audit(small_disk, GROUPS)
     assert (counts["lost"], counts["twice"]) == (0, 0), f"{counts}\n{said}"
     assert acquitted(verdict, GROUPS), f"{verdict}\n{said}"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(170)
+@pytest.mark.parametrize("fsync", ["everysec", "always"])
+def test_a_disk_that_stays_full_ends_the_run_with_one_line_and_with_room_it_resumes(small_disk, tmp_path, fsync):
+    settings = project.write_project(tmp_path, GROUPS, 1, fsync)
+    short = replace(settings, abort=replace(settings.abort, stall_timeout_s=8.0))
+    (small_disk / "logs").mkdir()
+
+    async def stay_full(supervisor: Supervisor) -> None:
+        async def fill_it() -> None:
+            await wait_ended(small_disk, GROUPS // 4)
+            await anyio.to_thread.run_sync(fill, small_disk)
+
+        with anyio.fail_after(100):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(fill_it)
+                outcome = await supervisor.run()
+                if outcome.failure is not None:
+                    raise outcome.failure
+
+    display = RecordingDisplay()
+    with logs.log_to_file("full", small_disk / "logs" / "supervisor.log"), lock_folder(small_disk):
+        supervisor = Supervisor(short, write_settings(short), display, project.roles, project.engine)
+        with pytest.raises(BaseException) as caught:  # noqa: PT011  (alone, or in a group as it left the task groups)
+            anyio.run(stay_full, supervisor)
+    error = as_command_error(caught.value)
+    assert error is not None, caught.value
+    assert "No space left on device" in error.message
+    assert str(small_disk) in error.message
+    (small_disk / "ballast").unlink()
+    with logs.log_to_file("full", small_disk / "logs" / "supervisor.log"), lock_folder(small_disk):
+        supervisor = Supervisor(settings, write_settings(settings), display, project.roles, project.engine)
+        outcome = anyio.run(supervisor.run)
+    assert outcome.failure is None, outcome.failure
+    counts, verdict = recount(small_disk, GROUPS), audit(small_disk, GROUPS)
+    assert (counts["lost"], counts["twice"]) == (0, 0), counts
+    assert acquitted(verdict, GROUPS), verdict
