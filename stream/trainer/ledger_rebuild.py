@@ -11,7 +11,7 @@ checkpoint's length and digest, so that the next start accepts it for this check
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import anyio
 import anyio.to_thread
@@ -35,6 +35,8 @@ from stream.trainer.ledger_records import (
 )
 from stream.trainer.outcomes import OPERATOR, Dead, Dropped, LedgerEntry, Retried, Trained
 from stream.trainer.resume_point import ResumePoint
+
+_NAMED_STEPS: Final = 5
 
 
 class RebuiltLedger(Struct, frozen=True):
@@ -176,7 +178,7 @@ class _Parts(Struct):
         if known != resume.groups:
             raise RunMismatchError(
                 f"{damage}. It cannot be rebuilt: the checkpoint's weights contain {resume.groups} groups, of which "
-                f"ledger and archive know {known}; the others would be trained twice"
+                f"ledger and archive know {known}{self._describe_gaps(resume)}; the others would be trained twice"
             )
         ended = self._ended_in_prefix()
         records = [*self.trained, *(r for r in self.dropped.values() if _has_ended(r, resume, ends))]
@@ -189,6 +191,14 @@ class _Parts(Struct):
                 more.append(LedgerRecord(prompt, end, resume.step, resume.version, end_hash(prompt, end)))
         body += b"".join(encode_record(record) + b"\n" for record in more)
         return RebuiltLedger(body + _seal(body, resume, len(records), len(more)), len(records), len(more))
+
+    def _describe_gaps(self, resume: ResumePoint) -> str:
+        """Name the first steps of which nothing is known."""
+        in_prefix = [record for text in self.prefix if (record := record_or_none(text)) is not None]
+        known = {record.step for record in (*in_prefix, *self.trained)}
+        missing = [step for step in range(1, resume.step + 1) if step not in known]
+        more = ", …" if len(missing) > _NAMED_STEPS else ""
+        return f" (none of step {', '.join(map(str, missing[:_NAMED_STEPS]))}{more})" if missing else ""
 
     def _ended_in_prefix(self) -> set[str]:
         return {record.prompt for text in self.prefix if (record := record_or_none(text)) and record.has_group}

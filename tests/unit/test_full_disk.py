@@ -88,3 +88,18 @@ def test_a_role_whose_log_is_full_ends_with_the_code_of_its_error(tmp_path):
         command = [sys.executable, "-P", "-m", "workers", "feed", str(tmp_path / "run.toml")]
         done = subprocess.run(command, stdout=full, stderr=full, cwd=Path(__file__).parents[2], timeout=60, check=False)
     assert done.returncode == ExitCode.USAGE, "run.redis is empty"
+
+
+def test_what_user_code_prints_to_a_full_log_is_dropped_and_raises_nothing():
+    code = (
+        "from workers.runtime.log_setup import drop_output_when_full as drop; drop(); import sys\n"
+        "for _ in range(3): print('x' * 10_000); print('y' * 10_000, file=sys.stderr, flush=True)\n"
+        "sys.exit(7)"
+    )
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        command = [sys.executable, "-P", "-c", code]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            command, stdout=full, stderr=full, cwd=root, env={"PYTHONPATH": str(root)}, timeout=60, check=False
+        )
+    assert done.returncode == 7, "the interpreter exits with 120 if it cannot flush"
