@@ -6,9 +6,11 @@
 # Both run as the user `penstock` (10001) and need to write only to /runs and /tmp. More extras of Penstock, for example
 # pyarrow for prompts as Parquet files: --build-arg EXTRAS=rollout,dashboard,data,math
 #
-# pip installs torch from its configured index. Without a GPU, use PyTorch's CPU index, which saves gigabytes:
+# Versions are those of requirements/*.lock, with their hashes; extras besides the default ones have the locked versions.
+# torch comes from pip's configured index, in its build for CPUs if the index has one: PyTorch's CPU index saves gigabytes.
 #   docker compose build --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's CPU index>
-# or put wheels into ./wheels, which pip searches first (for machines without that index).
+#   docker build --build-arg TORCH=cuda ...                 the build for NVIDIA GPUs
+# Wheels in ./wheels are searched first (for machines without that index).
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 
 # What both images run on. The virtual environments are built in stages of their own: no pip, no caches, no wheels stay.
@@ -29,12 +31,18 @@ CMD ["penstock", "--help"]
 FROM ${PYTHON_IMAGE} AS build-light
 ARG PIP_EXTRA_INDEX_URL=""
 ARG EXTRAS="rollout,dashboard"
-ENV PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels PIP_PYTHON=/opt/penstock/bin/python
+ENV PIP_NO_CACHE_DIR=1 PIP_FIND_LINKS=/wheels
 WORKDIR /app
+COPY requirements requirements
+RUN pip install --require-hashes --no-deps --requirement requirements/pip.lock
+ENV PIP_PYTHON=/opt/penstock/bin/python PIP_BUILD_CONSTRAINT=requirements/all.lock
 COPY pyproject.toml README.md LICENSE wheel[s] /wheels/
 COPY pyproject.toml README.md LICENSE ./
 # Dependencies first: a changed source file does not install them again.
-RUN python -m venv --without-pip /opt/penstock && mkdir stream envs workers && pip install ".[${EXTRAS}]"
+RUN python -m venv --without-pip /opt/penstock \
+    && pip install --require-hashes --no-deps --requirement requirements/light.lock \
+    && mkdir stream envs workers \
+    && pip install --no-require-hashes --constraint requirements/all.lock ".[${EXTRAS}]"
 COPY stream stream
 COPY envs envs
 COPY workers workers
@@ -46,7 +54,10 @@ COPY --from=build-light /opt/penstock /opt/penstock
 FROM build-light AS build-train
 ARG PIP_EXTRA_INDEX_URL=""
 ARG EXTRAS="rollout,dashboard"
-RUN pip install "torch==2.13.0" && pip install ".[${EXTRAS},train,storage]"
+ARG TORCH=cpu
+RUN pip install --require-hashes --no-deps --requirement requirements/train.lock \
+    && PIP="pip install" sh requirements/torch.sh "${TORCH}" \
+    && pip install --no-require-hashes --constraint requirements/all.lock ".[${EXTRAS},train,storage]"
 
 FROM base AS train
 COPY --from=build-train /opt/penstock /opt/penstock

@@ -4,34 +4,55 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 SEED   ?= 1
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --root-user-action=ignore
+# The build of torch: `cpu`, or `cuda` for NVIDIA GPUs. Where the index has no other, the same one for both.
+TORCH  ?= cpu
+# The locked versions (`make lock`) with their hashes; torch by version alone, since each of its builds has other hashes.
+LOCKED := --require-hashes --no-deps --requirement requirements
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+	--no-emit-package torch
 
 # Without compiled files every process that a test starts compiles the project again, which takes minutes in sum.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-nightly test-gpu test-vllm test-compose reference docs dist clean
+.PHONY: help setup lock demo check test test-oldest test-newest test-nightly test-gpu test-vllm test-compose reference docs dist clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: $(VENV)/.done  ## Create .venv with everything in it
 
-$(VENV)/.done: pyproject.toml
+$(VENV)/.done: pyproject.toml requirements/dev.lock
 	@$(MAKE) --no-print-directory $(VENV)/.runs
 	@echo "set-up, once: what tests and docs need, minutes"
-	@$(PIP) --editable ".[dev]"
+	@$(PIP) $(LOCKED)/dev.lock
 	@touch $@
 
 # What runs need, and pytest for the tests of environments: half as much as the tests of Penstock itself.
-$(VENV)/.runs: pyproject.toml
+$(VENV)/.runs: pyproject.toml requirements/local.lock
 	@echo "set-up, once: 1/3 virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) --upgrade pip
-	@echo "set-up, once: 2/3 torch, some hundred megabytes"
-	@$(PIP) "torch==2.13.0"
-	@echo "set-up, once: 3/3 Penstock and its other dependencies, a minute"
-	@$(PIP) --editable ".[local]" pytest
+	@$(PIP) $(LOCKED)/pip.lock
+	@echo "set-up, once: 2/3 Penstock and its dependencies, a minute"
+	@$(PIP) $(LOCKED)/local.lock
+	@$(PIP) --no-deps --build-constraint requirements/all.lock --editable .
+	@echo "set-up, once: 3/3 torch for $(TORCH), some hundred megabytes; gigabytes with CUDA"
+	@PIP="$(PIP)" sh requirements/torch.sh $(TORCH)
 	@touch $@
+
+lock: $(VENV)/.runs  ## Lock the newest versions that pyproject.toml permits, for all platforms
+	$(PIP) uv
+	echo pip | $(COMPILE) --upgrade --all-extras pyproject.toml - --output-file requirements/all.lock
+	$(COMPILE) --constraint requirements/all.lock --extra dev pyproject.toml --output-file requirements/dev.lock
+	echo pytest | $(COMPILE) --constraint requirements/all.lock --extra local pyproject.toml - --output-file requirements/local.lock
+	$(COMPILE) --constraint requirements/all.lock --extra rollout --extra dashboard pyproject.toml \
+		--output-file requirements/light.lock
+	$(COMPILE) --constraint requirements/all.lock --extra rollout --extra dashboard --extra train --extra storage \
+		pyproject.toml --output-file requirements/train.lock
+	echo pip | $(COMPILE) --constraint requirements/all.lock - --output-file requirements/pip.lock
+	grep -o 'transformers>=[0-9.]*' pyproject.toml | $(COMPILE) --upgrade --resolution lowest-direct - \
+		--output-file requirements/oldest.lock
+	$(COMPILE) --upgrade --override requirements/vllm-overrides.in requirements/vllm.in --output-file requirements/vllm.lock
 
 demo: $(VENV)/.runs  ## Train a small model to use a calculator, through the whole pipeline
 	$(BIN)/penstock demo --seed $(SEED)
@@ -46,6 +67,17 @@ check: setup  ## Format, lint, types, import contracts, spelling, house rules
 
 test: setup  ## Unit, property, integration and end-to-end tests
 	$(BIN)/pytest -m "not full and not gpu and not vllm and not compose" -n 4 --dist worksteal
+
+test-oldest: setup .cache/oldest/.done  ## Trainer and local engine on the oldest transformers that is permitted
+	PYTHONPATH=$(CURDIR)/.cache/oldest/site-packages $(BIN)/pytest -m "models and not full" -n 4 --dist worksteal
+
+.cache/oldest/.done: requirements/oldest.lock
+	rm -rf .cache/oldest
+	$(PIP) $(LOCKED)/oldest.lock --target .cache/oldest/site-packages
+	@touch $@
+
+test-newest: setup  ## On the newest versions of all dependencies; names the package with which a test fails
+	$(BIN)/python tests/newest.py
 
 test-nightly: setup  ## What is too long for `make test`, with random examples; takes hours
 	$(BIN)/python tests/nightly.py

@@ -7,16 +7,12 @@
 
 import struct
 from typing import TypeVar
+from zlib import crc32
 
 import msgspec
 
 from stream.errors import NewerSchemaError, RecordError
 from stream.records import SCHEMA
-
-try:
-    from zlib_ng.zlib_ng import crc32  # the same checksum, ten times as fast
-except ImportError:  # no wheel for this machine
-    from zlib import crc32
 
 _HEADER = struct.Struct("<2sBI")
 _MAGIC = b"PS"

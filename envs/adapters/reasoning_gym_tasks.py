@@ -18,7 +18,7 @@ from envs.call import describe_error
 from envs.extras import import_extra
 from envs.messages import last_assistant_text
 from stream.errors import ReferenceNotFoundError
-from stream.validity import Measured, RewardReason
+from stream.validity import Measured, Reward, RewardReason, worst_reward
 
 
 class ReasoningGym:
@@ -26,7 +26,8 @@ class ReasoningGym:
 
     Args:
         dataset: name of the data set.
-        config: its options, such as `min_terms`.
+        config: its options, such as `min_terms`. Those of `composite` are `datasets`, a list of tables with `name`, and
+            optional `weight` (1) and `config`.
         system: name of one of reasoning-gym's system prompts, or a text of your own; empty: none.
 
     Attributes:
@@ -65,14 +66,18 @@ class ReasoningGym:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, {"role": "user", "content": self.entry["question"]}]
 
-    def get_reward(self, messages: Sequence[dict[str, Any]]) -> Measured:
+    def get_reward(self, messages: Sequence[dict[str, Any]]) -> Reward:
         """Return the data set's own score of the answer; an answer that its scorer cannot read is worth 0."""
         self.answer = self._utils.extract_answer(last_assistant_text(messages))
         try:
             return Measured(float(self._scorer.score_answer(self.answer, self.entry)))
         except Exception as error:  # noqa: BLE001  (a policy must not choose to be unmeasured)
-            return Measured(0.0, RewardReason.RAISED, describe_error(error))
+            return worst_reward(0.0, RewardReason.RAISED, describe_error(error))
 
     def _make(self, seed: int) -> tuple[Any, dict[str, Any]]:
-        scorer = self._library.create_dataset(self.dataset, seed=seed, size=1, **self._config)
+        config = dict(self._config)
+        if "datasets" in config:
+            spec = self._library.composite.DatasetSpec
+            config["datasets"] = [spec(**{"weight": 1.0, "config": {}, **each}) for each in config["datasets"]]
+        scorer = self._library.create_dataset(self.dataset, seed=seed, size=1, **config)
         return scorer, scorer[0]

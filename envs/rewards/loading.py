@@ -34,6 +34,9 @@ class CallOptions:
         environments: names of the environments whose completions it measures; empty: all. Elsewhere it has no part.
         none: meaning of a returned None. `invalid`, the default: the completion's reward is unknown; `not_applicable`:
             the function has no part in it.
+        worst_value: the worst value that the function can give; the value of a completion that it cannot measure
+            because of the completion itself: it reads an attribute that is too large for a snapshot. None: such a
+            completion is unmeasured.
     """
 
     processes: int = 0
@@ -43,12 +46,13 @@ class CallOptions:
     calls_per_second: float = 0.0
     environments: tuple[str, ...] = ()
     none: Literal["", "invalid", "not_applicable"] = ""
+    worst_value: float | None = None
 
     def with_defaults(self, defaults: "CallOptions") -> "CallOptions":
         """Return these options, with unset fields taken from `defaults`."""
-        return CallOptions(
-            **{each.name: getattr(self, each.name) or getattr(defaults, each.name) for each in fields(self)}
-        )
+        given = {each.name: getattr(self, each.name) or getattr(defaults, each.name) for each in fields(self)}
+        worst = defaults.worst_value if self.worst_value is None else self.worst_value  # 0.0 is a value
+        return CallOptions(**{**given, "worst_value": worst})
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from workers.base_models.shipped import write_base_model
 from workers.demo.model import make_model
 from workers.run.model_server import choose_server
 
+pytestmark = pytest.mark.models
+
 ASK = [{"role": "user", "content": "Start with 97, times 7."}]
 TOOL = {
     "type": "function",

@@ -63,12 +63,12 @@ def tls_server(make_server, binary, ours):
 
 
 @pytest.fixture
-def sentinel(tmp_path):
-    """URL of a Sentinel that watches nothing."""
+def sentinel(tmp_path, binary):
+    """URL of a Sentinel that watches nothing, of Redis and of Valkey."""
     port = free_port()
     settings = tmp_path / "sentinel.conf"
     settings.write_text(f"port {port}\n")
-    with subprocess.Popen([find_server(), settings, "--sentinel", "--logfile", tmp_path / "sentinel.log"]) as process:
+    with subprocess.Popen([binary, settings, "--sentinel", "--logfile", tmp_path / "sentinel.log"]) as process:
         yield f"redis://127.0.0.1:{port}"
         process.kill()
 

@@ -26,6 +26,8 @@ from workers.settings.toml_file import parse_settings
 from workers.testing.scripted_answers import Fault
 from workers.testing.scripted_engine import ScriptedEngine
 
+pytestmark = pytest.mark.models
+
 WARM = SamplingOptions(temperature=0.7, max_tokens=8)
 PLAIN = SamplingOptions(temperature=1.0, max_tokens=8)
 

@@ -30,7 +30,7 @@ from workers.train.publishing.shared_folder import SharedFolderTransfer
 from workers.train.step.collation import collate
 from workers.train.step.group_checks import mask_batch
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.models, pytest.mark.timeout(120)]
 
 LIMITS = Rollout(group_size=4, max_turns=4, max_tokens_per_turn=40, max_tokens=220)
 TOLERANCE = 1e-4

@@ -27,7 +27,7 @@ from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.model.logprobs import LogprobModel, token_logprobs
 from workers.train.step.learner import Learner
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.models, pytest.mark.timeout(240), pytest.mark.usefixtures("preloaded")]
 
 STEPS, KEPT = 10, 5
 VOCABULARY = 43

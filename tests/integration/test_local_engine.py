@@ -24,6 +24,8 @@ from workers.local_engine.stop_strings import load_tokenizer
 from workers.runtime.http_server import listen
 from workers.train.model.policy_folder import load_policy
 
+pytestmark = pytest.mark.models
+
 VOCABULARY, END = 97, 2
 SHAPE = {
     "vocab_size": VOCABULARY,

@@ -17,6 +17,8 @@ from workers.local_engine.pooling.classifier import Classifier, is_classifier
 from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
 from workers.local_engine.pooling.server import serve_pooling
 
+pytestmark = pytest.mark.models
+
 CLOSE = 1e-4
 
 

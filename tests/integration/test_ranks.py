@@ -8,7 +8,7 @@ import torch
 from tests.cases.models import write_small_qwen3
 from tests.cases.ranks import run_ranks
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("preloaded")]
+pytestmark = [pytest.mark.models, pytest.mark.timeout(240), pytest.mark.usefixtures("preloaded")]
 
 
 def train(folder: Path, *sizes: int) -> dict[int, list[dict]]:

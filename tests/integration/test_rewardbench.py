@@ -20,6 +20,8 @@ from workers.commands.rewardbench.accuracy import SECTIONS, PreferencePair, summ
 from workers.commands.rewardbench.rewardbench import read_pairs
 from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
 
+pytestmark = pytest.mark.models
+
 SUBSETS = [subset for subsets in SECTIONS.values() for subset in subsets]
 
 

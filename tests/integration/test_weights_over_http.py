@@ -16,6 +16,8 @@ from workers.train.publishing.http_transfer import serve_weights
 from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.publisher import WeightPublisher
 
+pytestmark = pytest.mark.models
+
 KIND = "qwen3-tied"
 PROMPT = [5, 7, 11, 13]
 

@@ -23,6 +23,8 @@ from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.format_detection import choose_tool_format
 from workers.runtime.model_config import modeling_module
 
+pytestmark = pytest.mark.models
+
 ROOT = Path(__file__).parents[2]
 
 

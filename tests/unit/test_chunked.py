@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers.train.model.chunked import MIN_LOGPROB, chunked_logprobs
 from workers.train.model.logit_blocks import LogitTransform
 
+pytestmark = pytest.mark.models
+
 TOKENS, HIDDEN, WORDS = 13, 8, 29
 FEW = (5, 3, 7)
 """Sizes for a derivative of every output by every input."""

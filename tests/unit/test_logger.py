@@ -1,7 +1,10 @@
 """The package's logger: structlog is imported, and set up, by the first event."""
 
 import io
+import json
+import subprocess
 import sys
+from pathlib import Path
 
 import structlog
 from structlog.testing import capture_logs
@@ -47,3 +50,28 @@ def test_what_servers_write_does_not_change_the_terminal(monkeypatch):
         structlog.contextvars.bind_contextvars(**bound)
     assert "\x1b]0" not in written
     assert r"\x1b]0;title\x07" in written
+
+
+_ROLE_WITH_AN_OLD_CALL = """
+import types
+from workers.runtime.log_setup import configure_logging
+configure_logging("rollout")
+caller = types.ModuleType("workers.caller")
+exec('''
+import warnings
+def call():
+    warnings.warn("`old` is deprecated; use `new`", DeprecationWarning, stacklevel=1)
+    return "answered"
+''', caller.__dict__)
+print([caller.call() for _ in range(3)])
+"""
+
+
+def test_what_a_dependency_deprecates_is_logged_once_by_a_role_and_fails_no_call():
+    run = [sys.executable, "-c", _ROLE_WITH_AN_OLD_CALL]
+    result = subprocess.run(run, capture_output=True, text=True, timeout=30, check=True, cwd=Path(__file__).parents[2])
+    assert result.stdout == f"{['answered'] * 3}\n"
+    (line,) = result.stderr.splitlines()
+    event = json.loads(line)
+    assert (event["event"], event["category"], event["role"]) == ("python.warned", "DeprecationWarning", "rollout")
+    assert event["text"] == "`old` is deprecated; use `new`"

@@ -31,6 +31,8 @@ from workers.train.step.collation import collate
 from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
 
+pytestmark = pytest.mark.models
+
 VOCABULARY = 24
 STEPS, EACH = 6, 3
 

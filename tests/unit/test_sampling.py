@@ -9,6 +9,8 @@ from workers.engine_api.wire import UNKNOWN_LOGPROB, SamplingParams
 from workers.local_engine.sampling import sample, truncate
 from workers.rollout.engine_client.sampling import turn_seed
 
+pytestmark = pytest.mark.models
+
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 

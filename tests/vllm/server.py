@@ -1,6 +1,6 @@
 """Real vLLM on the CPU, in a separate process and virtual environment.
 
-Version and packages are in `setup.sh`, environment and flags as in a run (`workers/vllm/launch_command.py`).
+Versions are in `requirements/vllm.lock`, environment and flags as in a run (`workers/vllm/launch_command.py`).
 `PENSTOCK_VLLM` names an existing virtual environment to use instead.
 """
 

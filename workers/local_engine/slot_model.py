@@ -1,6 +1,7 @@
 """A Hugging Face causal model that extends many sequences together, each in its own cache slot."""
 
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class SlotModel:
             _eos_token_ids(model.config) + _eos_token_ids(getattr(model, "generation_config", None))
         )
         self._cache = SlotKVCache(slots, self.max_length)
+        # transformers 5.24 deprecates the older name; older releases know it alone.
+        self._cache_argument = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
         self._positions = torch.arange(self.max_length)
         self._visible = torch.zeros((), dtype=model.dtype)
         self._masked = torch.full((), float("-inf"), dtype=model.dtype)
@@ -115,9 +118,9 @@ class SlotModel:
             input_ids=ids_BT,
             attention_mask=mask_BTL[:, None],
             position_ids=positions_BT,
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_argument: self._cache},
         )
         logits_BV: Tensor = output.logits[:, -1].float()
         return logits_BV

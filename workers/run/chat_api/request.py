@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from stream.errors import EngineRefusedError
 from stream.records import Message
@@ -78,23 +79,21 @@ class ChatRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
 
     def generate_requests(self, prompt: Sequence[int], stop_token_ids: Sequence[int]) -> list[GenerateRequest]:
         """Return a request to the engine for each choice."""
-        limit = self.max_completion_tokens or self.max_tokens
-        given: dict[str, Any] = {
-            "max_tokens": 2**31 - 1 if limit is None else limit,  # the engine ends at its context length
-            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
-            "stop": self.stops,
-            "stop_token_ids": list(stop_token_ids),
-        }
-        for name in ("temperature", "top_p", "top_k", "min_p", "logit_bias"):
-            if (value := getattr(self, name)) is not None:
-                given[name] = value
-        return [
-            GenerateRequest(
-                token_ids=list(prompt),
-                sampling_params=SamplingParams(**given, seed=None if self.seed is None else self.seed + index),
-            )
-            for index in range(self.n or 1)
-        ]
+        limit = self.max_completion_tokens or self.max_tokens or 2**31 - 1  # the engine ends at its context length
+        default = SamplingParams()
+        params = SamplingParams(
+            max_tokens=limit,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            stop=self.stops,
+            stop_token_ids=list(stop_token_ids),
+            temperature=default.temperature if self.temperature is None else self.temperature,
+            top_p=default.top_p if self.top_p is None else self.top_p,
+            top_k=default.top_k if self.top_k is None else self.top_k,
+            min_p=default.min_p if self.min_p is None else self.min_p,
+            logit_bias=self.logit_bias or {},
+        )
+        seeds = [None if self.seed is None else self.seed + index for index in range(self.n or 1)]
+        return [GenerateRequest(token_ids=list(prompt), sampling_params=replace(params, seed=seed)) for seed in seeds]
 
 
 class _Tool(Struct):

@@ -32,6 +32,7 @@ RUN_CHECKS: Final[tuple[Check, ...]] = (
     estimators.check_estimator,
     estimators.check_estimator_inputs,
     estimators.check_overlong,
+    estimators.check_zero_reward,
     training.check_trainer,
     losses.check_loss,
     losses.check_preset,
