@@ -155,9 +155,10 @@ MEANINGS = {
     "work.available": "There is work again, after `work.waiting`.",
     "work.failed": "User code or the engine failed for this entry; it is given back.",
     "work.waiting": "The worker has had nothing to claim for a while.",
+    "worker.died": "A worker's process ended while it held these prompts; after two deaths in a row each runs alone.",
     "worker.recycle_requested": "User code left threads or memory behind: the worker drains and is restarted.",
     "worker.recycled": "The supervisor started a worker anew.",
-    "worker.released": "A killed worker's entries were given back, without a charge.",
+    "worker.released": "What a worker held when its process ended was given back.",
 }
 HEAD = """# Log events
 

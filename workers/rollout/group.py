@@ -22,7 +22,7 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import run_episode
 from workers.rollout.episode_base import EpisodeContext
 from workers.runtime.in_flight import CompletionProgress, GroupProgress
-from workers.runtime.reward_functions import add_reward_parts, open_reward_functions
+from workers.runtime.reward_functions import add_reward_parts, describe_functions, open_reward_functions
 from workers.settings import Rollout, Settings
 
 
@@ -101,6 +101,12 @@ class GroupRunner:
         group = Group(prompt=prompt, completions=[completions[index] for index in sorted(completions)])
         await add_reward_parts(group, self.rewards, self.factories, self.limits.call_timeout_s, progress)
         return group
+
+    def describe(self, lease: Lease) -> str:
+        """Return what user code runs for a prompt: `environment NAME, reward function NAME`."""
+        name = lease.prompt().environment
+        environment = f"environment {name}" if name else ""
+        return ", ".join(filter(None, [environment, describe_functions(self.rewards, name)]))
 
     def _validate(self, prompt: Prompt) -> None:
         if prompt.environment not in self.chats:

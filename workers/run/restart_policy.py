@@ -14,7 +14,7 @@ from workers.runtime.exit_codes import ExitCode
 from workers.settings import Queue
 
 MAX_RESTARTS: Final = 5
-"""Restarts of one process within `RESTART_WINDOW_S`, not counting kills from outside."""
+"""Restarts of one process within `RESTART_WINDOW_S`, not counting kills from outside and deaths with work in hand."""
 RESTART_WINDOW_S: Final = 600.0
 QUICK_EXIT_S = 10.0
 MAX_QUICK_EXITS: Final = 3
@@ -53,7 +53,13 @@ class RestartPolicy:
         self._quick_kills = 0
 
     def decide(
-        self, code: int, uptime_s: float, now: float | None = None, *, killed_from_outside: bool = False
+        self,
+        code: int,
+        uptime_s: float,
+        now: float | None = None,
+        *,
+        killed_from_outside: bool = False,
+        held_work: bool = False,
     ) -> Restart | GiveUp:
         """Decide whether to restart the process after an unexpected exit.
 
@@ -62,11 +68,15 @@ class RestartPolicy:
             uptime_s: seconds that the process ran.
             killed_from_outside: see `was_killed_from_outside`. Such an exit is not counted: the process has no defect.
                 A run that makes no progress because of it ends after `abort.stall_timeout_s`.
+            held_work: a worker held entries when it ended. Such an exit is not counted either: its death is counted for
+                the entries (`stream.operator.killed_workers`), and each of them has a limit.
             now: monotonic time in seconds; default: the current time.
         """
         if code in (ExitCode.USAGE, ExitCode.PERMANENT):
             return GiveUp("a restart would not help")
         now = time.monotonic() if now is None else now
+        if held_work:
+            return Restart(self._backoff.delay_s(1))
         # Quick exits in a row indicate a defect of the process. A kill by a signal does not, so it resets the count.
         self._quick_exits = self._quick_exits + 1 if code >= 0 and uptime_s < QUICK_EXIT_S else 0
         if self._quick_exits >= MAX_QUICK_EXITS:

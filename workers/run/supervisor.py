@@ -161,7 +161,7 @@ class Supervisor:
         async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s) as connection:
             if self._check is not None:
                 await record_identity(connection, settings, self._check, is_private=not settings.run.redis)
-            restart_loop = RestartLoop(connection, queue, self._ending)
+            restart_loop = RestartLoop(connection, queue, self._ending, self._show)
             await restart_loop.reopen()
             self._has_started = True
             for spec in self._make_roles(settings, self._file, url, ()):
@@ -208,13 +208,13 @@ class Supervisor:
         if self._settings.run.dashboard == "off":
             return None
 
-        def show(text: str) -> None:
-            self._display.print_lines([Text(text)])
-
-        dashboard = DashboardProcess(self._settings, self._log_folder, self._launcher, show)
+        dashboard = DashboardProcess(self._settings, self._log_folder, self._launcher, self._show)
         self._children.add(dashboard.child)
         tasks.start_soon(dashboard.keep_running)
         return dashboard
+
+    def _show(self, text: str) -> None:
+        self._display.print_lines([Text(text)])
 
     async def _start_engines(self, tasks: TaskGroup, restart_loop: RestartLoop, url: str) -> None:
         """Start the run's own engines, if it has any, and then the roles."""

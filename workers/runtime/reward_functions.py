@@ -65,6 +65,12 @@ async def open_reward_functions(settings: Settings, *run_in: str) -> AsyncIterat
         yield functions
 
 
+def describe_functions(functions: Sequence[RewardFunction], environment: str | None) -> str:
+    """Return the names of the functions that measure an environment's completions: `reward function exact, style`."""
+    names = [function.name for function in functions if function.applies_to(environment)]
+    return f"reward function {', '.join(names)}" if names else ""
+
+
 async def add_reward_parts(
     group: Group,
     functions: Sequence[RewardFunction],
