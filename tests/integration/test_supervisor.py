@@ -269,6 +269,16 @@ def test_kills_from_outside_are_not_counted_as_restarts(monkeypatch):
     assert not was_killed_from_outside(-9, count_oom_kills() - 1)  # the kernel killed a process meanwhile
 
 
+def test_deaths_with_work_in_hand_are_no_crash_loop():
+    policy = RestartPolicy(Queue())
+    for code in [1] * 20 + [-11] * 20:
+        decision = policy.decide(code, 1.0, now=0.0, held_work=True)
+        assert isinstance(decision, Restart)
+        assert decision.delay_s < 1
+    assert [type(policy.decide(1, 1.0, now=0.0)) for _ in range(3)] == [Restart, Restart, GiveUp]
+    assert isinstance(policy.decide(2, 1.0, held_work=True), GiveUp)
+
+
 async def test_a_permanent_error_fails_the_run_immediately(make_pipeline):
     pipeline = make_pipeline({"train": "print('error: model: no such folder', file=sys.stderr); sys.exit(2)"})
     outcome = await pipeline.run()
