@@ -15,6 +15,7 @@ LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "erro
 MEANINGS = {
     "attempt.cancelled": "A rollout became too old (`pacing.stale_policy`); its prompt is rolled out again.",
     "bottleneck.changed": "Another part of the pipeline limited most of the last 30 seconds.",
+    "call_memory.unavailable": "Should user code end or stop this process, its supervisor cannot name the call.",
     "call.cancellation_ignored": "User code caught its cancellation; the worker closed the coroutine.",
     "change.accepted": "`--accept-change` let the run go on although this changed.",
     "checkpoint.removed": "An old checkpoint was deleted (`train.max_checkpoints`).",

@@ -70,7 +70,8 @@ async def dead_letter_causes(connection: RunConnection) -> dict[str, ErrorCause]
 
 def _explain(letter: DeadLetter, prompts: Sequence[str]) -> ErrorCause:
     """Return the cause of the last one of some prompts' dead letters, with the prompts, and with its message if that says
-    more than the exception."""
+    more than the exception.
+    """
     message, _, _ = letter.error.partition("\n")
     cause = letter.cause or ErrorCause(exception=message)
     exception = cause.exception

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.e2e.harness import assert_all_trained_once, balanced, children, finish, running, summary_of, wait_for_trained
+from tests.e2e.harness import assert_all_trained_once, balanced, children, finish, running, wait_for_trained
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("preloaded")]
 

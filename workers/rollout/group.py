@@ -9,6 +9,7 @@ import anyio
 import msgspec
 import structlog
 
+from envs.call import call_subject, describe_subject
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from stream.errors import DataError, PenstockError
@@ -118,6 +119,7 @@ class GroupRunner:
         self, prompt: Prompt, index: int, min_policy_version: int, progress: CompletionProgress
     ) -> Completion:
         structlog.contextvars.bind_contextvars(completion=index)
+        call_subject.set(describe_subject(f"environment {prompt.environment}, prompt {prompt.id}"))
         is_greedy = index == prompt.group_size
         chat, tool_format = self.chats[prompt.environment]
         async with self.pool.slot(prompt.environment) as slot:

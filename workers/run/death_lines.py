@@ -39,7 +39,9 @@ class DeathLines:
         prompts = [entry.prompt_id for entry in ([charged] if charged else held)]
         deaths = max(entry.deaths for entry in held)
         is_dead = charged is not None and charged.is_dead
-        log.warning("worker.died", name=name, how=how, prompts=prompts[:_MAX_PROMPTS], deaths=deaths, dead_letter=is_dead)
+        log.warning(
+            "worker.died", name=name, how=how, prompts=prompts[:_MAX_PROMPTS], deaths=deaths, dead_letter=is_dead
+        )
         self._print(f"{name} {how} {_describe(held, charged, prompts)}")
 
     def _print(self, line: str) -> None:

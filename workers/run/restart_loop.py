@@ -13,7 +13,7 @@ import structlog
 from stream.connection.run_connection import RunConnection
 from stream.errors import RunFailedError, ServerError
 from stream.operator.killed_workers import HeldEntry, release_worker
-from workers.run.child_process import ChildProcess, describe_exit
+from workers.run.child_process import ChildProcess
 from workers.run.death_lines import DeathLines
 from workers.run.restart_policy import (
     GiveUp,
@@ -90,6 +90,7 @@ class RestartLoop:
                     return
                 else:
                     killed = await anyio.to_thread.run_sync(was_killed_from_outside, code, oom_kills)
+                    killed = killed and not child.was_hanging
                     held = await self._release_work(child, code, killed_from_outside=killed)
                     uptime_s = time.monotonic() - started_at
                     decision = policy.decide(code, uptime_s, killed_from_outside=killed, held_work=bool(held))
@@ -108,9 +109,7 @@ class RestartLoop:
         self._reopened.set()
         self._reopened = anyio.Event()
 
-    async def _release_work(
-        self, child: ChildProcess, code: int, *, killed_from_outside: bool
-    ) -> list[HeldEntry]:
+    async def _release_work(self, child: ChildProcess, code: int, *, killed_from_outside: bool) -> list[HeldEntry]:
         """Give back what a worker held when it ended. Returns those entries for which its death is counted.
 
         No death of a trainer counts for its groups: it cannot work on one of them alone.
@@ -118,7 +117,7 @@ class RestartLoop:
         if child.spec.role not in _WORKERS or child.last_pid is None:
             return []
         cause = None if killed_from_outside else await anyio.to_thread.run_sync(child.last_cause)
-        how = f"the last one, {child.spec.name}, {describe_exit(code)}"
+        how = f"the last one, {child.spec.name}, {child.describe_end(code)}"
         held: list[HeldEntry] = []
         with anyio.move_on_after(_RELEASE_TIMEOUT_S):
             held = await release_worker(
@@ -128,7 +127,7 @@ class RestartLoop:
         log.info("worker.released", name=child.spec.name, entries=len(held))
         if child.spec.role == "train":
             return []
-        self._deaths.tell(child.spec.name, describe_exit(code), held)
+        self._deaths.tell(child.spec.name, child.describe_end(code), held)
         return held
 
     async def _prepare_restart(self, child: ChildProcess, code: int, decision: Restart | GiveUp) -> None:
@@ -143,7 +142,7 @@ class RestartLoop:
         if isinstance(decision, GiveUp):
             last_error = await anyio.to_thread.run_sync(child.last_error)
             raise RunFailedError(
-                f"{name} {describe_exit(code)}, and {decision.reason}: {last_error} (its log is {child.log_file})",
+                f"{name} {child.describe_end(code)}, and {decision.reason}: {last_error} (its log is {child.log_file})",
                 await anyio.to_thread.run_sync(child.last_cause),
             )
         if code == ExitCode.RECYCLE:

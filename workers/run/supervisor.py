@@ -256,7 +256,7 @@ class Supervisor:
     ) -> None:
         for spec in specs:
             if spec.role in roles:
-                child = ChildProcess(spec, self._log_folder, self._launcher)
+                child = ChildProcess(spec, self._log_folder, self._launcher, self._settings.hang_timeout_s)
                 self._children.add(child)
                 tasks.start_soon(restart_loop.keep_running, child)
 

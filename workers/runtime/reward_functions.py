@@ -7,6 +7,7 @@ from functools import partial
 import anyio
 import msgspec
 
+from envs.call import call_subject, describe_subject
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardBatch, RewardFunction
 from envs.rewards.call_results import CallResult
@@ -101,6 +102,7 @@ async def add_reward_parts(
     progress.activity, progress.pending = Activity.REWARD, pending
 
     async def call(position: int, function: RewardFunction) -> None:
+        call_subject.set(describe_subject(f"reward function {function.name}, prompt {group.prompt.id}"))
         found[position] = await measure_completions(group, completions, function, factory, timeout_s)
         pending.remove(function)
 

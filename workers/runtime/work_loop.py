@@ -150,9 +150,7 @@ async def _run_alone(
         await work()
 
 
-async def _run_job(
-    stage: Stage, lease: Lease, work: Callable[[], Awaitable[None]], limit: ConcurrencyLimit
-) -> None:
+async def _run_job(stage: Stage, lease: Lease, work: Callable[[], Awaitable[None]], limit: ConcurrencyLimit) -> None:
     structlog.contextvars.bind_contextvars(prompt=lease.prompt_id)  # in this task and those that it starts
     started = anyio.current_time()
     try:
