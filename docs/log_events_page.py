@@ -107,6 +107,7 @@ MEANINGS = {
     "role.ended": "The role's process ends.",
     "role.exited": "The supervisor saw a process end.",
     "role.failed": "The role failed; the supervisor quotes the error.",
+    "role.hanging": "A process's event loop did not turn for `queue.hang_timeout_s`; it is killed. `call` held it up.",
     "role.killed": "A process did not end in time (`run.shutdown_timeout_s`), and was killed.",
     "role.restarted": "A process is started again after a pause.",
     "role.started": "A process was started.",

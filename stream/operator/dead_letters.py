@@ -69,9 +69,7 @@ async def dead_letter_causes(connection: RunConnection) -> dict[str, ErrorCause]
 
 
 def _explain(letter: DeadLetter, prompts: Sequence[str]) -> ErrorCause:
-    """Return the cause of the last one of some prompts' dead letters, with the prompts, and with its message if that says
-    more than the exception.
-    """
+    """Return the cause of a dead letter, with its message if that says more, and with all prompts that ended so."""
     message, _, _ = letter.error.partition("\n")
     cause = letter.cause or ErrorCause(exception=message)
     exception = cause.exception

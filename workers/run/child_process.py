@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import structlog
 from msgspec.structs import replace
 
 from envs.call.call_memory import CallMemoryReader, RunningCall, make_call_memory
@@ -20,6 +21,8 @@ from workers.run.hang_watch import end_hanging, wait_until_hanging
 from workers.run.process_launcher import LaunchedProcess, ProcessLauncher
 from workers.run.role_specs import RoleSpec
 from workers.runtime.hang_guard import CALL_MEMORY
+
+log = structlog.get_logger()
 
 _LISTENING = re.compile(rb"^listening on (\S+)\n", re.MULTILINE)
 _POLL_S = 0.02
@@ -128,6 +131,9 @@ class ChildProcess:
         self.was_hanging = True
         call = await anyio.to_thread.run_sync(end_hanging, memory)
         self._last_calls = [call] if call else []
+        log.warning(
+            "role.hanging", name=self.spec.name, after_s=self._hang_timeout_s, call=call.text if call else "unknown"
+        )
         await anyio.sleep(_ABORT_S)
         process.kill_group()
 

@@ -42,7 +42,7 @@ class DeathLines:
         log.warning(
             "worker.died", name=name, how=how, prompts=prompts[:_MAX_PROMPTS], deaths=deaths, dead_letter=is_dead
         )
-        self._print(f"{name} {how} {_describe(held, charged, prompts)}")
+        self._print(f"{name} {how} {_describe(charged, prompts)}")
 
     def _print(self, line: str) -> None:
         self._lines += 1
@@ -52,7 +52,7 @@ class DeathLines:
             self._show("warning: further deaths of workers are in logs/supervisor.log (worker.died)")
 
 
-def _describe(held: Sequence[HeldEntry], charged: HeldEntry | None, prompts: Sequence[str]) -> str:
+def _describe(charged: HeldEntry | None, prompts: Sequence[str]) -> str:
     if charged is not None:
         end = ", which is a dead letter now" if charged.is_dead else ""
         ran = f" ({charged.ran})" if charged.ran else ""

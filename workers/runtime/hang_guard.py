@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 CALL_MEMORY: Final = "PENSTOCK_CALL_MEMORY"
 """Environment variable by which a supervisor names the memory that it made for a role."""
-_TURN_S: Final = 1.0
+_LONGEST_TURN_S: Final = 1.0
 _STDERR: Final = 2
 
 
@@ -31,6 +31,7 @@ class HangGuard:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._turn_s = min(_LONGEST_TURN_S, timeout_s / 4)
         self._memory = _open_memory()
         record_calls(self._memory)
 
@@ -42,7 +43,7 @@ class HangGuard:
                     self._memory.note_turn()
                 else:
                     faulthandler.dump_traceback_later(self._timeout_s, file=_STDERR, exit=True)
-                await anyio.sleep(_TURN_S)
+                await anyio.sleep(self._turn_s)
         finally:
             if self._memory is None:
                 faulthandler.cancel_dump_traceback_later()
