@@ -31,7 +31,7 @@ class DeathLines:
         Args:
             name: of the process.
             how: it ended: `was killed by SIGKILL`.
-            held: what it held; nothing is told if that is empty.
+            held: what it held; nothing is printed if that is empty.
         """
         if not held:
             return

@@ -133,7 +133,7 @@ class Queue(Section, frozen=True):
     retry of a failed entry or role waits 1/30 of it; the delay doubles, with jitter, up to 60 times."""
     max_attempts: PositiveInt = 5
     """Deliveries of one entry that fail, because of an engine for example, before it becomes a dead letter. An entry
-    whose own content fails becomes one after two. If its worker dies, whoever killed it, the first two times in a row
+    whose own content fails becomes one after two. If its worker dies, of whatever cause, the first two times in a row
     cost no attempt; then the entry is worked on alone, and each further death costs one."""
     reconnect_timeout_s: Seconds = 60.0
     """How long a worker tries to reach Redis or an engine before it gives up."""
