@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 
 import pytest
 
@@ -119,3 +121,40 @@ def test_a_suspended_role_is_replaced(project):
     lines = (project.run_folder / "logs" / "supervisor.log").read_text().splitlines()
     (hanging,) = [event for event in map(json.loads, lines) if event["event"] == "role.hanging"]
     assert (hanging["name"], hanging["after_s"]) == ("score-0", 3.0)
+
+
+PROBED = """
+import re, sys
+import anyio
+from workers.runtime.health import RoleHealth
+from workers.runtime.metrics_server import serve_metrics
+
+async def main():
+    async with serve_metrics("127.0.0.1:0", [], RoleHealth(), {}) as url:
+        print(url, flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.readline)
+        re.match("(a+)+$", "a" * 60 + "b")
+
+anyio.run(main)
+"""
+
+
+def test_a_liveness_probe_gets_no_answer_while_user_code_holds_the_interpreter():
+    command = [sys.executable, "-c", PROBED]
+    process = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        url = next(line.strip() for line in process.stdout if line.startswith("http"))
+        assert urllib.request.urlopen(f"{url}/health", timeout=10).status == 200
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        deadline = time.monotonic() + 30
+
+        def ask_until_it_hangs():
+            while time.monotonic() < deadline:
+                urllib.request.urlopen(f"{url}/health", timeout=1).close()
+
+        with pytest.raises(TimeoutError):
+            ask_until_it_hangs()
+    finally:
+        process.kill()
+        process.communicate()

@@ -14,7 +14,8 @@ from workers.runtime.exit_codes import ExitCode
 from workers.settings import Queue
 
 MAX_RESTARTS: Final = 5
-"""Restarts of one process within `RESTART_WINDOW_S`, not counting kills from outside and deaths of workers that held entries."""
+"""Restarts of one process within `RESTART_WINDOW_S`, not counting kills from outside, and deaths of workers that held
+entries."""
 RESTART_WINDOW_S: Final = 600.0
 QUICK_EXIT_S = 10.0
 MAX_QUICK_EXITS: Final = 3
