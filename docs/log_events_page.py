@@ -157,6 +157,7 @@ MEANINGS = {
     "work.available": "There is work again, after `work.waiting`.",
     "work.failed": "User code or the engine failed for this entry; it is given back.",
     "work.waiting": "The worker has had nothing to claim for a while.",
+    "user_code.waiting": "A call of user code has not returned for 10 seconds, or for 30, 90, 270, 810.",
     "worker.died": "A worker's process ended while it held these prompts; after two deaths in a row each runs alone.",
     "worker.recycle_requested": "User code left threads or memory behind: the worker drains and is restarted.",
     "worker.recycled": "The supervisor started a worker anew.",

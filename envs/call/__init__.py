@@ -10,7 +10,7 @@ raising, so nothing that user code raises, `SystemExit` included, reaches the wo
         case TimedOut(timeout_s): ...
 """
 
-from envs.call.call_memory import call_subject, describe_subject
+from envs.call.call_memory import call_subject, describe_subject, recorded_call
 from envs.call.causes import error_cause, outcome_cause
 from envs.call.outcomes import (
     Failed,
@@ -49,5 +49,6 @@ __all__ = [
     "is_async",
     "is_awaitable",
     "outcome_cause",
+    "recorded_call",
     "replace_surrogates",
 ]

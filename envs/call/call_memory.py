@@ -205,6 +205,19 @@ def current_slot() -> CallSlot | None:
     return None if _memory is None else _memory.slot()
 
 
+@contextmanager
+def recorded_call(text: str) -> Iterator[None]:
+    """Record user code that the body calls itself, in this thread."""
+    slot = current_slot()
+    if slot is not None:
+        slot.begin(describe_subject(text) + b"\0")
+    try:
+        yield
+    finally:
+        if slot is not None:
+            slot.end()
+
+
 def call_text(function: Callable[..., Any], arguments: Mapping[str, Any]) -> bytes:
     """Return what a slot says of a call: the subject, and the function's name."""
     function = arguments.get("method", function)  # a tool's: `call_tool` converts what it returns
@@ -216,4 +229,8 @@ def call_text(function: Callable[..., Any], arguments: Mapping[str, Any]) -> byt
 @lru_cache(maxsize=1024)
 def _name_part(name: str) -> bytes:
     """Return the end of a slot's text, after the subject; wrappers, such as those of reward functions, have no name."""
-    return b"\0" if "<locals>" in name else b" (%b)\0" % name.encode(errors="replace")[: _MAX_TEXT // 2 - 4]
+    return (
+        b"\0"
+        if name == "partial" or "<locals>" in name
+        else b" (%b)\0" % name.encode(errors="replace")[: _MAX_TEXT // 2 - 4]
+    )

@@ -120,7 +120,7 @@ def test_a_suspended_role_is_replaced(project):
     assert_all_trained_once(project, summary, 40)
     lines = (project.run_folder / "logs" / "supervisor.log").read_text().splitlines()
     (hanging,) = [event for event in map(json.loads, lines) if event["event"] == "role.hanging"]
-    assert (hanging["name"], hanging["after_s"]) == ("score-0", 3.0)
+    assert hanging["name"] == "score-0"
 
 
 PROBED = """
@@ -158,3 +158,37 @@ def test_a_liveness_probe_gets_no_answer_while_user_code_holds_the_interpreter()
     finally:
         process.kill()
         process.communicate()
+
+
+SLEEPY = """
+import time
+
+class Sleepy:
+    def __init__(self):
+        time.sleep(3600)
+
+    def reset(self, **row):
+        pass
+"""
+
+
+@pytest.mark.full
+def test_a_constructor_that_sleeps_is_named_after_ten_seconds_before_the_run_and_in_it(project):
+    (project.folder / "sleepy.py").write_text(SLEEPY)
+    project.table["environments"] = {"sleepy": f"{project.folder / 'sleepy.py'}:Sleepy"}
+    process = project.start("run", str(project.write()))
+    waits, began = [], time.monotonic()
+    try:
+        for line in process.stderr:
+            if line.startswith("waiting: "):
+                waits.append((line, time.monotonic() - began))
+            if any("rollout-0" in line or "score-0" in line for line, _ in waits):
+                break
+    finally:
+        process.terminate()
+        process.communicate()
+    assert [line.partition(" has not")[0] for line, _ in waits] == [
+        "waiting: environment sleepy, its module and constructor"
+    ] * 2
+    assert "(check)" in waits[0][0]
+    assert waits[0][1] >= 10

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import structlog
 from msgspec.structs import replace
 
 from envs.call.call_memory import CallMemoryReader, RunningCall, make_call_memory
@@ -21,8 +20,6 @@ from workers.run.hang_watch import end_hanging, wait_until_hanging
 from workers.run.process_launcher import LaunchedProcess, ProcessLauncher
 from workers.run.role_specs import RoleSpec
 from workers.runtime.hang_guard import CALL_MEMORY
-
-log = structlog.get_logger()
 
 _LISTENING = re.compile(rb"^listening on (\S+)\n", re.MULTILINE)
 _POLL_S = 0.02
@@ -65,6 +62,7 @@ class ChildProcess:
         self._hang_timeout_s = hang_timeout_s
         self._last_calls: list[RunningCall] = []
         """Calls of user code that the last instance was in when it ended; of one that hung, what held it up."""
+        self._memory: CallMemoryReader | None = None
         self._process: LaunchedProcess | None = None
         self._stop_requested = False
         self._log_start = self._searched_size = 0
@@ -85,10 +83,13 @@ class ChildProcess:
         if self._hang_timeout_s is None:
             return await self._run(on_listening, None)
         with make_call_memory() as memory:
-            code = await self._run(on_listening, memory)
-            if not self.was_hanging:
-                self._last_calls = memory.running_calls()
-            return code
+            self._memory = memory
+            try:
+                return await self._run(on_listening, memory)
+            finally:
+                self._memory = None
+                if not self.was_hanging:
+                    self._last_calls = memory.running_calls()
 
     async def _run(self, on_listening: Callable[[str], None] | None, memory: CallMemoryReader | None) -> int:
         spec = self.spec
@@ -131,11 +132,17 @@ class ChildProcess:
         self.was_hanging = True
         call = await anyio.to_thread.run_sync(end_hanging, memory)
         self._last_calls = [call] if call else []
-        log.warning(
-            "role.hanging", name=self.spec.name, after_s=self._hang_timeout_s, call=call.text if call else "unknown"
-        )
         await anyio.sleep(_ABORT_S)
         process.kill_group()
+
+    @property
+    def hanging_call(self) -> str:
+        """The call of user code that held up the last instance, if it was killed for that."""
+        return self._last_calls[0].text if self.was_hanging and self._last_calls else "unknown"
+
+    def running_calls(self) -> list[RunningCall]:
+        """Return the calls of user code that the process is in, the newest first; none if it is not watched."""
+        return self._memory.running_calls() if self._memory is not None else []
 
     def describe_end(self, code: int) -> str:
         """Describe how the last instance ended, and which calls of user code it was in."""

@@ -91,6 +91,8 @@ class RestartLoop:
                 else:
                     killed = await anyio.to_thread.run_sync(was_killed_from_outside, code, oom_kills)
                     killed = killed and not child.was_hanging
+                    if child.was_hanging:
+                        log.warning("role.hanging", name=child.spec.name, call=child.hanging_call)
                     held = await self._release_work(child, code, killed_from_outside=killed)
                     uptime_s = time.monotonic() - started_at
                     decision = policy.decide(code, uptime_s, killed_from_outside=killed, held_work=bool(held))

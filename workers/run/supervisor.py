@@ -50,6 +50,7 @@ from workers.run.run_ending import RunEnding
 from workers.run.run_info import RunInfo, remove_run_info, write_run_info
 from workers.run.sampled_completion import SampleSchedule
 from workers.run.stall_detector import StallDetector, describe_longest
+from workers.run.wait_lines import WaitLines
 from workers.settings import Settings
 from workers.train.training_warnings import read_warnings, warnings_size
 
@@ -123,6 +124,7 @@ class Supervisor:
         self._server_gone = False
         self._warnings_read = 0
         """Bytes of the trainer's warnings that were there before, or that were printed."""
+        self._waits = WaitLines()
         self._blocking_shown: set[str] = set()
         """Code that blocks a worker, as it was printed."""
         self._signals = 0
@@ -276,6 +278,9 @@ class Supervisor:
                 bottlenecks.observe(find_bottleneck(status, groups_in_flight(status)))
             await self._show_warnings()
             await self._show_blocking_code()
+            for wait in self._waits.observe(self._children.running_calls(), groups_in_flight(status) if status else ()):
+                log.warning("user_code.waiting", call=wait.call, after_s=round(wait.seconds), where=wait.where)
+                self._show(f"waiting: {wait.text}")
             await self._show_sample(connection, status, samples)
             if self._phase == _RUNNING and detector is None:  # starting engines have their own timeout
                 detector = StallDetector(self._settings.abort.stall_timeout_s)
@@ -286,6 +291,7 @@ class Supervisor:
 
     async def _stalled(self, connection: RunConnection, alarm: str) -> RunFailedError:
         """Return the error of a run without progress, with the code that blocks a worker or the last error of one."""
+        alarm += self._waits.longest
         blocked = await self._children.blocking_code(self._settings.abort.stall_timeout_s)
         if blocked is not None:
             return RunFailedError(f"{alarm}; {blocked.headline}", blocked)

@@ -7,7 +7,7 @@ from functools import partial
 import anyio
 import msgspec
 
-from envs.call import call_subject, describe_subject
+from envs.call import call_subject, describe_subject, recorded_call
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardBatch, RewardFunction
 from envs.rewards.call_results import CallResult
@@ -29,12 +29,12 @@ def load_factories(settings: Settings, *, with_tools: bool = True) -> dict[str, 
 
     `with_tools=False` is enough to restore snapshots, and needs no answer from the environments' servers.
     """
-    return {
-        name: EnvironmentFactory.load(environment, with_tools=with_tools)
-        if isinstance(environment, str)
-        else EnvironmentFactory.load(environment.ref, environment.args, with_tools=with_tools)
-        for name, environment in settings.environments.items()
-    }
+    factories = {}
+    for name, given in settings.environments.items():
+        ref, args = (given, {}) if isinstance(given, str) else (given.ref, given.args)
+        with recorded_call(f"environment {name}, its module and constructor"):
+            factories[name] = EnvironmentFactory.load(ref, args, with_tools=with_tools)
+    return factories
 
 
 def load_reward_functions(settings: Settings, *run_in: str) -> list[RewardFunction]:
@@ -53,7 +53,10 @@ def load_reward_function(settings: RewardSettings) -> RewardFunction:
         settings.environments,
         settings.none,
     )
-    return RewardFunction.load(settings.ref, settings.weight, settings.run_in, settings.name, settings.args, options)
+    with recorded_call(f"reward function {settings.name or settings.ref}, its module and constructor"):
+        return RewardFunction.load(
+            settings.ref, settings.weight, settings.run_in, settings.name, settings.args, options
+        )
 
 
 @asynccontextmanager
