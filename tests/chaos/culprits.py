@@ -197,9 +197,9 @@ def judge(case: Case, folder: Path, limit_s: float) -> None:
     """Make one run and check it."""
     project, began = write_project(case, folder), time.monotonic()
     source = "reward function culprit" if case.kind == "reward" else "environment culprit"
-    needles = [(f"prompts:0:{row}", source) for row in case.rows] or [(str(project.run_folder),)]
     with ExitStack() as disks:
         fill = mount(case, project.run_folder, disks)
+        needles = [(f"prompts:0:{row}", source) for row in case.rows] or [("disk", str(fill))]
         terminal = start(project, needles, "run", str(project.write()), "--no-check")
         fault_at = None
         if fill is not None:
