@@ -13,9 +13,12 @@ import structlog
 from stream.connection.run_connection import RunConnection
 from stream.errors import RunFailedError, ServerError
 from stream.operator.killed_workers import HeldEntry, release_worker
+from stream.operator.run_status import read_status
 from workers.run.child_process import ChildProcess
 from workers.run.death_lines import DeathLines
 from workers.run.restart_policy import (
+    MAX_LOST_IN_A_ROW,
+    FutileDeaths,
     GiveUp,
     Restart,
     RestartPolicy,
@@ -55,6 +58,8 @@ class RestartLoop:
         self._queue = queue
         self._ending = ending
         self._deaths = DeathLines(show)
+        self._futile_deaths: dict[str, FutileDeaths] = {}
+        """By role."""
         self._stopping = anyio.Event()
         self._reopened = anyio.Event()
 
@@ -115,6 +120,9 @@ class RestartLoop:
         """Give back what a worker held when it ended. Returns those entries for which its death is counted.
 
         No death of a trainer counts for its groups: it cannot work on one of them alone.
+
+        Raises:
+            RunFailedError: prompt after prompt is lost like this, and none is completed.
         """
         if child.spec.role not in _WORKERS or child.last_pid is None:
             return []
@@ -129,8 +137,22 @@ class RestartLoop:
         log.info("worker.released", name=child.spec.name, entries=len(held))
         if child.spec.role == "train":
             return []
+        if (lost := sum(entry.is_dead for entry in held)) and await self._is_futile(child.spec.role, lost):
+            raise RunFailedError(
+                f"the last {MAX_LOST_IN_A_ROW} prompts became dead letters because their workers died, and none was "
+                f"completed meanwhile: {how} (its log is {child.log_file})",
+                cause,
+            )
         self._deaths.tell(child.spec.name, child.describe_end(code), held)
         return held
+
+    async def _is_futile(self, role: str, lost: int) -> bool:
+        """Return whether a role has lost very many prompts and completed none."""
+        status = await read_status(self._connection)
+        passed = {"rollout": ("groups", "scored"), "score": ("scored",)}[role]
+        ended = status.balance["trained"] + status.balance["dropped"]
+        completed = ended + sum(status.stages[stage].depth - status.stages[stage].marked for stage in passed)
+        return self._futile_deaths.setdefault(role, FutileDeaths()).observe(completed, lost)
 
     async def _prepare_restart(self, child: ChildProcess, code: int, decision: Restart | GiveUp) -> None:
         """Wait until a process may be restarted.

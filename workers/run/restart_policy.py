@@ -20,6 +20,8 @@ RESTART_WINDOW_S: Final = 600.0
 QUICK_EXIT_S = 10.0
 MAX_QUICK_EXITS: Final = 3
 """Exits in a row within `QUICK_EXIT_S` of a start, after which a process is not restarted."""
+MAX_LOST_IN_A_ROW: Final = 100
+"""Prompts that deaths of workers may cost in a row, before the fault is not the prompts' but everywhere."""
 _MAX_KILL_BACKOFF: Final = 3
 """After this many kills in a row the delay does not grow any more."""
 _OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
@@ -94,6 +96,26 @@ class RestartPolicy:
             return GiveUp(f"it was restarted {MAX_RESTARTS} times within {minutes:g} minutes")
         self._recent.append(now)
         return Restart(self._backoff.delay_s(len(self._recent)))
+
+
+class FutileDeaths:
+    """Notices that a role loses prompt after prompt to deaths of its workers and completes none: it is broken."""
+
+    def __init__(self) -> None:
+        self._completed = -1
+        self._lost = 0
+
+    def observe(self, completed: int, lost: int) -> bool:
+        """Return whether `MAX_LOST_IN_A_ROW` prompts were lost since the last one was completed.
+
+        Args:
+            completed: groups that have passed the role so far.
+            lost: prompts that have just become dead letters because their workers died.
+        """
+        if completed != self._completed:
+            self._completed, self._lost = completed, 0
+        self._lost += lost
+        return self._lost >= MAX_LOST_IN_A_ROW
 
 
 def was_killed_from_outside(code: int, oom_kills_before: int) -> bool:
