@@ -278,9 +278,7 @@ class Supervisor:
                 bottlenecks.observe(find_bottleneck(status, groups_in_flight(status)))
             await self._show_warnings()
             await self._show_blocking_code()
-            for wait in self._waits.observe(self._children.running_calls(), groups_in_flight(status) if status else ()):
-                log.warning("user_code.waiting", call=wait.call, after_s=round(wait.seconds), where=wait.where)
-                self._show(f"waiting: {wait.text}")
+            self._waits.tell(self._show, self._children.running_calls(), groups_in_flight(status) if status else ())
             await self._show_sample(connection, status, samples)
             if self._phase == _RUNNING and detector is None:  # starting engines have their own timeout
                 detector = StallDetector(self._settings.abort.stall_timeout_s)

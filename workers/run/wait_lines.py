@@ -2,11 +2,15 @@
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
+
+import structlog
 
 from envs.call.call_memory import RunningCall
 from stream.queue.in_flight import Activity, GroupInFlight
+
+log = structlog.get_logger()
 
 _FIRST_S: Final = 10.0
 _FACTOR: Final = 3.0
@@ -60,6 +64,14 @@ class WaitLines:
                 self._times[wait.call] = times + 1
                 due.append(wait)
         return due
+
+    def tell(
+        self, show: Callable[[str], None], calls: Iterable[tuple[str, RunningCall]], groups: Sequence[GroupInFlight]
+    ) -> None:
+        """Log and show the waits that are due; arguments as of `observe`."""
+        for wait in self.observe(calls, groups):
+            log.warning("user_code.waiting", call=wait.call, after_s=round(wait.seconds), where=wait.where)
+            show(f"waiting: {wait.text}")
 
     @property
     def longest(self) -> str:
