@@ -47,7 +47,8 @@ TABLES = {"reads": "GET", "commands": "POST", "_PAGES": "GET", "_CHANGES": "POST
 """Names of the variables that hold routes."""
 PAGES = {
     "/metrics": "Metrics in Prometheus' text format.",
-    "/health": "200 while the role works; 503 with the reason if it is stuck.",
+    "/health": "200 while the role works; 503 with the reason if it is stuck; no answer while user code holds Python's "
+    "interpreter lock.",
     "/ready": "200 if the role can take work; 503 with the reason.",
     "/targets": "Of `penstock run`: the processes to scrape, for Prometheus' HTTP service discovery.",
 }
