@@ -31,10 +31,13 @@ def folder(tmp_path, run_name, redis_url):
 @asynccontextmanager
 async def browser(folder, *, allow_changes=False):
     catalog = await anyio.to_thread.run_sync(RunCatalog, [str(folder)])
-    async with serve_dashboard(catalog, Access(allow_changes=allow_changes), 0) as url:
+    access = Access(token="t", allow_changes=True) if allow_changes else Access()
+    async with serve_dashboard(catalog, access, 0) as url:
         base = f"{url}/runs/{folder.name}/"
         timeout = aiohttp.ClientTimeout(total=20)
-        async with aiohttp.ClientSession(base, headers={"Origin": url}, timeout=timeout) as session:
+        async with aiohttp.ClientSession(
+            base, headers={"Origin": url, "Authorization": "Bearer t"}, timeout=timeout
+        ) as session:
             yield session
 
 
