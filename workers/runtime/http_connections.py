@@ -43,7 +43,7 @@ class ConnectionLimit:
     def __init__(self, max_connections: int) -> None:
         files = _max_files()
         self._max_connections = min(max_connections, files // 2)
-        self._backlog = min(_MAX_BACKLOG, files // 8)
+        self._backlog = min(_MAX_BACKLOG, files // 4)
         """Connections that the system holds until they are accepted; an event loop may accept all of them at once."""
         self._arriving: dict[_Connection, None] = {}
         """Without a whole request, the oldest first."""
