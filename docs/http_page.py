@@ -55,14 +55,14 @@ in a private network without browsers.
 
 | limit | value |
 |---|---|
-| connections of a server | 1,024 (engine and reward model 4,096, metrics 128), and at most half of `ulimit -n` |
+| connections of a server | 1,024 (engine and reward model 4,096, metrics 256), and at most half of `ulimit -n` |
 | head of the first request | 10 s; of the next one 75 s after the answer |
 | body | 60 s |
 | a client that does not read its answer | 60 s |
 
-The other half of `ulimit -n` is for the process's own work. If there are too many connections, the oldest one without a
-whole request makes room for the newest, so that clients who send requests get in. If all wait for answers, a new one
-gets 503 with `Retry-After`. The log says so once a minute at most (`http.connections_limited`)."""  # noqa: E501
+The other half of `ulimit -n` is for the process's own work. If there are too many connections, the one that has waited
+longest for its client makes room for the newest, so that clients who send requests get in. If all wait for answers, a new one
+waits, too. The log says so once a minute at most (`http.connections_limited`)."""  # noqa: E501
 SERVERS = {
     "Local engine (`penstock serve`)": (
         "Compatible with vLLM's routes of the same names, whose answers it copies. Errors have OpenAI's form.",

@@ -2,9 +2,11 @@
 
 import ast
 from pathlib import Path
+from urllib.parse import urlencode
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from tests.cases.servers import SERVERS, TOKEN, Served, Watched, served
 
@@ -98,6 +100,83 @@ async def test_a_change_through_the_dashboard_needs_its_token(watched, tmp_path,
         known = form | {"Authorization": f"Bearer {TOKEN}"}
         assert await ask(server, "POST", "/runs/{run}/dead", known, b"action=drop&reason=data") == 303
         assert await server.read_state() == 0
+
+
+@pytest.mark.parametrize("name", [name for name in SERVERS if not name.startswith("dashboard")])
+async def test_a_body_that_is_nested_too_deeply_is_the_clients_fault(name, watched, tmp_path, pipe, redis_url):
+    deep = b"[" * 200_000 + b"]" * 200_000
+    bodies = [deep, b'{"messages": ' + deep + b"}", b'{"messages": [{"role": "user", "content": ' + deep + b"}]}"]
+    bodies += [
+        b'{"update_info": ' + deep + b"}",
+        b'{"input": ' + deep + b"}",
+        b'{"chat_template_kwargs": ' + deep + b"}",
+    ]
+    for shallow in (b"[" * 900 + b"]" * 900, b'{"a": ' * 900 + b"1" + b"}" * 900, b"7", b'"text"', b"[7]", b"{}"):
+        bodies += [b'{"messages": [{"role": "user", "content": ' + shallow + b"}]}", b'{"messages": ' + shallow + b"}"]
+        bodies += [b'{"messages": [{"role": ' + shallow + b', "content": "a"}]}']
+        asked = b'{"messages": [{"role": "user", "content": "a"}], '
+        bodies += [asked + b'"tools": ' + shallow + b"}", asked + b'"tools": [{"function": ' + shallow + b"}]}"]
+        bodies += [b'{"messages": [{"role": "tool", "tool_call_id": ' + shallow + b', "content": "a"}]}']
+    async with served(name, tmp_path, pipe, redis_url) as server:
+        posts = [path for method, path in watched.routes() if method not in READS]
+        for path in posts:
+            for body in bodies:
+                assert await ask(server, "POST", path, JSON, body) < 500, (path, body[:60])
+
+
+PARAMETERS = {
+    "groups": ("step", "version", "reward", "end", "prompt", "before", "at"),
+    "group": ("id", "tokens", "row", "color"),
+    "timeline": ("step", "before"),
+    "dead": ("after", "reason", "stage", "done"),
+    "dead/letter": ("id",),
+    "group/message": ("id", "completion", "start"),
+    "group/tokens": ("id", "completion", "tokens", "row", "start"),
+}
+"""Of the pages of a run."""
+ODD_VALUES = [
+    "9" * 5000,
+    "9" * 20,
+    "-1",
+    "1e999",
+    "nan..nan",
+    "\u0661\u0661",  # digits, but not of an address
+    "\u0661-\u0661",
+    f"{'9' * 20}-{'9' * 20}",
+    "\x00",
+    "a" * 4000,
+    "%",
+]
+
+
+async def test_no_address_makes_a_page_fail(tmp_path, pipe, redis_url):
+    failed = []
+    async with served("dashboard", tmp_path, pipe, redis_url) as server, aiohttp.ClientSession() as session:
+        cases = [(page, name, value) for page, names in PARAMETERS.items() for name in names for value in ODD_VALUES]
+        cases += [("groups?at=trainer", "before", value) for value in ODD_VALUES]
+        for page, name, value in cases:
+            address = f"{server.url}/runs/{tmp_path.name}/{page}{'&' if '?' in page else '?'}{urlencode({name: value})}"
+            async with session.get(URL(address, encoded=True)) as response:
+                if response.status == 500:  # 503 says what is wrong
+                    failed.append((page, name, value[:20], response.status))
+    assert failed == []
+
+
+async def test_an_address_puts_no_text_on_the_page_of_dead_letters(tmp_path, pipe, redis_url):
+    async with (
+        served("dashboard with a token", tmp_path, pipe, redis_url) as server,
+        aiohttp.ClientSession() as session,
+    ):
+        page = f"{server.url}/runs/{tmp_path.name}/dead"
+        async with session.get(page, params={"done": "all is lost"}, headers=server.headers) as response:
+            assert "all is lost" not in await response.text()
+        form = {"action": "drop", "reason": "data"}
+        async with session.post(page, data=form, headers=server.headers, allow_redirects=False) as response:
+            next_page = server.url + response.headers["Location"]
+        async with session.get(next_page, headers=server.headers) as response:
+            assert "dropped 1 dead letter" in await response.text()
+        async with session.get(next_page, headers=server.headers) as response:
+            assert "dropped 1 dead letter" not in await response.text()
 
 
 def test_every_server_of_the_product_is_in_these_tests():

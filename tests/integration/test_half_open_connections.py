@@ -146,7 +146,7 @@ async def test_a_client_that_does_not_read_its_answer_is_not_waited_for():
 
 
 @pytest.mark.usefixtures("few_files")
-async def test_connections_that_wait_for_answers_make_no_room_and_a_further_one_is_asked_to_come_again():
+async def test_connections_that_wait_for_answers_make_no_room_and_a_further_one_waits():
     release, waiting = anyio.Event(), []
 
     async def answer(_: web.Request) -> web.Response:
@@ -171,6 +171,12 @@ async def test_connections_that_wait_for_answers_make_no_room_and_a_further_one_
                 while len(waiting) < LIMIT:
                     await anyio.sleep(0.01)
             async with await connected(url) as stream:
-                assert (await stream.receive()).startswith(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n")
-            release.set()
+                await stream.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                with anyio.move_on_after(0.5) as waited:
+                    await stream.receive()
+                assert waited.cancelled_caught
+                assert len(waiting) == LIMIT
+                release.set()
+                with anyio.fail_after(10):
+                    assert (await stream.receive()).startswith(b"HTTP/1.1 200")
     assert results == [200] * LIMIT

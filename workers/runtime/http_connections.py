@@ -7,10 +7,14 @@ so that clients with whole requests always get in.
 
 import asyncio  # noqa: TID251  (anyio has no transports and protocols)
 import resource
+import socket
+from collections.abc import Callable
 from typing import Final, cast
 
+import anyio
 import structlog
 from aiohttp import web
+from anyio.abc import SocketAttribute
 
 from stream.errors import EngineError
 
@@ -27,8 +31,11 @@ STALLED_S: Final = 60.0
 """While the client does not read an answer."""
 _NEVER: Final = float("inf")
 _LOG_INTERVAL_S: Final = 60.0
-_MAX_BACKLOG: Final = 1024
-_BUSY: Final = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+_BACKLOG: Final = 1024
+"""Connections that wait in the system until they are accepted."""
+_ACCEPTED_AT_ONCE: Final = 16
+"""In one round of the event loop: requests of accepted connections are read before others take their place."""
+_OUT_OF_FILES_S: Final = 1.0
 
 
 class ConnectionLimit:
@@ -41,21 +48,23 @@ class ConnectionLimit:
     """
 
     def __init__(self, max_connections: int) -> None:
-        files = _max_files()
-        self._max_connections = min(max_connections, files // 2)
-        self._backlog = min(_MAX_BACKLOG, files // 4)
-        """Connections that the system holds until they are accepted; an event loop may accept all of them at once."""
-        self._arriving: dict[_Connection, None] = {}
-        """Without a whole request, the oldest first."""
-        self._idle: dict[_Connection, None] = {}
-        """Between two requests, the one that has waited longest first."""
+        self._max_connections = min(max_connections, _max_files() // 2)
+        self._loop = asyncio.get_running_loop()
+        self._server: Callable[[], web.RequestHandler]
+        self._sockets: list[socket.socket] = []
+        self._opening: set[asyncio.Task[object]] = set()
         self._by_handler: dict[web.RequestHandler, _Connection] = {}
+        self._waiting: dict[_Connection, None] = {}
+        """Those that wait for their client to send something, the one that has waited longest first."""
+        self._count = 0
+        """Of open connections, those that are being accepted included."""
+        self._is_accepting = False
         self._address = ""
         self._ended_count = 0
         self._logged_at = -_LOG_INTERVAL_S
 
-    async def accept(self, server: web.Server, host: str, port: int) -> asyncio.Server:
-        """Listen at an address.
+    async def start_accepting(self, server: Callable[[], web.RequestHandler], host: str, port: int) -> int:
+        """Accept connections at an address until `stop_accepting`. Returns the port.
 
         Args:
             server: makes aiohttp's protocol for each connection.
@@ -65,13 +74,68 @@ class ConnectionLimit:
         Raises:
             EngineError: the address is taken, or none of this machine's.
         """
-        loop = asyncio.get_running_loop()
+        self._server = server
         try:
-            listening = await loop.create_server(lambda: _Connection(self, server), host, port, backlog=self._backlog)
+            listener = await anyio.create_tcp_listener(local_host=host or None, local_port=port, backlog=_BACKLOG)
         except OSError as error:
             raise EngineError(f"cannot listen on {host}:{port}: {error}; choose another port") from error
-        self._address = f"{host}:{listening.sockets[0].getsockname()[1]}"
-        return listening
+        self._sockets = [part.extra(SocketAttribute.raw_socket) for part in listener.listeners]  # noqa: S610  (not Django)
+        port = int(self._sockets[0].getsockname()[1])
+        self._address = f"{host}:{port}"
+        self._accept_again()
+        return port
+
+    def stop_accepting(self) -> None:
+        """Close the listening sockets."""
+        self._pause_accepting()
+        for listening in self._sockets:
+            listening.close()
+        self._sockets = []
+
+    def _accept_again(self) -> None:
+        if not self._is_accepting:
+            for listening in self._sockets:
+                self._loop.add_reader(listening, self._accept, listening)
+            self._is_accepting = bool(self._sockets)
+
+    def _pause_accepting(self) -> None:
+        self._is_accepting = False
+        for listening in self._sockets:
+            self._loop.remove_reader(listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        """Accept what waits at a socket, some at a time."""
+        for _ in range(_ACCEPTED_AT_ONCE):
+            if self._is_full and not self._waiting:
+                self._log_limit()
+                self._pause_accepting()  # until one of the connections has its answer
+                return
+            try:
+                client, _address = listening.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:  # the client has left already
+                continue
+            except OSError as error:
+                log.warning("http.cannot_accept", address=self._address, why=str(error), again_after_s=_OUT_OF_FILES_S)
+                self._pause_accepting()
+                self._loop.call_later(_OUT_OF_FILES_S, self._accept_again)
+                return
+            if self._is_full:
+                self._make_room()
+            self._count += 1
+            client.setblocking(False)
+            # A callback of the loop cannot wait; this ends at once.
+            opening = self._loop.create_task(self._open(client))
+            self._opening.add(opening)
+            opening.add_done_callback(self._opening.discard)
+
+    async def _open(self, client: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: _Connection(self, self._server()), client)
+        except OSError:  # the client has left already
+            self._count -= 1
+            client.close()
 
     def begin_request(self, request: web.Request) -> None:
         """Note that the head of a request is there; a middleware calls it, in the task that answers the request."""
@@ -88,50 +152,40 @@ class ConnectionLimit:
         for connection in tuple(self._by_handler.values()):
             connection.abort()
 
-    def make_room(self) -> bool:
-        """Let another connection in, if need be by ending the oldest that brings no request.
+    @property
+    def _is_full(self) -> bool:
+        return self._count >= self._max_connections
 
-        Returns False if all connections wait for answers.
-        """
-        if len(self._by_handler) < self._max_connections:
-            return True
-        oldest = next(iter(self._arriving), None) or next(iter(self._idle), None)
-        if oldest is not None:
-            oldest.abort()
+    def _make_room(self) -> None:
+        """End the connection that has waited longest for its client."""
+        next(iter(self._waiting)).abort()
+        self._ended_count += 1
         self._log_limit()
-        return oldest is not None
 
     def add(self, connection: "_Connection", handler: web.RequestHandler) -> None:
         """Add a new connection."""
         self._by_handler[handler] = connection
-        self._arriving[connection] = None
+        self._waiting[connection] = None
 
     def discard(self, connection: "_Connection", handler: web.RequestHandler) -> None:
         """Forget a connection that has ended."""
-        self._by_handler.pop(handler, None)
-        self._leave(connection)
+        if self._by_handler.pop(handler, None) is not None:
+            self._count -= 1
+            self._waiting.pop(connection, None)
+            self._accept_again()
 
-    def set_arriving(self, connection: "_Connection") -> None:
-        """Note that the body of a request is expected."""
-        self._leave(connection)
-        self._arriving[connection] = None
+    def set_waiting(self, connection: "_Connection") -> None:
+        """Note that a connection waits for its client from now on: it may have to make room."""
+        self._waiting.pop(connection, None)
+        self._waiting[connection] = None
+        self._accept_again()
 
     def set_answering(self, connection: "_Connection") -> None:
         """Note that a whole request is there: its connection makes no room for others."""
-        self._leave(connection)
-
-    def set_idle(self, connection: "_Connection") -> None:
-        """Note that an answer was sent."""
-        self._leave(connection)
-        self._idle[connection] = None
-
-    def _leave(self, connection: "_Connection") -> None:
-        self._arriving.pop(connection, None)
-        self._idle.pop(connection, None)
+        self._waiting.pop(connection, None)
 
     def _log_limit(self) -> None:
-        self._ended_count += 1
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         if now - self._logged_at < _LOG_INTERVAL_S:
             return
         log.warning(
@@ -147,11 +201,9 @@ class ConnectionLimit:
 class _Connection(asyncio.Protocol):
     """One connection: passes everything on to aiohttp's protocol, and ends if the client keeps the server waiting."""
 
-    def __init__(self, limit: ConnectionLimit, server: web.Server) -> None:
-        self._limit, self._server = limit, server
+    def __init__(self, limit: ConnectionLimit, handler: web.RequestHandler) -> None:
+        self._limit, self._handler = limit, handler
         self._loop = asyncio.get_running_loop()
-        self._handler: web.RequestHandler | None = None
-        """None if there are too many connections."""
         self._request: web.Request | None = None
         """The one that is being answered."""
         self._timer: asyncio.TimerHandle | None = None
@@ -162,49 +214,39 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)
-        if not self._limit.make_room():
-            self._transport.write(_BUSY)
-            self._transport.close()
-            return
-        self._handler = self._server()
         self._limit.add(self, self._handler)
         self._handler.connection_made(transport)
         self._wait(HEAD_S)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
-        if self._handler is not None:
-            self._handler.data_received(data)
+        self._handler.data_received(data)
 
     def eof_received(self) -> None:
         """See `asyncio.Protocol`."""
-        if self._handler is not None:
-            self._handler.eof_received()
+        self._handler.eof_received()
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
         self._stalled_deadline = self._loop.time() + STALLED_S
         self._schedule(self._stalled_deadline)
-        if self._handler is not None:
-            self._handler.pause_writing()
+        self._handler.pause_writing()
 
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
         self._stalled_deadline = _NEVER
-        if self._handler is not None:
-            self._handler.resume_writing()
+        self._handler.resume_writing()
 
     def connection_lost(self, error: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         self._forget()
-        if self._handler is not None:
-            self._handler.connection_lost(error)
+        self._handler.connection_lost(error)
 
     def begin(self, request: web.Request) -> None:
         """Expect the body of a request, whose head is there."""
         self._request = request
         if not self._is_ended:
-            self._limit.set_arriving(self)
+            self._limit.set_waiting(self)
             self._wait(BODY_S)
 
     def expect_answer(self, request: web.Request) -> None:
@@ -218,7 +260,7 @@ class _Connection(asyncio.Protocol):
         if self._request is request:  # a client may send the next one before
             self._request = None
             if not self._is_ended:
-                self._limit.set_idle(self)
+                self._limit.set_waiting(self)
                 self._wait(IDLE_S)
 
     def abort(self) -> None:
@@ -230,8 +272,7 @@ class _Connection(asyncio.Protocol):
         self._is_ended = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._handler is not None:
-            self._limit.discard(self, self._handler)
+        self._limit.discard(self, self._handler)
 
     def _wait(self, time_s: float) -> None:
         self._deadline = self._loop.time() + time_s

@@ -56,14 +56,14 @@ async def listen(
     app.middlewares.insert(0, _entrance(rules or AccessRules(host=host), limit))
     await runner.setup()
     try:
-        server = await limit.accept(cast(web.Server, runner.server), host, port)
+        port = await limit.start_accepting(cast(web.Server, runner.server), host, port)
         try:
-            yield server_url(host, server.sockets[0].getsockname()[1])
+            yield server_url(host, port)
         finally:
+            limit.stop_accepting()
             with anyio.CancelScope(shield=True):
                 for _ in range(_ROUNDS_OF_ACCEPTING):
                     await checkpoint()
-            server.close()
     finally:
         with anyio.CancelScope(shield=True):
             await runner.cleanup()
@@ -98,6 +98,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return await handler(request)
     except EngineRefusedError as error:
         return error_response(400, str(error))
+    except RecursionError:  # nothing here recurses but over what a request holds
+        return error_response(400, "the request is nested too deeply")
     except EngineError as error:
         return error_response(500, str(error))
 

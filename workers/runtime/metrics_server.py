@@ -30,7 +30,7 @@ log = structlog.get_logger()
 _MAX_AGE_S = 1.0
 _ANSWER_TIMEOUT_S = 2.0
 """Seconds for the event loop to read what a scrape needs."""
-_MAX_CONNECTIONS: Final = 128
+_MAX_CONNECTIONS: Final = 256
 _MAX_THREADS: Final = 4
 """Threads that read figures for answers; further requests wait for one."""
 
