@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 from tests.cases.half_open import HalfOpen
-from tests.e2e.harness import Project, assert_all_trained_once, finish, running
+from tests.e2e.harness import Project, balanced, running
 from tests.e2e.test_metrics import free_ports, get, wait_until
 from tests.preload.fixtures import pid_of
 
 CLIENTS = 2000
 """Half-open connections to each server."""
-PROMPTS = 60
+PROMPTS = 40
 LIMITS = {"engine": 4096, "agent endpoint": 1024, "weights": 1024, "dashboard": 1024, "metrics": 256}
 MORE_FILES = 300
 """Files that a process has open besides connections."""
@@ -91,7 +91,7 @@ class Watch(threading.Thread):
 
 def _role_of(process: psutil.Process) -> str:
     command = process.cmdline()
-    return command[command.index("workers") + 1] if "workers" in command else Path(command[0]).name
+    return command[command.index("workers") + 1] if "workers" in command else Path((command or ["ended"])[0]).name
 
 
 def addresses(project: Project, metrics: str) -> dict[str, str] | None:
@@ -139,7 +139,9 @@ def test_a_run_goes_on_beside_thousands_of_half_open_connections_to_each_of_its_
         for thread in (watch, *attacks.values()):
             thread.start()
         try:
-            summary = finish(process, project)
+            out, err = process.communicate(timeout=400)
+            assert process.returncode == 0, f"{err[-2000:]}\n{project.logs()}"
+            summary = json.loads(out)
         finally:
             for thread in (watch, *attacks.values()):
                 thread.stopping.set()
@@ -154,16 +156,20 @@ def test_a_run_goes_on_beside_thousands_of_half_open_connections_to_each_of_its_
         "growth in MB": growth,
         "median seconds of a request": {name: statistics.median(waited) for name, waited in watch.waited_s.items()},
         "longest": {name: max(waited) for name, waited in watch.waited_s.items()},
-        "answered": {name: f"{all_.count(200)} of {len(all_)}" for name, all_ in watch.statuses.items()},
+        "answered": {name: f"{asked.count(200)} of {len(asked)}" for name, asked in watch.statuses.items()},
     }
     print(json.dumps(report, indent=1))
-    assert_all_trained_once(project, summary, PROMPTS)
+    assert balanced(summary)
+    assert (summary["fed"], summary["outstanding"], summary["dead"]) == (PROMPTS, 0, 0)
+    assert len({line["prompt"] for line in project.ledger()}) == len(project.ledger()) == PROMPTS
     assert summary["completion_states"].keys() == {"valid"}
     for name, attack in attacks.items():
         assert attack.opened >= CLIENTS, name
         assert attack.most <= min(CLIENTS, LIMITS[name] + CLIENTS // 10), report
     for name, files in watch.files.items():
-        assert files <= max(LIMITS.values()) // 2 + MORE_FILES, (name, report)
+        assert files <= CLIENTS + MORE_FILES, (name, report)
     assert max(growth.values()) <= MAX_GROWTH_MB, report
     for name, statuses in watch.statuses.items():
-        assert statuses.count(200) >= 0.9 * (len(statuses) - 2), (name, report)  # the server ends with the run
+        assert 200 in statuses, (name, report)
+        until_it_ended = statuses[: len(statuses) - statuses[::-1].index(200)]
+        assert until_it_ended.count(200) >= 0.9 * len(until_it_ended), (name, report)

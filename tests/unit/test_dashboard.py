@@ -155,10 +155,13 @@ async def test_dashboards_on_one_machine_keep_their_tokens_apart(folder):
                 assert response.status == 200
 
 
-async def test_nothing_is_changed_unless_that_is_allowed_and_this_page_asks(folder):
-    async with browser(folder) as session, session.post("/runs/a%20run/dead") as response:
-        assert response.status == 403
-        assert "--allow-changes" in await response.text()
+@pytest.mark.parametrize("token", ["", TOKEN])
+async def test_nothing_is_changed_unless_that_is_allowed(folder, token):
+    async with browser(folder, Access(token=token), Authorization=f"Bearer {token}") as session:
+        headers = {"Origin": str(session._base_url).rstrip("/")}
+        async with session.post("/runs/a%20run/dead", headers=headers) as response:
+            assert response.status == 403
+            assert "--allow-changes" in await response.text()
 
 
 def test_what_a_run_says_is_text_with_visible_control_characters():
