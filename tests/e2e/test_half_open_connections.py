@@ -21,8 +21,10 @@ from tests.preload.fixtures import pid_of
 CLIENTS = 2000
 """Half-open connections to each server."""
 PROMPTS = 40
-LIMITS = {"engine": 4096, "agent endpoint": 1024, "weights": 1024, "dashboard": 1024, "metrics": 256}
-MORE_FILES = 300
+SERVERS = ("engine", "agent endpoint", "weights", "dashboard", "metrics")
+MAX_CONNECTIONS = {"serve": CLIENTS, "rollout": 1024, "train": 1024, "dashboard": 1024}
+"""Of the processes; of the supervisor, which serves metrics, 256."""
+MORE_FILES = 150
 """Files that a process has open besides connections."""
 MAX_GROWTH_MB = 200
 AGENT = """
@@ -106,14 +108,14 @@ def addresses(project: Project, metrics: str) -> dict[str, str] | None:
     dashboard = next((project.run_folder / "logs").glob("dashboard*"), None)
     if dashboard is not None and (url := re.search(r"127\.0\.0\.1:\d+", dashboard.read_text())):
         found["dashboard"] = url[0]
-    return found if found.keys() == LIMITS.keys() else None
+    return found if found.keys() == set(SERVERS) else None
 
 
 @pytest.fixture
 def many_files():
     """This process may open as many files as there are connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(LIMITS) * CLIENTS + 1000
+    needed = len(SERVERS) * CLIENTS + 1000
     if hard != resource.RLIM_INFINITY and hard < needed:
         pytest.skip(f"needs {needed} open files, and the limit is {hard}: ulimit -Hn")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
@@ -165,9 +167,8 @@ def test_a_run_goes_on_beside_thousands_of_half_open_connections_to_each_of_its_
     assert summary["completion_states"].keys() == {"valid"}
     for name, attack in attacks.items():
         assert attack.opened >= CLIENTS, name
-        assert attack.most <= min(CLIENTS, LIMITS[name] + CLIENTS // 10), report
     for name, files in watch.files.items():
-        assert files <= CLIENTS + MORE_FILES, (name, report)
+        assert files <= MAX_CONNECTIONS.get(name, 256) + MORE_FILES, (name, report)
     assert max(growth.values()) <= MAX_GROWTH_MB, report
     for name, statuses in watch.statuses.items():
         assert 200 in statuses, (name, report)

@@ -111,11 +111,12 @@ class Recorder:
         self._request_scope.cancel()
 
     async def _complete(self, request: Mapping[str, Any], *, is_retry: bool) -> Reply:
-        messages, tools = parse_messages(request.get("messages")), parse_tools(request.get("tools"))
+        messages = parse_messages(request.get("messages"))
         try:
-            key = msgspec.msgpack.encode([messages, tools])
+            key = msgspec.msgpack.encode([messages, request.get("tools")])
         except (ValueError, OverflowError, RecursionError) as error:
             raise EngineRefusedError(f"the request holds values that a record cannot hold: {error}") from error
+        tools = parse_tools(request.get("tools"))
         if is_retry and self._last_reply is not None and self._last_reply[0] == key:
             return self._last_reply[1]
         limits = self._context.limits
