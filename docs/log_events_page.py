@@ -74,6 +74,8 @@ MEANINGS = {
     "folder_lock.unsupported": "The file system has no locks; the lease alone protects the run's folder.",
     "fork_server.lost": "A process that starts roles quickly is gone; roles start the slow way.",
     "group.duplicate": "A second copy of a group arrived; it ends as a duplicate, and counts nowhere.",
+    "http.cannot_accept": "A server cannot take a connection, for want of files mostly; it tries again.",
+    "http.connections_limited": "A server has too many connections; those that brought no request made room.",
     "in_flight.report_failed": "A worker's report for `penstock inflight` was not stored.",
     "ledger.rebuilt": "The ledger was damaged; archive and server have all that it had, and it was written anew.",
     "lease.lost": "The lease expired or was taken; another worker has the entry, and this result is discarded.",

@@ -118,7 +118,7 @@ async def _resolve(connection: RunConnection, letter_ids: Sequence[str], action:
 
 
 def _check_id(connection: RunConnection, letter_id: str) -> str:
-    if not re.fullmatch(r"\d{1,20}-\d{1,20}", letter_id):
+    if not re.fullmatch(r"[0-9]{1,19}-[0-9]{1,19}", letter_id):
         raise _unknown_letter(connection, letter_id)
     return letter_id
 
