@@ -2,23 +2,38 @@
 
 ::
 
-    [environments.wordle]
+    [environments.tictactoe]
     ref = "textarena"
-    args = { id = "Wordle-v0" }
+    args = { id = "TicTacToe-v0", opponent = "rivals.py:move" }
 
     [data]
     rows = 1000                     # games; no file is needed
+
+Games are played in child processes, in a sandbox where this machine makes them. The opponent's function runs in the
+worker.
 """
 
+import math
+import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-from envs.call import describe_error
+import msgspec
+
+from envs.adapters.textarena_replay import HANDLER, Game, GameMoves, GameState, make_game
+from envs.call import Failed, Ok, describe_error, describe_failure
 from envs.extras import import_extra
+from envs.processes.isolation import Isolation, IsolationKind, strongest_isolation
+from envs.processes.shared_pools import run_in_pool
 from envs.references import resolve
-from stream.errors import EnvironmentFailure
+from envs.sandboxes.process import warn_without_sandbox
+from stream.errors import EnvironmentFailure, ReferenceNotFoundError
+from stream.validity import Measured, RewardReason
 
 Opponent = Callable[[str], str]
+_POOL_TIMEOUT_FACTOR = 2.0
+"""A child that does not return in this many times the deadline of its move is killed."""
 
 
 class TextArena:
@@ -28,6 +43,11 @@ class TextArena:
         id: id of a registered game, such as `Wordle-v0`.
         opponent: function, or reference to one, from an observation to a move, for the other players.
         num_players: number of players; default: 1, or 2 with an opponent.
+        isolation: `sandbox`, the default: the game sees nothing of this machine; where no sandbox can be made it is
+            played as with `process`: in a child process without the worker's environment. `none`: in the worker, for a
+            game that is not the same when it is played again, or needs the worker's environment.
+        timeout_s: for a move, in wall and in processor time.
+        worst: reward of a move that the game cannot play, because it raises or takes too long.
 
     Attributes:
         moves: the model's moves.
@@ -36,28 +56,62 @@ class TextArena:
         done: the game is over.
     """
 
-    def __init__(self, id: str, opponent: str | Opponent | None = None, num_players: int = 0) -> None:  # noqa: A002  (textarena's word)
+    without_sandbox: ClassVar[str] = "games are played in child processes that can read files and use the network"
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002  (textarena's word)
+        opponent: str | Opponent | None = None,
+        num_players: int = 0,
+        *,
+        isolation: IsolationKind = "sandbox",
+        timeout_s: float = 5.0,
+        worst: float = -1.0,
+    ) -> None:
         self.id = id
         self.moves: list[str] = []
         self.rewards: dict[int, float] = {}
         self.info: dict[str, Any] = {}
         self.done = False
-        self._observation = self._seen = ""
+        self._seen = ""
+        self._worst, self._timeout_s = worst, timeout_s
+        self._unplayable: Measured | None = None
         self._players = num_players or (1 if opponent is None else 2)
         self._opponent: Any = resolve(opponent, None).target if isinstance(opponent, str) else opponent
-        self._game: Any = import_extra("textarena", "textarena").make(id)
+        if id not in import_extra("textarena.envs.registration", "textarena").ENV_REGISTRY:
+            raise ReferenceNotFoundError(f"textarena has no game {id!r}: textarena.pprint_registry_detailed() lists them")
+        if isolation not in ("sandbox", "process", "none"):
+            raise ReferenceNotFoundError(f"textarena: isolation is 'sandbox', 'process' or 'none', not {isolation!r}")
+        if isolation == "sandbox":
+            isolation = strongest_isolation()
+            warn_without_sandbox("textarena", self.without_sandbox)
+        folders = _word_lists() if isolation == "sandbox" else ()
+        self._isolation = Isolation(isolation, folders, (("NLTK_DATA", os.pathsep.join(folders)),) if folders else ())
+        self._game: Game | None = None
+        self._record = GameMoves(id=id, players=self._players, seed=0, timeout_s=timeout_s)
+        self._state = GameState()
 
     def __copy__(self) -> "TextArena":
-        """Copy the data without the game, which a copy would share."""
+        """Copy the data without the game."""
         copied = object.__new__(type(self))
-        handles = {"_game", "_opponent"}
-        copied.__dict__.update({name: value for name, value in vars(self).items() if name not in handles})
+        names = ("id", "moves", "rewards", "info", "done")
+        copied.__dict__.update({name: vars(self)[name] for name in names})
         return copied
 
     def reset(self, seed: int) -> str:
-        """Start a game; all completions of a group have the same one."""
+        """Start a game; all completions of a group have the same one.
+
+        Raises:
+            EnvironmentFailure: the game cannot be begun.
+        """
         self.moves, self.rewards, self.info, self.done, self._seen = [], {}, {}, False, ""
-        self._game.reset(num_players=self._players, seed=seed)
+        self._unplayable = None
+        self._record = GameMoves(id=self.id, players=self._players, seed=seed, timeout_s=self._timeout_s)
+        if self._isolation.kind == "none":
+            self._game = Game(make_game(self.id), self._players, seed)
+            self._state = self._game.state
+        else:
+            self._replay()
         self._play_others()
         return self._news()
 
@@ -65,36 +119,75 @@ class TextArena:
         """Take the model's move, then let the other players move; None ends the episode.
 
         Raises:
-            EnvironmentFailure: the game raised.
+            EnvironmentFailure: the game raised at another player's move, or was not the same when it was played again.
         """
         self.moves.append(message)
         self._step(message)
+        if self._state.error:
+            reason = RewardReason.TIMEOUT if self._state.is_late else RewardReason.RAISED
+            detail = f"{self.id} could not play move {len(self.moves)}: {self._state.error}"
+            self._unplayable = Measured(self._worst, reason, detail)
+            self.done, self.info = True, {"error": self._state.error}
+            return None
         self._play_others()
         return None if self.done else self._news()
 
-    def get_reward(self) -> float | None:
+    def get_reward(self) -> Measured:
         """Return the model's reward; a game that did not end is worth 0, the reward of a draw."""
-        return float(self.rewards.get(0, 0.0))
+        if self._unplayable is not None:
+            return self._unplayable
+        reward = self.rewards.get(0, 0.0)
+        if not math.isfinite(reward):
+            return Measured(self._worst, RewardReason.RAISED, f"{self.id} returned the reward {reward}")
+        return Measured(reward)
 
     def _play_others(self) -> None:
-        while not self.done:
-            player, observation = self._game.get_observation()
-            if player == 0:
-                self._observation = str(observation)
-                return
+        while not self.done and self._state.player != 0:
+            player, observation = self._state.player, self._state.observation
             if self._opponent is None:
                 raise EnvironmentFailure(f"{self.id} has {self._players} players: set args.opponent, a function")
-            self._step(str(self._opponent(str(observation))))
+            move = str(self._opponent(observation))
+            self._step(move)
+            if self._state.error:
+                raise EnvironmentFailure(f"{self.id}: step({move[:100]!r}) of player {player} raised {self._state.error}")
 
     def _step(self, move: str) -> None:
-        try:
-            self.done, _ = self._game.step(move)
-            if self.done:
-                self.rewards, self.info = self._game.close()
-        except Exception as error:
-            raise EnvironmentFailure(f"{self.id}: step({move[:100]!r}) raised {describe_error(error)}") from error
+        if self._game is not None:
+            self._game.play(move)
+        else:
+            self._record.moves.append(move.encode(errors="replace").decode())
+            self._record.digest = self._state.digest
+            self._replay()
+        if self._state.done:
+            self.done, self.rewards, self.info = True, self._state.rewards, self._state.info
+
+    def _replay(self) -> None:
+        """Play the game up to its last move, in a child process."""
+        job, deadline = msgspec.msgpack.encode(self._record), self._timeout_s * _POOL_TIMEOUT_FACTOR + 1
+        (outcome,) = run_in_pool(HANDLER, {}, self._isolation, [job], deadline)
+        encoded = outcome.value if isinstance(outcome, Ok) else outcome.interim
+        if encoded is None:
+            error = outcome.error if isinstance(outcome, Failed) else None
+            hint = ""
+            if not self._record.moves and self._isolation.kind == "sandbox":
+                hint = ". A sandbox has no network and no environment variable: see args.isolation"
+            raise EnvironmentFailure(f"{self.id}: {describe_failure(outcome)}{hint}") from error
+        state = msgspec.msgpack.decode(encoded, type=GameState)
+        if state.differs:
+            raise EnvironmentFailure(
+                f"{self.id} is not the same when it is played again with the same seed and moves: "
+                'set args.isolation = "none", which plays it in the worker'
+            )
+        self._state = state
 
     def _news(self) -> str:
         """Return the part of the observation that the model has not read: many games repeat the whole history."""
-        found, self._seen = self._observation.removeprefix(self._seen), self._observation
-        return found.strip("\n")
+        seen, self._seen = self._seen, self._state.observation
+        return self._seen.removeprefix(seen).strip("\n")
+
+
+def _word_lists() -> tuple[str, ...]:
+    """Return the folders of NLTK's word lists on this machine, which many games of words read."""
+    named = os.environ.get("NLTK_DATA", "").split(os.pathsep)
+    folders = [*filter(None, named), str(Path.home() / "nltk_data"), "/usr/share/nltk_data", "/usr/local/share/nltk_data"]
+    return tuple(folder for folder in dict.fromkeys(folders) if Path(folder).is_dir())

@@ -1,0 +1,46 @@
+"""Process pools of this process, each started once and used from any thread: for environments, which are synchronous."""
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import anyio
+import msgspec
+from anyio.abc import TaskStatus
+
+from envs.call import Outcome
+from envs.call.background_loop import background_loop
+from envs.processes.isolation import Isolation
+from envs.processes.pool import ChildLimits, ProcessPool
+
+_lock = threading.Lock()
+_pools: dict[tuple[Any, ...], ProcessPool] = {}
+
+
+def run_in_pool(
+    handler: str, args: Mapping[str, Any], isolation: Isolation, jobs: Sequence[bytes], timeout_s: float
+) -> list[Outcome]:
+    """Run jobs in the pool of a handler, which the first call starts; see `ProcessPool.map`. Blocks this thread.
+
+    Raises:
+        ProcessPoolError: the first child cannot be started.
+    """
+    loop = background_loop()
+    key = (os.getpid(), handler, msgspec.json.encode(dict(args)), isolation)
+    with _lock:
+        pool = _pools.get(key)
+        if pool is None:
+            _, pool = loop.start_task(_serve, handler, args, isolation)
+            _pools[key] = pool
+    return loop.call(pool.map, jobs, timeout_s)
+
+
+async def _serve(
+    handler: str, args: Mapping[str, Any], isolation: Isolation, *, task_status: TaskStatus[ProcessPool]
+) -> None:
+    """Keep a pool open as long as this process lives."""
+    size = min(4, os.cpu_count() or 1)
+    async with ProcessPool.open(handler, args, size, ChildLimits(), isolation) as pool:
+        task_status.started(pool)
+        await anyio.sleep_forever()
