@@ -68,6 +68,10 @@ class Launch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files that the program was given."""
         for descriptor in self.options.get("pass_fds", ()):
             os.close(descriptor)
 
