@@ -1,11 +1,11 @@
 """Score answers to reasoning-gym's problems in a child process, where a few scorers evaluate the answer as Python.
 
-Ten data sets give the model's text to `eval`, or to SymPy's `parse_expr`, which calls it. Each answer is scored in a fork,
-so that nothing of it stays, and an audit hook sees all code there before it runs: it may consist of constants, and of
-names that SymPy's parser writes for numbers, symbols and functions. Anything else would have called something.
+Ten data sets give the model's text to `eval`, or to SymPy's `parse_expr`, which calls it. Each answer is scored in a
+fork, so that nothing of it stays, and an audit hook sees all code there before it runs: it may consist of constants,
+and of names that SymPy's parser writes for numbers, symbols and functions. Anything else would have called something.
 """
 
-import pickle
+import pickle  # noqa: TID251  (problems hold types of reasoning-gym's own; from the worker to its child alone)
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -135,7 +135,7 @@ def _is_import(frame: FrameType | None) -> bool:
 
 def _mathematical_names() -> frozenset[str]:
     """Return the names that SymPy's parser leaves in what it evaluates, without those that do more than compute."""
-    import sympy
+    sympy = import_extra("sympy", "reasoning-gym")
 
     functions = {
         name

@@ -45,8 +45,8 @@ class ReasoningGym:
         dataset: name of the data set.
         config: its options, such as `min_terms`.
         system: name of one of reasoning-gym's system prompts, or a text of your own; empty: none.
-        isolation: `sandbox`, the default: the scorer sees nothing of this machine. Where no sandbox can be made, it runs
-            in a child process without the worker's environment, and a data set whose scorer evaluates answers is
+        isolation: `sandbox`, the default: the scorer sees nothing of this machine. Where no sandbox can be made, it
+            runs in a child process without the worker's environment, and a data set whose scorer evaluates answers is
             refused. `process`: such a child process is enough.
         timeout_s: for scoring an answer, in wall and in processor time; one that takes longer is worth 0.
 
@@ -124,8 +124,8 @@ class ReasoningGym:
             return "sandbox"
         if any(map(_evaluates_answers, _parts(scorer))):
             raise ReferenceNotFoundError(
-                f"reasoning_gym: the scorer of {self.dataset!r} evaluates the model's answer as Python, and this machine "
-                f"makes no sandbox for it: {problem}. Install bubblewrap, choose another data set, or set "
+                f"reasoning_gym: the scorer of {self.dataset!r} evaluates the model's answer as Python, and this "
+                f"machine makes no sandbox for it: {problem}. Install bubblewrap, choose another data set, or set "
                 'args.isolation = "process": answers that are not mathematics are refused there, but nothing else '
                 "protects this machine's files and network"
             )

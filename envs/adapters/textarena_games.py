@@ -17,12 +17,12 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import msgspec
 
 from envs.adapters.textarena_replay import HANDLER, Game, GameMoves, GameState, make_game
-from envs.call import Failed, Ok, describe_error, describe_failure
+from envs.call import Failed, Ok, describe_failure
 from envs.extras import import_extra
 from envs.processes.isolation import Isolation, IsolationKind, strongest_isolation
 from envs.processes.shared_pools import run_in_pool
@@ -79,7 +79,9 @@ class TextArena:
         self._players = num_players or (1 if opponent is None else 2)
         self._opponent: Any = resolve(opponent, None).target if isinstance(opponent, str) else opponent
         if id not in import_extra("textarena.envs.registration", "textarena").ENV_REGISTRY:
-            raise ReferenceNotFoundError(f"textarena has no game {id!r}: textarena.pprint_registry_detailed() lists them")
+            raise ReferenceNotFoundError(
+                f"textarena has no game {id!r}: textarena.pprint_registry_detailed() lists them"
+            )
         if isolation not in ("sandbox", "process", "none"):
             raise ReferenceNotFoundError(f"textarena: isolation is 'sandbox', 'process' or 'none', not {isolation!r}")
         if isolation == "sandbox":
@@ -149,7 +151,9 @@ class TextArena:
             move = str(self._opponent(observation))
             self._step(move)
             if self._state.error:
-                raise EnvironmentFailure(f"{self.id}: step({move[:100]!r}) of player {player} raised {self._state.error}")
+                raise EnvironmentFailure(
+                    f"{self.id}: step({move[:100]!r}) of player {player} raised {self._state.error}"
+                )
 
     def _step(self, move: str) -> None:
         if self._game is not None:
@@ -189,5 +193,10 @@ class TextArena:
 def _word_lists() -> tuple[str, ...]:
     """Return the folders of NLTK's word lists on this machine, which many games of words read."""
     named = os.environ.get("NLTK_DATA", "").split(os.pathsep)
-    folders = [*filter(None, named), str(Path.home() / "nltk_data"), "/usr/share/nltk_data", "/usr/local/share/nltk_data"]
+    folders = [
+        *filter(None, named),
+        str(Path.home() / "nltk_data"),
+        "/usr/share/nltk_data",
+        "/usr/local/share/nltk_data",
+    ]
     return tuple(folder for folder in dict.fromkeys(folders) if Path(folder).is_dir())

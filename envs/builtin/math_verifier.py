@@ -48,7 +48,7 @@ class Math:
         precision: decimal places to which numbers are compared.
     """
 
-    call_options = CallOptions(processes=PROCESSES, granularity="row")
+    call_options = CallOptions(processes=PROCESSES, granularity="row", isolation="sandbox")
 
     def __init__(self, answer: str = "answer", verifier: str = DEFAULT_VERIFIER, precision: int = 6) -> None:
         self._column = answer

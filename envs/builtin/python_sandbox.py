@@ -1,12 +1,12 @@
 """An environment whose tool runs the model's Python in a sandbox with limits.
 
-Each call starts a new interpreter in a sandbox of its own (`envs.sandboxes.process`): no network, no process but its own,
-no environment variable of the worker, the system's files and the interpreter's library to read, an empty folder to
+Each call starts a new interpreter in a sandbox of its own (`envs.sandboxes.process`): no network, no process but its
+own, no environment variable of the worker, the system's files and the interpreter's library to read, an empty folder to
 write. Limited: CPU time, wall time, memory, size of files and output, new processes. Not available: packages.
 
 Where this machine makes no sandboxes, the log says so and the code runs with these limits alone: it can then use the
-network, read the worker's files and the environment of processes of its user, and signal them. Root switches to the user
-nobody there, if that user can read the interpreter.
+network, read the worker's files and the environment of processes of its user, and signal them. Root switches to the
+user nobody there, if that user can read the interpreter.
 """
 
 import functools
@@ -88,8 +88,8 @@ class Python:
     """
 
     without_sandbox: ClassVar[str] = (
-        "the model's code runs with limits alone: it can use the network, read the worker's files and the environment of "
-        "processes of its user, and signal them"
+        "the model's code runs with limits alone: it can use the network, read the worker's files and the environment "
+        "of processes of its user, and signal them"
     )
 
     def __init__(
@@ -147,7 +147,7 @@ class Python:
         limited = [self._interpreter, "-I", "-S", confine.__file__, json.dumps(self._limits)]
         program = [*limited, self._interpreter, "-I", "-S", "-u", "-X", "utf8", "main.py"]
         try:
-            output = tempfile.TemporaryFile()
+            output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_remove`)
             if self._is_sandboxed:
                 spec = SandboxSpec(
                     readable=(*interpreter_paths(self._interpreter), confine.__file__),

@@ -53,6 +53,9 @@ class Isolation:
         return Launch(_command(config, sys.path), {"env": {"LANG": "C.UTF-8", **kept, **dict(variables)}})
 
 
+NO_ISOLATION = Isolation()
+
+
 def strongest_isolation() -> IsolationKind:
     """Return what this machine can do for code that needs nothing of it. Blocks for the first call."""
     return "process" if sandbox_problem() else "sandbox"

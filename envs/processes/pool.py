@@ -22,7 +22,7 @@ import structlog
 
 from envs.call import Failed, Outcome
 from envs.processes.child_main import ChildConfig
-from envs.processes.isolation import Isolation
+from envs.processes.isolation import NO_ISOLATION, Isolation
 from envs.processes.jobs import Job, JobBatch, ProcessPoolError
 from envs.processes.pool_child import PoolChild
 
@@ -62,7 +62,7 @@ class ProcessPool:
         args: Mapping[str, Any],
         size: int,
         limits: ChildLimits = ChildLimits(),
-        isolation: Isolation = Isolation(),
+        isolation: Isolation = NO_ISOLATION,
     ) -> None:
         self.size = size
         self.isolation = isolation
@@ -88,7 +88,7 @@ class ProcessPool:
         args: Mapping[str, Any],
         size: int,
         limits: ChildLimits = ChildLimits(),
-        isolation: Isolation = Isolation(),
+        isolation: Isolation = NO_ISOLATION,
     ) -> AsyncIterator["ProcessPool"]:
         """Open a pool after its first child has started; kill all children on exit.
 

@@ -13,7 +13,7 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from envs.call import Failed, Ok, TimedOut
 from envs.processes.child_main import HEADER_BYTES, ChildConfig, JobResult, ReadyMessage, encode_frame, frame_length
-from envs.processes.isolation import Isolation
+from envs.processes.isolation import NO_ISOLATION, Isolation
 from envs.processes.jobs import Job, JobError, ProcessPoolError
 
 START_TIMEOUT_S = 120.0
@@ -36,7 +36,7 @@ class PoolChild:
         self._ended = False
 
     @classmethod
-    async def start(cls, config: ChildConfig, isolation: Isolation = Isolation()) -> "PoolChild":
+    async def start(cls, config: ChildConfig, isolation: Isolation = NO_ISOLATION) -> "PoolChild":
         """Start a child process.
 
         Args:

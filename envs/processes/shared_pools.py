@@ -1,4 +1,4 @@
-"""Process pools of this process, each started once and used from any thread: for environments, which are synchronous."""
+"""Process pools of this process, each started once and used from any thread: environments are synchronous."""
 
 import os
 import threading

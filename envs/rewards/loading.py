@@ -34,6 +34,9 @@ class CallOptions:
         environments: names of the environments whose completions it measures; empty: all. Elsewhere it has no part.
         none: meaning of a returned None. `invalid`, the default: the completion's reward is unknown; `not_applicable`:
             the function has no part in it.
+        isolation: `sandbox`: its child processes need nothing of this machine but installed packages, so they run in a
+            sandbox, or without the worker's environment where no sandbox can be made. `none`, the default: they have
+            the worker's environment, files and network.
     """
 
     processes: int = 0
@@ -43,6 +46,7 @@ class CallOptions:
     calls_per_second: float = 0.0
     environments: tuple[str, ...] = ()
     none: Literal["", "invalid", "not_applicable"] = ""
+    isolation: Literal["", "none", "sandbox"] = ""
 
     def with_defaults(self, defaults: "CallOptions") -> "CallOptions":
         """Return these options, with unset fields taken from `defaults`."""

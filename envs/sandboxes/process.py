@@ -1,10 +1,10 @@
-"""Sandboxes made by bubblewrap (`bwrap`, 0.8 or newer): a program with the system's files, and nothing else of this machine.
+"""Sandboxes made by bubblewrap (`bwrap`, 0.8 or newer): a program with the system's files, and nothing else.
 
 The program has user, process, IPC, network, mount and host name namespaces of its own: no network, no process but its
 own, no environment variable but those given. It reads `/usr`, the interpreter's library and the paths of its
-`SandboxSpec`, and writes to its own `/tmp` and `/dev/shm`, which are bounded and end with it. It dies with the thread that
-started it. As root, it runs as the user nobody where nobody can read what it needs; else as the namespace's nobody, who
-owns what root owns among the files that it sees, and can write none of them.
+`SandboxSpec`, and writes to a folder, a `/tmp` and a `/dev/shm` of its own, which are bounded and end with it. It dies
+with the thread that started it. Started by root, it runs as the user nobody where nobody can read what it needs; else
+as the namespace's nobody, who owns what root owns among the files that it sees, and can write none of them.
 
 Where bubblewrap is missing or may make no namespaces, `sandbox_problem` says why, and each caller says what it does
 instead.
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import structlog
 
@@ -35,6 +35,7 @@ WORKDIR: Final = "/sandbox"
 ENVIRONMENT: Final = {"PATH": os.defpath, "HOME": WORKDIR, "LANG": "C.UTF-8"}
 """What a sandboxed process finds as its environment."""
 _PROBE_TIMEOUT_S: Final = 20.0
+_MAX_LINKS: Final = 10
 _SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/nix/store", "/gnu/store")
 _MASKED: Final = ("/usr/src", "/usr/local/src")
 """Folders of `/usr` in which images keep an application, and so perhaps a run."""
@@ -64,7 +65,7 @@ class Launch:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for `anyio.open_process` or `subprocess.Popen`."""
 
-    def __enter__(self) -> "Launch":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,7 +79,7 @@ class Launch:
 
 @functools.cache
 def sandbox_problem() -> str:
-    """Return why this machine makes no sandboxes; empty if it does. Blocks for the first call, in which it makes one."""
+    """Return why this machine makes no sandboxes; empty if it does. The first call makes one, and blocks meanwhile."""
     program = bubblewrap()
     if program is None:
         return "bubblewrap (bwrap) is not on the PATH: install your distribution's package bubblewrap"
@@ -88,7 +89,7 @@ def sandbox_problem() -> str:
         if found < MIN_VERSION:
             return f"{version.stdout.strip()} is too old: 0.8 or newer is needed"
         with launch([sys.executable, "-I", "-S", "-c", ""], SandboxSpec(readable=interpreter_paths())) as started:
-            made = _run(started.command, **started.options)
+            made = _run(started.command, started.options)
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
         return f"{program}: {error}"
     if made.returncode:
@@ -104,6 +105,18 @@ def warn_without_sandbox(what: str, instead: str) -> None:
         log.warning("sandbox.unavailable", what=what, why=problem, instead=instead)
 
 
+def missing_sandbox(environment_class: type, args: Mapping[str, Any]) -> str:
+    """Return what `penstock check` says of an environment that wants a sandbox on a machine without; empty: nothing.
+
+    Such a class has an attribute `without_sandbox`, what its code can then reach. A user who has chosen another
+    isolation knows it.
+    """
+    reached = getattr(environment_class, "without_sandbox", "")
+    if not reached or args.get("isolation", "sandbox") != "sandbox" or not (problem := sandbox_problem()):
+        return ""
+    return f"this machine makes no sandboxes: {problem}; so {reached}"
+
+
 @functools.cache
 def bubblewrap() -> str | None:
     """Return the path of `bwrap`; None if there is none on the PATH."""
@@ -112,9 +125,7 @@ def bubblewrap() -> str | None:
     return next((str(path) for path in found if path.is_file() and os.access(path, os.X_OK)), None)
 
 
-def launch(
-    program: Sequence[str], spec: SandboxSpec, files: Mapping[str, bytes] = MappingProxyType({})
-) -> Launch:
+def launch(program: Sequence[str], spec: SandboxSpec, files: Mapping[str, bytes] = MappingProxyType({})) -> Launch:
     """Prepare the start of a sandboxed program, which dies with the thread that starts it. Blocks: it reads folders.
 
     Args:
@@ -156,16 +167,16 @@ def _namespaces(spec: SandboxSpec) -> list[str]:
 
 def _shown(path: str) -> list[str]:
     """Return the options that show a file, folder or link of this machine, unwritable; none if it does not exist."""
-    if os.path.islink(path):
-        return ["--symlink", os.readlink(path), path]
-    if not os.path.exists(path):
+    if Path(path).is_symlink():
+        return ["--symlink", str(Path(path).readlink()), path]
+    if not Path(path).exists():
         return []
     masked = [option for each in _masked() if path == "/usr" for option in ("--tmpfs", each)]
     return ["--ro-bind", path, path, *masked]
 
 
 def _masked() -> list[str]:
-    return [path for path in _MASKED if os.path.isdir(path)]
+    return [path for path in _MASKED if Path(path).is_dir()]
 
 
 def shows(spec: SandboxSpec, path: str) -> bool:
@@ -205,7 +216,7 @@ def becomes_nobody(readable: tuple[str, ...]) -> bool:
 
     The kernel counts no processes of root. So root gives its programs to nobody, if nobody can reach what they need.
     """
-    return os.geteuid() == 0 and all(_is_open_to_all(Path(path)) for path in readable if os.path.exists(path))
+    return os.geteuid() == 0 and all(_is_open_to_all(Path(path)) for path in readable if Path(path).exists())
 
 
 def _is_open_to_all(path: Path) -> bool:
@@ -219,10 +230,11 @@ def _is_open_to_all(path: Path) -> bool:
 @functools.cache
 def interpreter_paths(interpreter: str = sys.executable) -> tuple[str, ...]:
     """Return what an interpreter needs besides the system's files: its links, its program and its standard library."""
-    links, path = [], interpreter
-    while os.path.islink(path) and len(links) < 10:
+    links: list[str] = []
+    path = interpreter
+    while Path(path).is_symlink() and len(links) < _MAX_LINKS:
         links.append(path)
-        path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
+        path = os.path.normpath(Path(path).parent / Path(path).readlink())
     script = "import sys; print(sys.base_prefix); print(sys.base_exec_prefix)"
     if interpreter == sys.executable:
         prefixes = [sys.base_prefix, sys.base_exec_prefix]
@@ -248,7 +260,7 @@ def import_paths(packages: tuple[str, ...] = ("stream", "envs")) -> tuple[str, .
     return tuple(path for path in found if not _is_system(path) and os.path.lexists(path))
 
 
-def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str], options: Mapping[str, Any] = MappingProxyType({})) -> subprocess.CompletedProcess[str]:
     return subprocess.run(  # noqa: S603  (bubblewrap, or the configured interpreter)
         command,
         **options,

@@ -1,8 +1,8 @@
 """A seccomp filter for sandboxes: system calls that memory limits do not see, or that reach into other processes.
 
-RLIMIT_AS and the sizes of `/tmp` and `/dev/shm` bound a program's memory only as long as it cannot put memory elsewhere:
-into unnamed files (`memfd_create`) and System V segments. Where a program may start no process, RLIMIT_NPROC would do
-for an ordinary user, but never holds for root, whom some machines leave no other choice.
+RLIMIT_AS and the sizes of `/tmp` and `/dev/shm` bound a program's memory only as long as it cannot put memory
+elsewhere: into unnamed files (`memfd_create`) and System V segments. Where a program may start no process, RLIMIT_NPROC
+would do for an ordinary user, but it never holds for root.
 """
 
 import errno
@@ -50,7 +50,7 @@ def system_call_filter(*, starts_processes: bool) -> bytes | None:
     if platform.machine() not in _ARCHITECTURES:
         return None
     column, architecture = _ARCHITECTURES[platform.machine()]
-    denied = [(numbers[column], errno.EPERM) for numbers in _NUMBERS.values()]
+    denied: list[tuple[int | None, int]] = [(numbers[column], errno.EPERM) for numbers in _NUMBERS.values()]
     if not starts_processes:
         denied += [(numbers[column], errno.EAGAIN) for numbers in _STARTING.values()]
     program = [

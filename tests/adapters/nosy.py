@@ -10,7 +10,7 @@ def handler():
     """Return a function that says which of the paths in its job exist, and what else there is."""
     return lambda job: json.dumps(
         {
-            "files": [os.path.exists(path) for path in json.loads(job)],
+            "files": [Path(path).exists() for path in json.loads(job)],
             "variables": [name for name in os.environ if name == "CANARY"],
             "processes": sum(_is_foreign(folder) for folder in Path("/proc").iterdir() if folder.name.isdigit()),
             "network": _connects(),

@@ -100,7 +100,9 @@ def test_what_sympy_would_call_for_an_answer_is_not_called(answer):
 def test_mathematics_in_an_answer_is_evaluated_as_before():
     entry = reasoning_gym.create_dataset("simple_integration", seed=1, size=1)[0]
     for answer in (entry["answer"], f"{entry['answer']} + sin(x)**2 + cos(x)**2"):
-        assert play(REF, [f"<answer>{answer}</answer>"], args={"dataset": "simple_integration"}, seed=1).reward_value == 1
+        assert (
+            play(REF, [f"<answer>{answer}</answer>"], args={"dataset": "simple_integration"}, seed=1).reward_value == 1
+        )
 
 
 def test_an_answer_that_takes_too_long_is_worth_nothing_and_the_next_one_is_scored():
@@ -110,7 +112,8 @@ def test_an_answer_that_takes_too_long_is_worth_nothing_and_the_next_one_is_scor
     assert play(REF, ["<answer>1 + 1</answer>"], args=args).reward_value == 0.05  # it uses other numbers
 
 
-def test_a_scorer_finds_neither_files_nor_variables_nor_network_of_the_worker(tmp_path, monkeypatch, needs_sandbox):
+@pytest.mark.usefixtures("needs_sandbox")
+def test_a_scorer_finds_neither_files_nor_variables_nor_network_of_the_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("CANARY", "a secret of the worker")
     (tmp_path / "canary").write_text("a file of the run")
     job = msgspec.json.encode([str(tmp_path / "canary"), str(Path.cwd() / "pyproject.toml"), "/etc/passwd"])
