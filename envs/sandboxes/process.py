@@ -171,7 +171,7 @@ def _shown(path: str) -> list[str]:
         return ["--symlink", str(Path(path).readlink()), path]
     if not Path(path).exists():
         return []
-    masked = [option for each in _masked() if path == "/usr" for option in ("--tmpfs", each)]
+    masked = [option for each in _masked() if _is_below(each, (path,)) for option in ("--tmpfs", each)]
     return ["--ro-bind", path, path, *masked]
 
 
