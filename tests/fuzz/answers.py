@@ -88,8 +88,8 @@ NESTED = (
 )  # fmt: skip
 UNITS = (
     " ", "\n", "\t", "0", "9", "a", "é", "字", "🙂", ".", "-", "\\", "$", "{", "_", "</think>", "<answer>",
-    "<answer>1</answer>", "\\boxed{1}", "<think>", "Score: 1\n", "Answer: 1\n", "```", "1,", "1 ", "x+", "\u200b", "a b ",
-    "<", "/", "%",
+    "<answer>1</answer>", "\\boxed{1}", "<think>", "Score: 1\n", "Answer: 1\n", "```", "1,", "1 ", "x+", "\u200b",
+    "a b ", "<", "/", "%",
 )  # fmt: skip
 CONTROLS = (
     "\0", "\x1b[2J", "\x1b]0;title\a", "\x08", "\x7f", "\u202e", "\ufeff", "\u2028", "\x85", "\r", "\x1c", "\u0300",
