@@ -9,6 +9,7 @@ code is 1 if there is any. Needs a machine that makes sandboxes, since some of t
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -27,7 +28,7 @@ if __name__ == "__main__":
 
 from envs.sandboxes.process import sandbox_problem
 from tests.fuzz.answers import Answers, Attack
-from tests.fuzz.targets import NAMES, Judged, Target, is_paid, open_targets, unmeasured
+from tests.fuzz.targets import DATASETS, NAMES, Judged, Target, is_paid, open_targets, unmeasured
 from workers.runtime import log_setup as logs
 
 _AT_ONCE = 4
@@ -132,6 +133,8 @@ def attack(answers: int, seed: int, names: Sequence[str] = NAMES) -> dict[str, A
     """Give each of the targets this many answers; returns the report."""
     if problem := sandbox_problem():
         raise SystemExit(f"this needs sandboxes, since some answers harm the machine: {problem}")
+    if not set(names).isdisjoint(DATASETS):
+        importlib.import_module("reasoning_gym")  # before the home is watched: matplotlib makes a cache there
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="penstock-escapes-") as root:
         canary = Canary(Path(root))

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from envs.builtin.calculator import Calculator
 from envs.builtin.python_sandbox import Python
+from envs.call import replace_surrogates
 from envs.rewards import RewardBatch, RewardFunction
 from stream.errors import EnvironmentFailure
 from stream.validity import Measured, Reward, RewardReason, Unmeasured
@@ -86,7 +87,7 @@ async def _reward(stack: AsyncExitStack, name: str, args: Mapping[str, Any], gol
     calculator.add(1, 2)
 
     async def judge(attack: Attack) -> Judged:
-        text = _wrapped(name, attack.text)
+        text = replace_surrogates(_wrapped(name, attack.text))  # no record holds one
         messages = [{"role": "assistant", "content": text}]
         prompt = [{"role": "user", "content": "What is it?"}]
         batch = RewardBatch([prompt], [messages], [[1]], [calculator], {"answer": [gold]})
