@@ -50,6 +50,8 @@ _START_TIMEOUT_S = 30.0
 _MAX_REPORT_BYTES = 10_000
 _FILES_PER_FOLDER = 4
 """A sandbox's working folder holds this many files of the largest size, and so does its `/tmp`."""
+_SANDBOX_PROCESSES = 2
+"""Processes that count towards the limit in a sandbox besides those that the code starts: bwrap and the code itself."""
 _SIGNALLED = 128
 """Exit codes above it are those of a sandboxed program that a signal ended, less the signal's number."""
 
@@ -144,7 +146,10 @@ class Python:
     def _prepare(self, code: str) -> _Started:
         """Make a file for the output, and what starts the code: a sandbox, or a folder with the program."""
         source = code.encode("utf-8", "replace")
-        limited = [self._interpreter, "-I", "-S", confine.__file__, json.dumps(self._limits)]
+        limits = dict(self._limits)
+        if self._is_sandboxed and limits["processes"]:
+            limits["processes"] += _SANDBOX_PROCESSES
+        limited = [self._interpreter, "-I", "-S", confine.__file__, json.dumps(limits)]
         program = [*limited, self._interpreter, "-I", "-S", "-u", "-X", "utf8", "main.py"]
         try:
             output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_remove`)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
@@ -12,6 +13,7 @@ from envs.builtin.calculator import Calculator
 from envs.builtin.python_sandbox import Python
 from envs.call import replace_surrogates
 from envs.rewards import RewardBatch, RewardFunction
+from envs.rewards.loading import CallOptions
 from stream.errors import EnvironmentFailure
 from stream.validity import Measured, Reward, RewardReason, Unmeasured
 from tests.fuzz.answers import Attack
@@ -80,7 +82,9 @@ NAMES = (
 
 
 async def _reward(stack: AsyncExitStack, name: str, args: Mapping[str, Any], gold: Any) -> Target:
-    function = await anyio.to_thread.run_sync(lambda: RewardFunction.load(name, args=args))
+    calling = CallOptions(processes=1) if name == "vlm" else CallOptions()  # each of its parts has a pool
+    load = partial(RewardFunction.load, name, args=args, call_options=calling)
+    function = await anyio.to_thread.run_sync(load)
     await stack.enter_async_context(function.open())
     calculator = Calculator()
     calculator.reset()

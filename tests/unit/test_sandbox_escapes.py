@@ -12,9 +12,14 @@ import psutil
 import pytest
 
 from envs.builtin.python_sandbox import Python
+from envs.sandboxes.process import becomes_nobody, interpreter_paths
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.usefixtures("needs_sandbox")
+
+
+PYTHONS = [python for python in (sys.executable, "/usr/bin/python3") if Path(python).exists()]
+NOBODYS = [python for python in PYTHONS if os.geteuid() != 0 or becomes_nobody(interpreter_paths(python))]
 
 
 async def run(code, **limits):
@@ -107,6 +112,20 @@ for start in (os.fork, threading.Thread(target=print).start, lambda: os.posix_sp
     except (OSError, RuntimeError) as error: print(type(error).__name__)
 """
     assert await run(code) == "BlockingIOError\nRuntimeError\nBlockingIOError"
+
+
+@pytest.mark.skipif(not NOBODYS, reason="needs a Python that the user nobody can read, or a user that is not root")
+async def test_code_that_may_start_two_processes_can_start_no_third():
+    code = """
+import os, time
+started = 0
+try:
+    for _ in range(9):
+        if os.fork() == 0: time.sleep(5); os._exit(0)
+        started += 1
+except OSError as error: print(started, type(error).__name__, os.getuid())
+"""
+    assert await run(code, processes=2, interpreter=NOBODYS[0]) == "2 BlockingIOError 65534"
 
 
 async def test_there_is_no_network_not_even_that_of_the_machine_itself():
