@@ -25,6 +25,7 @@ from envs.adapters.textarena_replay import HANDLER, Game, GameMoves, GameState, 
 from envs.call import Failed, Ok, describe_failure
 from envs.extras import import_extra
 from envs.processes.isolation import Isolation, IsolationKind, strongest_isolation
+from envs.processes.jobs import JobError
 from envs.processes.shared_pools import run_in_pool
 from envs.references import resolve
 from envs.sandboxes.process import warn_without_sandbox
@@ -125,6 +126,7 @@ class TextArena:
         """
         self.moves.append(message)
         self._step(message)
+        self._check_error(0)
         if self._state.error:
             reason = RewardReason.TIMEOUT if self._state.is_late else RewardReason.RAISED
             detail = f"{self.id} could not play move {len(self.moves)}: {self._state.error}"
@@ -150,10 +152,20 @@ class TextArena:
                 raise EnvironmentFailure(f"{self.id} has {self._players} players: set args.opponent, a function")
             move = str(self._opponent(observation))
             self._step(move)
-            if self._state.error:
-                raise EnvironmentFailure(
-                    f"{self.id}: step({move[:100]!r}) of player {player} raised {self._state.error}"
-                )
+            self._check_error(player)
+
+    def _check_error(self, player: int) -> None:
+        """Check that a move was played, or that it is the model's move which could not be played.
+
+        In a sandbox there is nothing else that could fail.
+
+        Raises:
+            EnvironmentFailure: something else failed.
+        """
+        state = self._state
+        is_the_models = player == 0 and (state.is_about_the_move or state.is_late or self._isolation.kind == "sandbox")
+        if state.error and not is_the_models:
+            raise EnvironmentFailure(f"{self.id}: a move of player {player} could not be played: {state.error}")
 
     def _step(self, move: str) -> None:
         if self._game is not None:
@@ -173,7 +185,8 @@ class TextArena:
         if encoded is None:
             error = outcome.error if isinstance(outcome, Failed) else None
             hint = ""
-            if not self._record.moves and self._isolation.kind == "sandbox":
+            is_faulty = isinstance(error, JobError) and str(error).startswith(("SyntaxError", "ImportError"))
+            if not self._record.moves and self._isolation.kind == "sandbox" and not is_faulty:
                 hint = ". A sandbox has no network and no environment variable: see args.isolation"
             raise EnvironmentFailure(f"{self.id}: {describe_failure(outcome)}{hint}") from error
         state = msgspec.msgpack.decode(encoded, type=GameState)

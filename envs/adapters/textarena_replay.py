@@ -19,6 +19,15 @@ from envs.processes.child_main import report_interim
 from envs.processes.forked import run_forked
 
 HANDLER: Final = f"{__name__}:Replayer"
+_MOVE_ERRORS: Final = (
+    ValueError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+    RecursionError,
+)
 _MAX_BYTES: Final = 1 << 30
 """Data memory for one game."""
 
@@ -36,6 +45,8 @@ class GameState(Struct, kw_only=True):
     """What the game says of its end."""
     error: str = ""
     """Why the last move could not be played."""
+    is_about_the_move: bool = False
+    """The error is of a kind that the text of a move causes, and no network or disk."""
     is_late: bool = False
     """It was killed at a limit of time."""
     digest: bytes = b""
@@ -84,6 +95,7 @@ class Game:
             self._observe()
         except Exception as error:  # noqa: BLE001  (the game's code on the model's text)
             self.state.error = describe_error(error)
+            self.state.is_about_the_move = isinstance(error, _MOVE_ERRORS)
 
     def _observe(self) -> None:
         state = self.state

@@ -24,6 +24,8 @@ class Rigged:
     def step(self, action):
         if action == "raise":
             raise KeyError("no such field")
+        if action == "disconnect":
+            raise ConnectionError("the game master does not answer")
         if action == "hang":
             while True:
                 pass

@@ -67,6 +67,12 @@ def test_a_move_that_the_game_cannot_play_is_the_models_and_costs_no_other_game(
     assert rigged(["fine", "end"], args=args | {"num_players": 2, "opponent": "builtins:str"}).reward_value == 1.0
 
 
+def test_a_game_in_the_worker_whose_network_fails_is_not_the_models_doing(rigged):
+    args = {"id": "Rigged-v0", "isolation": "none"}
+    assert "does not answer" in rigged(["disconnect"], args=args).failure.detail
+    assert rigged(["raise"], args=args).reward_value == -1.0
+
+
 def test_a_reward_that_is_no_number_is_the_worst(rigged):
     assert rigged(["end"], args={"id": "Rigged-v0"}).reward_value == -1.0
 
