@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from envs.builtin.python_sandbox import Python
+from envs.processes import confine
 from envs.sandboxes.process import becomes_nobody, interpreter_paths
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
 
 PYTHONS = [python for python in (sys.executable, "/usr/bin/python3") if Path(python).exists()]
-NOBODYS = [python for python in PYTHONS if os.geteuid() != 0 or becomes_nobody(interpreter_paths(python))]
+NOBODYS = [
+    python for python in PYTHONS if os.geteuid() != 0 or becomes_nobody((*interpreter_paths(python), confine.__file__))
+]
 
 
 async def run(code, **limits):
@@ -114,7 +117,7 @@ for start in (os.fork, threading.Thread(target=print).start, lambda: os.posix_sp
     assert await run(code) == "BlockingIOError\nRuntimeError\nBlockingIOError"
 
 
-@pytest.mark.skipif(not NOBODYS, reason="needs a Python that the user nobody can read, or a user that is not root")
+@pytest.mark.skipif(not NOBODYS, reason="needs files that the user nobody can read, or a user that is not root")
 async def test_code_that_may_start_two_processes_can_start_no_third():
     code = """
 import os, time
