@@ -10,6 +10,7 @@
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -21,6 +22,8 @@ IsolationKind = Literal["none", "process", "sandbox"]
 
 # The child gets the parent's import path, so both import the same modules.
 _PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from envs.processes.child_main import main; main()"
+_ROOT = str(Path(__file__).resolve().parents[2])
+"""Where our packages are, should this process have found them in its working folder."""
 _VARIABLES = (
     ("PYTHONHASHSEED", "0"),  # what depends on the order of a set is the same in every child
     ("PYTHONDONTWRITEBYTECODE", "1"),
@@ -45,7 +48,8 @@ class Isolation:
             shown, variables = (*import_paths(), *self.readable), (*_VARIABLES, *self.variables)
             spec = SandboxSpec(readable=shown, variables=variables)
             config = msgspec.structs.replace(config, parent_pid=0)  # it has another number there
-            return launch(_command(config, [path for path in sys.path if shows(spec, path)]), spec)
+            found = [path for path in sys.path if shows(spec, path)]
+            return launch(_command(config, [*dict.fromkeys([*found, _ROOT])]), spec)
         if self.kind == "none":
             return Launch(_command(config, sys.path))
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}

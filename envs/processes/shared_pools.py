@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import anyio
@@ -15,7 +16,8 @@ from envs.processes.isolation import Isolation
 from envs.processes.pool import ChildLimits, ProcessPool
 
 _lock = threading.Lock()
-_pools: dict[tuple[Any, ...], ProcessPool] = {}
+_pools: dict[tuple[Any, ...], tuple[Future[Any], ProcessPool]] = {}
+"""Each with the task that keeps it open."""
 
 
 def run_in_pool(
@@ -29,10 +31,9 @@ def run_in_pool(
     loop = background_loop()
     key = (os.getpid(), handler, msgspec.json.encode(dict(args)), isolation)
     with _lock:
-        pool = _pools.get(key)
-        if pool is None:
-            _, pool = loop.start_task(_serve, handler, args, isolation)
-            _pools[key] = pool
+        if key not in _pools or _pools[key][0].done():  # it only ends by an error
+            _pools[key] = loop.start_task(_serve, handler, args, isolation)
+        _, pool = _pools[key]
     return loop.call(pool.map, jobs, timeout_s)
 
 

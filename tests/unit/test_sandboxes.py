@@ -129,3 +129,30 @@ def test_work_in_a_fork_changes_nothing_and_is_killed_alone():
     assert run(lambda: os._exit(3)).why == "it exited"
     assert run(os.abort).why == "it was ended by SIGABRT"
     assert "ZeroDivisionError" in run(lambda: b"%d" % (1 // 0)).why
+
+
+WORKER = """
+import anyio, sys
+from envs.processes.isolation import Isolation
+from envs.processes.pool import ProcessPool
+
+async def main():
+    async with ProcessPool.open("tests.cases.looking:handler", {}, 2, isolation=Isolation("sandbox", (sys.argv[1],))):
+        print("ready", flush=True)
+        await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.usefixtures("needs_sandbox")
+def test_children_in_sandboxes_end_with_a_worker_that_is_killed():
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", WORKER, str(root / "tests")]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout.readline() == b"ready\n"
+        children = psutil.Process(worker.pid).children(recursive=True)
+        worker.kill()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert len(children) >= 3
+    assert not alive
