@@ -35,19 +35,20 @@ class Score(Struct, frozen=True):
     why: str = ""
     """Why not, or which code of the answer was refused."""
     is_late: bool = False
+    """It took all of its processor time, or ended the child with it."""
 
 
-def encode_job(problem: tuple[str, Mapping[str, Any], int], entry: Any, answer: str | None, timeout_s: float) -> bytes:
+def encode_job(problem: tuple[str, Mapping[str, Any], int], entry: Any, answer: str | None, cpu_s: int) -> bytes:
     """Return the job to score an answer.
 
     Args:
         problem: name of the data set, its options, and the seed.
         entry: the problem that the model was given.
         answer: None without tags.
-        timeout_s: for the answer.
+        cpu_s: processor time for the answer.
     """
     name, config, seed = problem
-    return pickle.dumps((name, dict(config), seed, entry, answer, timeout_s))
+    return pickle.dumps((name, dict(config), seed, entry, answer, cpu_s))
 
 
 def make_problem(name: str, config: Mapping[str, Any], seed: int) -> tuple[Any, Any]:
@@ -64,12 +65,18 @@ class Scorer:
         self._datasets: dict[bytes, Any] = {}
 
     def __call__(self, job: bytes) -> bytes:
-        """Score one answer, as encoded by `encode_job`; return a `Score`."""
-        name, config, seed, entry, answer, timeout_s = pickle.loads(job)  # noqa: S301  (the worker's own)
+        """Score one answer, as encoded by `encode_job`; return a `Score`.
+
+        Raises:
+            TimeoutError: the machine is too busy to score anything.
+        """
+        name, config, seed, entry, answer, cpu_s = pickle.loads(job)  # noqa: S301  (the worker's own)
         dataset = self._dataset(name, config, seed)
         report_interim(msgspec.msgpack.encode(Score(why="its process ended", is_late=True)))
-        forked = run_forked(partial(_score, dataset, answer, entry), timeout_s=timeout_s, max_bytes=_MAX_BYTES)
-        return forked.value or msgspec.msgpack.encode(Score(why=forked.why, is_late=forked.is_late))
+        forked = run_forked(partial(_score, dataset, answer, entry), cpu_s=cpu_s, max_bytes=_MAX_BYTES)
+        if forked.was_kept_waiting:
+            raise TimeoutError(forked.why)
+        return forked.value or msgspec.msgpack.encode(Score(why=forked.why, is_late=forked.used_its_time))
 
     def _dataset(self, name: str, config: Mapping[str, Any], seed: int) -> Any:
         """Return the data set of a problem; the completions of a group share it."""

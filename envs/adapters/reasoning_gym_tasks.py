@@ -22,11 +22,11 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from envs.adapters.reasoning_gym_scorer import HANDLER, Score, encode_job, make_problem
-from envs.call import Failed, Ok, describe_error, describe_failure
+from envs.call import Failed, describe_error, describe_failure
 from envs.extras import import_extra
 from envs.messages import last_assistant_text
 from envs.processes.isolation import Isolation
-from envs.processes.shared_pools import run_in_pool
+from envs.processes.shared_pools import finished, pool_timeout_s, run_in_pool
 from envs.sandboxes.process import sandbox_problem, warn_without_sandbox
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, RewardReason
@@ -34,8 +34,6 @@ from stream.validity import Measured, RewardReason
 _EVALUATES = re.compile(r"(?<![\w.])(?:eval|exec)\(|\b(?:sympy|sp)\.(?:parse_expr|sympify)\(|(?<![\w.])parse_expr\(")
 _WORST = 0.0
 """The scores of all data sets are in [0, 1]."""
-_POOL_TIMEOUT_FACTOR = 2.0
-"""A child that does not return in this many times the deadline of its answer is killed."""
 
 
 class ReasoningGym:
@@ -48,7 +46,7 @@ class ReasoningGym:
         isolation: `sandbox`, the default: the scorer sees nothing of this machine. Where no sandbox can be made, it
             runs in a child process without the worker's environment, and a data set whose scorer evaluates answers is
             refused. `process`: such a child process is enough.
-        timeout_s: for scoring an answer, in wall and in processor time; one that takes longer is worth 0.
+        cpu_s: seconds of processor time for scoring an answer; one that takes more is worth 0.
 
     Attributes:
         entry: the problem: question, answer, metadata.
@@ -64,14 +62,14 @@ class ReasoningGym:
         *,
         system: str = "default",
         isolation: Literal["sandbox", "process"] = "sandbox",
-        timeout_s: float = 5.0,
+        cpu_s: int = 2,
     ) -> None:
         self.dataset = dataset
         self.entry: dict[str, Any] = {}
         self.answer: str | None = None
         self._config = dict(config)
         self._seed = 0
-        self._timeout_s = timeout_s
+        self._cpu_s = cpu_s
         utils = import_extra("reasoning_gym.utils", "reasoning-gym")
         self._system = utils.SYSTEM_PROMPTS.get(system, system)
         try:
@@ -104,10 +102,9 @@ class ReasoningGym:
             EnvironmentFailure: no child process could score anything.
         """
         self.answer = extract_answer(last_assistant_text(messages))
-        job = encode_job((self.dataset, self._config, self._seed), self.entry, self.answer, self._timeout_s)
-        deadline = self._timeout_s * _POOL_TIMEOUT_FACTOR + 1
-        (outcome,) = run_in_pool(HANDLER, {}, self._isolation, [job], deadline)
-        encoded = outcome.value if isinstance(outcome, Ok) else outcome.interim
+        job = encode_job((self.dataset, self._config, self._seed), self.entry, self.answer, self._cpu_s)
+        (outcome,) = run_in_pool(HANDLER, {}, self._isolation, [job], pool_timeout_s(self._cpu_s))
+        encoded = finished(outcome)
         if encoded is None:
             error = outcome.error if isinstance(outcome, Failed) else None
             raise EnvironmentFailure(f"{self.dataset}: no score: {describe_failure(outcome)}") from error

@@ -22,19 +22,17 @@ from typing import Any, ClassVar
 import msgspec
 
 from envs.adapters.textarena_replay import HANDLER, Game, GameMoves, GameState, make_game
-from envs.call import Failed, Ok, describe_failure
+from envs.call import Failed, describe_failure
 from envs.extras import import_extra
 from envs.processes.isolation import Isolation, IsolationKind, strongest_isolation
 from envs.processes.jobs import JobError
-from envs.processes.shared_pools import run_in_pool
+from envs.processes.shared_pools import finished, pool_timeout_s, run_in_pool
 from envs.references import resolve
 from envs.sandboxes.process import warn_without_sandbox
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, RewardReason
 
 Opponent = Callable[[str], str]
-_POOL_TIMEOUT_FACTOR = 2.0
-"""A child that does not return in this many times the deadline of its move is killed."""
 
 
 class TextArena:
@@ -47,7 +45,7 @@ class TextArena:
         isolation: `sandbox`, the default: the game sees nothing of this machine; where no sandbox can be made it is
             played as with `process`: in a child process without the worker's environment. `none`: in the worker, for a
             game that is not the same when it is played again, or needs the worker's environment.
-        timeout_s: for a move, in wall and in processor time.
+        cpu_s: seconds of processor time for a move, with those before it.
         worst: reward of a move that the game cannot play, because it raises or takes too long.
 
     Attributes:
@@ -66,7 +64,7 @@ class TextArena:
         num_players: int = 0,
         *,
         isolation: IsolationKind = "sandbox",
-        timeout_s: float = 5.0,
+        cpu_s: int = 2,
         worst: float = -1.0,
     ) -> None:
         self.id = id
@@ -75,7 +73,7 @@ class TextArena:
         self.info: dict[str, Any] = {}
         self.done = False
         self._seen = ""
-        self._worst, self._timeout_s = worst, timeout_s
+        self._worst, self._cpu_s = worst, cpu_s
         self._unplayable: Measured | None = None
         self._players = num_players or (1 if opponent is None else 2)
         self._opponent: Any = resolve(opponent, None).target if isinstance(opponent, str) else opponent
@@ -91,7 +89,7 @@ class TextArena:
         folders = _word_lists() if isolation == "sandbox" else ()
         self._isolation = Isolation(isolation, folders, (("NLTK_DATA", os.pathsep.join(folders)),) if folders else ())
         self._game: Game | None = None
-        self._record = GameMoves(id=id, players=self._players, seed=0, timeout_s=timeout_s)
+        self._record = GameMoves(id=id, players=self._players, seed=0, cpu_s=cpu_s)
         self._state = GameState()
 
     def __copy__(self) -> "TextArena":
@@ -109,7 +107,7 @@ class TextArena:
         """
         self.moves, self.rewards, self.info, self.done, self._seen = [], {}, {}, False, ""
         self._unplayable = None
-        self._record = GameMoves(id=self.id, players=self._players, seed=seed, timeout_s=self._timeout_s)
+        self._record = GameMoves(id=self.id, players=self._players, seed=seed, cpu_s=self._cpu_s)
         if self._isolation.kind == "none":
             self._game = Game(make_game(self.id), self._players, seed)
             self._state = self._game.state
@@ -179,9 +177,9 @@ class TextArena:
 
     def _replay(self) -> None:
         """Play the game up to its last move, in a child process."""
-        job, deadline = msgspec.msgpack.encode(self._record), self._timeout_s * _POOL_TIMEOUT_FACTOR + 1
-        (outcome,) = run_in_pool(HANDLER, {}, self._isolation, [job], deadline)
-        encoded = outcome.value if isinstance(outcome, Ok) else outcome.interim
+        job = msgspec.msgpack.encode(self._record)
+        (outcome,) = run_in_pool(HANDLER, {}, self._isolation, [job], pool_timeout_s(self._cpu_s))
+        encoded = finished(outcome)
         if encoded is None:
             error = outcome.error if isinstance(outcome, Failed) else None
             hint = ""

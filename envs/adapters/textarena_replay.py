@@ -48,7 +48,7 @@ class GameState(Struct, kw_only=True):
     is_about_the_move: bool = False
     """The error is of a kind that the text of a move causes, and no network or disk."""
     is_late: bool = False
-    """It was killed at a limit of time."""
+    """It took all of its processor time, or ended the child with it."""
     digest: bytes = b""
     """Of everything that was seen so far."""
     differs: bool = False
@@ -61,7 +61,7 @@ class GameMoves(Struct, kw_only=True):
     id: str
     players: int
     seed: int
-    timeout_s: float
+    cpu_s: int
     moves: list[str] = []
     """Of all players, in order."""
     digest: bytes = b""
@@ -123,6 +123,7 @@ class Replayer:
         """Play the moves of a job; return a `GameState`.
 
         Raises:
+            TimeoutError: the machine is too busy to play.
             Exception: the game cannot be made, or not be begun.
         """
         moves = msgspec.msgpack.decode(job, type=GameMoves)
@@ -131,10 +132,12 @@ class Replayer:
         if moves.moves:  # the game could be begun, so whatever happens is the last move's doing
             report_interim(msgspec.msgpack.encode(GameState(error="its process ended", is_late=True)))
         work = partial(_replay, self._games[moves.id], moves)
-        forked = run_forked(work, timeout_s=moves.timeout_s, max_bytes=_MAX_BYTES)
+        forked = run_forked(work, cpu_s=moves.cpu_s, max_bytes=_MAX_BYTES)
+        if forked.was_kept_waiting:
+            raise TimeoutError(forked.why)
         if forked.value is None and not moves.moves:
             raise RuntimeError(forked.why)
-        return forked.value or msgspec.msgpack.encode(GameState(error=forked.why, is_late=forked.is_late))
+        return forked.value or msgspec.msgpack.encode(GameState(error=forked.why, is_late=forked.used_its_time))
 
 
 def _replay(made: Any, moves: GameMoves) -> bytes:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from envs.call import describe_error
 from envs.processes.confine import set_limit
 
+WALL_FACTOR = 12
+"""Wall seconds for each second of processor time: machines are busy, and a right answer must not be late for that."""
 _DEATHS = {signal.SIGXCPU: "it took too much processor time", signal.SIGKILL: "it was killed"}
 _OK, _RAISED = b"+", b"-"
 
@@ -27,31 +29,35 @@ class Forked:
     """What it returned; None if it did not."""
     why: str = ""
     """Why it did not return."""
-    is_late: bool = False
-    """It was killed at a limit of time."""
+    used_its_time: bool = False
+    """It took all of its processor time."""
+    was_kept_waiting: bool = False
+    """It had far more time than that, and did not get it: the machine is too busy, and nothing is known of the work."""
 
 
-def run_forked(work: Callable[[], bytes], *, timeout_s: float, max_bytes: int) -> Forked:
+def run_forked(work: Callable[[], bytes], *, cpu_s: int, max_bytes: int) -> Forked:
     """Run work in a fork of this process, which has one thread.
 
     Args:
-        work: returns bytes.
-        timeout_s: of wall time, and of processor time.
+        work: returns bytes; computes and does not wait.
+        cpu_s: of processor time; wall time is limited to `WALL_FACTOR` times as much.
         max_bytes: of data memory.
     """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        _work(work, writer, timeout_s, max_bytes)
+        _work(work, writer, cpu_s, max_bytes)
     os.close(writer)
     try:
-        data = _read(reader, time.monotonic() + timeout_s)
+        data = _read(reader, time.monotonic() + WALL_FACTOR * cpu_s)
     finally:
         os.close(reader)
         os.kill(child, signal.SIGKILL)  # it may have closed the pipe and gone on
         _, status = os.waitpid(child, 0)
     if data is None:
-        return Forked(None, f"it did not end within {timeout_s:g} s", is_late=True)
+        return Forked(
+            None, f"it got less than {cpu_s} s of the processor in {WALL_FACTOR * cpu_s} s", was_kept_waiting=True
+        )
     if data[:1] == _OK:
         return Forked(data[1:])
     if data[:1] == _RAISED:
@@ -59,16 +65,15 @@ def run_forked(work: Callable[[], bytes], *, timeout_s: float, max_bytes: int) -
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     names = {each.value: each for each in signal.Signals}
     why = _DEATHS.get(names[number], f"it was ended by {names[number].name}") if number in names else "it exited"
-    return Forked(None, why, is_late=number == signal.SIGXCPU)
+    return Forked(None, why, used_its_time=number == signal.SIGXCPU)
 
 
-def _work(work: Callable[[], bytes], writer: int, timeout_s: float, max_bytes: int) -> None:
+def _work(work: Callable[[], bytes], writer: int, cpu_s: int, max_bytes: int) -> None:
     """In the fork: run the work, and end without a return."""
     try:
         os.dup2(writer, 3)
         os.closerange(4, 1024)  # among them the child's pipes to the worker
-        seconds = max(1, round(timeout_s))
-        set_limit(resource.RLIMIT_CPU, seconds, seconds + 1)
+        set_limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
         set_limit(resource.RLIMIT_DATA, max_bytes, max_bytes)
         set_limit(resource.RLIMIT_NPROC, 0, 0)
         set_limit(resource.RLIMIT_FSIZE, 1 << 20, 1 << 20)

@@ -10,8 +10,9 @@ import anyio
 import msgspec
 from anyio.abc import TaskStatus
 
-from envs.call import Outcome
+from envs.call import Failed, Ok, Outcome
 from envs.call.background_loop import background_loop
+from envs.processes.forked import WALL_FACTOR
 from envs.processes.isolation import Isolation
 from envs.processes.pool import ChildLimits, ProcessPool
 
@@ -35,6 +36,22 @@ def run_in_pool(
             _pools[key] = loop.start_task(_serve, handler, args, isolation)
         _, pool = _pools[key]
     return loop.call(pool.map, jobs, timeout_s)
+
+
+def pool_timeout_s(cpu_s: int) -> float:
+    """Return the deadline of a job that runs work of so much processor time in a fork; the fork's own is earlier."""
+    return (WALL_FACTOR + 1) * cpu_s
+
+
+def finished(outcome: Outcome) -> bytes | None:
+    """Return the result of a job that runs work in a fork; None: nothing is known of the work.
+
+    Work that ended its child, twice, has the job's interim result. A job past its deadline has none: its fork would
+    have used up its processor time before that, so the machine is too busy.
+    """
+    if isinstance(outcome, Ok):
+        return bytes(outcome.value)
+    return outcome.interim if isinstance(outcome, Failed) else None
 
 
 async def _serve(

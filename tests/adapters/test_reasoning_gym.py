@@ -106,7 +106,7 @@ def test_mathematics_in_an_answer_is_evaluated_as_before():
 
 
 def test_an_answer_that_takes_too_long_is_worth_nothing_and_the_next_one_is_scored():
-    args = {"dataset": "countdown", "timeout_s": 1.0}
+    args = {"dataset": "countdown", "cpu_s": 1}
     played = play(REF, ["<answer>9**9**9**9</answer>"], args=args)
     assert (played.reward.value, played.reward.reason) == (0.0, RewardReason.TIMEOUT)
     assert play(REF, ["<answer>1 + 1</answer>"], args=args).reward_value == 0.05  # it uses other numbers

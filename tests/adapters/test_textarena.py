@@ -59,7 +59,7 @@ def rigged(monkeypatch):
     ("move", "reason"), [("raise", RewardReason.RAISED), ("hang", RewardReason.TIMEOUT), ("die", RewardReason.RAISED)]
 )
 def test_a_move_that_the_game_cannot_play_is_the_models_and_costs_no_other_game(rigged, move, reason):
-    args = {"id": "Rigged-v0", "timeout_s": 1.0, "worst": -2.0}
+    args = {"id": "Rigged-v0", "cpu_s": 1, "worst": -2.0}
     played = rigged(["fine", move], args=args)
     assert played.failure is None
     assert (played.reward.value, played.reward.reason) == (-2.0, reason)

@@ -32,7 +32,7 @@ _VLM_GOLDS = {
     "bbox_giou": "[1, 2, 3, 4]",
 }
 _CALL_TIMEOUT_S = 120.0
-_SCORING_S = 2.0
+_SCORING_S = 2
 _CONTEXT_CHARACTERS = 32_000
 """Beyond it the stub servers refuse a text, as those of a model with such a context do."""
 
@@ -129,7 +129,7 @@ def _dataset(name: str) -> Target:
     from envs.adapters.reasoning_gym_tasks import ReasoningGym
 
     def score(attack: Attack) -> Judged:
-        env = ReasoningGym(name, timeout_s=_SCORING_S)
+        env = ReasoningGym(name, cpu_s=_SCORING_S)
         env.reset(seed=1)
         try:
             reward = env.get_reward([{"role": "assistant", "content": f"<answer>{attack.text}</answer>"}])
