@@ -26,7 +26,8 @@ from envs.call import Failed, describe_error, describe_failure
 from envs.extras import import_extra
 from envs.messages import last_assistant_text
 from envs.processes.isolation import Isolation
-from envs.processes.shared_pools import finished, pool_timeout_s, run_in_pool
+from envs.processes.jobs import ProcessPoolError
+from envs.processes.shared_pools import finished, pool_timeout_s, run_in_pool, start_pool
 from envs.sandboxes.process import sandbox_problem, warn_without_sandbox
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, RewardReason
@@ -89,8 +90,16 @@ class ReasoningGym:
         return copied
 
     def reset(self, seed: int) -> list[dict[str, str]]:
-        """Make the problem; all completions of a group have the same one."""
+        """Make the problem; all completions of a group have the same one.
+
+        Raises:
+            EnvironmentFailure: no child process can score.
+        """
         self.answer, self._seed = None, seed
+        try:
+            start_pool(HANDLER, {}, self._isolation)  # now, rather than when an answer waits
+        except ProcessPoolError as error:
+            raise EnvironmentFailure(f"{self.dataset}: {error}") from error
         _, self.entry = make_problem(self.dataset, self._config, seed)
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, {"role": "user", "content": self.entry["question"]}]

@@ -24,7 +24,16 @@ _pools: dict[tuple[Any, ...], tuple[Future[Any], ProcessPool]] = {}
 def run_in_pool(
     handler: str, args: Mapping[str, Any], isolation: Isolation, jobs: Sequence[bytes], timeout_s: float
 ) -> list[Outcome]:
-    """Run jobs in the pool of a handler, which the first call starts; see `ProcessPool.map`. Blocks this thread.
+    """Run jobs in the pool of a handler; see `ProcessPool.map`. Blocks this thread.
+
+    Raises:
+        ProcessPoolError: see `start_pool`.
+    """
+    return background_loop().call(start_pool(handler, args, isolation).map, jobs, timeout_s)
+
+
+def start_pool(handler: str, args: Mapping[str, Any], isolation: Isolation) -> ProcessPool:
+    """Return the pool of a handler, started by the first call. Blocks this thread meanwhile.
 
     Raises:
         ProcessPoolError: the first child cannot be started.
@@ -34,8 +43,7 @@ def run_in_pool(
     with _lock:
         if key not in _pools or _pools[key][0].done():  # it only ends by an error
             _pools[key] = loop.start_task(_serve, handler, args, isolation)
-        _, pool = _pools[key]
-    return loop.call(pool.map, jobs, timeout_s)
+        return _pools[key][1]
 
 
 def pool_timeout_s(cpu_s: int) -> float:
