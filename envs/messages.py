@@ -43,6 +43,21 @@ def last_assistant_text(completion: Any) -> str:
     return messages_text([message for message in completion if message.get("role") == "assistant"][-1:])
 
 
+def answer_text(text: str, delimiters: Sequence[str]) -> str:
+    """Return what follows a message's reasoning, after the last delimiter in it; without reasoning, the whole text.
+
+    Args:
+        text: the message.
+        delimiters: texts that end reasoning, such as `</think>`. A message that begins with the opening tag, which has
+            no slash, and does not end its reasoning has no answer.
+    """
+    ends = [found + len(delimiter) for delimiter in delimiters if (found := text.rfind(delimiter)) >= 0]
+    if ends:
+        return text[max(ends) :]
+    openings = tuple(delimiter.replace("/", "", 1) for delimiter in delimiters if "/" in delimiter)
+    return "" if text.lstrip().startswith(openings) else text
+
+
 def build_conversation(prompt: Any, completion: Any) -> list[Message]:
     """Join prompt and completion into one list of messages in OpenAI's form.
 

@@ -7,6 +7,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Final
+
+_NEW: Final = os.O_CREAT | os.O_EXCL | os.O_WRONLY
 
 
 def write_all(file: io.FileIO, data: bytes) -> None:
@@ -18,6 +21,50 @@ def write_all(file: io.FileIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
+
+
+def append_all(file: io.FileIO, *parts: bytes) -> None:
+    """Append all parts to an unbuffered file, or nothing: what was written of them is cut off again.
+
+    Raises:
+        OSError: the disk is full or fails.
+    """
+    end = file.seek(0, os.SEEK_END)
+    try:
+        for part in parts:
+            write_all(file, part)
+    except OSError:
+        file.truncate(end)
+        file.seek(end)
+        raise
+
+
+def write_file_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write a file completely or not at all; it is on the disk on return. A device or a pipe is written directly.
+
+    Args:
+        path: of the file; its folder exists.
+        content: all of it.
+        private: only its owner can read it.
+
+    Raises:
+        OSError: the disk is full or fails; an earlier file of this name stays as it was, and nothing is left behind.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with open(os.open(temporary, _NEW, 0o600 if private else 0o666), "wb", buffering=0) as file:  # noqa: PTH123
+            write_all(file, content)
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        fsync_path(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def fsync_path(path: Path) -> None:

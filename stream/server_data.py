@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from stream.durable import write_file_atomically
 from stream.logger import log
 
 DIGESTS: Final = "digests.json"
@@ -19,19 +20,25 @@ _BLOCK = 1 << 20
 
 
 def write_digests(data: Path) -> None:
-    """Store the digest of every file of a server that has stopped."""
-    (data / DIGESTS).write_text(json.dumps({str(path.relative_to(data)): _digest(path) for path in _files(data)}))
+    """Store the digest of every file of a server that has stopped. On a full disk there is none, as after a crash."""
+    digests = {str(path.relative_to(data)): _digest(path) for path in _files(data)}
+    try:
+        write_file_atomically(data / DIGESTS, json.dumps(digests).encode())
+    except OSError as error:
+        log.warning("private_server.digests_not_written", folder=str(data), why=str(error))
 
 
 def prepare(data: Path) -> None:
-    """Check the files before the server starts: repair a torn end, set damaged files aside."""
+    """Check the files before the server starts: repair a torn end, set damaged files aside.
+
+    Digests that cannot be read say nothing about the data. They are taken like none, as after a crash; the server
+    itself refuses what it cannot load.
+    """
     stored = data / DIGESTS
     try:
         expected = json.loads(stored.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, RecursionError):
         expected = None
-    except (ValueError, RecursionError):
-        expected = {}
     stored.unlink(missing_ok=True)
     if expected is None:
         cut_zeros(data)

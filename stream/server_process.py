@@ -6,6 +6,7 @@ server dies earlier it is started again on the same data and socket, and its cli
 that is down.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -29,6 +30,7 @@ from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
 
 from stream import parent_death, server_data
+from stream.disk_space import disk_problem, wait_limit_s
 from stream.errors import ServerError
 from stream.logger import log
 
@@ -39,7 +41,9 @@ _MAX_EXITS, _EXIT_WINDOW_S = 20, 600.0
 """How often it may exit within that time. A server that cannot start at all reaches this within seconds."""
 _RESTART_DELAY_S = 0.5
 _MAX_SOCKET_PATH = 107 if sys.platform == "linux" else 103
-_LEAST_FREE_BYTES = 1 << 19
+_ROOM_POLL_S, _LARGE_WRITE_DELAY_S = 1.0, 10.0
+_KILLS = (-signal.SIGKILL, -signal.SIGTERM)
+"""Exit codes of a server that was killed from outside, as often as anybody likes."""
 _LOG_TAIL_BYTES = 4096
 _DATA_ERRORS = (
     *("append only file", "append log file", "aof manifest", "aof file", "rdb file reading failure", "wrong signature"),
@@ -115,6 +119,7 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
             try:
                 await server.start()
                 if not await _wait_until_loaded(socket, server, home):
+                    await _raise_if_full(home)
                     await anyio.to_thread.run_sync(server_data.set_aside, home, "the server could not load them")
                     await server.start()
                     await _wait_until_loaded(socket, server, home)
@@ -174,19 +179,37 @@ class _Server:
         deaths: deque[float] = deque(maxlen=_MAX_EXITS)
         while self._process is not None:
             code = await self._process.wait()
-            if code not in (-signal.SIGKILL, -signal.SIGTERM):  # killed from outside, as often as anybody likes
+            if not await self._wait_for_room(code) and code not in _KILLS:
                 deaths.append(time.monotonic())
-            problem = await anyio.to_thread.run_sync(_disk_problem, self._data)
             if len(deaths) == _MAX_EXITS and deaths[-1] - deaths[0] < _EXIT_WINDOW_S:
                 raise ServerError(
                     f"the private server died {_MAX_EXITS} times within {_EXIT_WINDOW_S / 60:g} minutes, the last "
-                    f"time with code {code}; {problem + '; ' if problem else ''}see {self._data / 'server.log'}"
+                    f"time with code {code}; see {self._data / 'server.log'}"
                 )
-            log.warning("private_server.restarted", code=code, why=problem or "see server.log")
+            log.warning("private_server.restarted", code=code, why="see server.log")
             if len(deaths) > 1 and deaths[-1] - deaths[-2] < 2 * _RESTART_DELAY_S:
                 await anyio.sleep(_RESTART_DELAY_S)
             await anyio.to_thread.run_sync(server_data.cut_zeros, self._data)
             await self.start()
+
+    async def _wait_for_room(self, code: int) -> bool:
+        """Wait while the server's disk is full, of which it has died. Returns whether it was full.
+
+        Raises:
+            ServerError: it stays full.
+        """
+        why = await anyio.to_thread.run_sync(_full_disk, self._data)
+        if not why:
+            return False
+        log.warning("private_server.waiting", code=code, why=why)
+        if await anyio.to_thread.run_sync(disk_problem, self._data) is None:  # a write was larger than what is free
+            await anyio.sleep(_LARGE_WRITE_DELAY_S)
+            return False
+        with anyio.move_on_after(wait_limit_s()):
+            while await anyio.to_thread.run_sync(disk_problem, self._data) is not None:  # noqa: ASYNC110  (no event)
+                await anyio.sleep(_ROOM_POLL_S)
+            return True
+        raise ServerError(f"the private server has waited {wait_limit_s():g} s for room: {why}; make room there")
 
     async def stop(self) -> bool:
         """Stop the server: it saves its data and exits, or is killed after a timeout.
@@ -205,10 +228,22 @@ class _Server:
         return self._process.returncode == 0
 
 
-def _disk_problem(data: Path) -> str:
-    """Return why the server could not write, if its disk is full: then its log could not be written, either."""
-    free = shutil.disk_usage(data).free
-    return f"No space left on the disk of {data} ({free // 1024} KiB)" if free < _LEAST_FREE_BYTES else ""
+def _full_disk(data: Path) -> str:
+    """Return how full the server's disk is if the server has died of that; it may be too full for its log, too."""
+    if problem := disk_problem(data):
+        return str(problem)
+    said = os.strerror(errno.ENOSPC)
+    return f"{data / 'server.log'}: {said}" if said.lower() in _last_words(data / "server.log") else ""
+
+
+async def _raise_if_full(data: Path) -> None:
+    """Do not take a full disk for damaged data.
+
+    Raises:
+        ServerError: the disk is full.
+    """
+    if problem := await anyio.to_thread.run_sync(_full_disk, data):
+        raise ServerError(f"the private server did not start: {problem}; make room there, and run again")
 
 
 def _lock(data: Path) -> IO[str]:
@@ -253,12 +288,18 @@ async def _wait_until_loaded(socket: Path, server: _Server, data: Path) -> bool:
             await anyio.sleep(0.02)
     if await anyio.to_thread.run_sync(_cannot_load, data / "server.log"):
         return False
+    await _raise_if_full(data)
     raise ServerError(f"the private server did not start; see {data / 'server.log'}")
 
 
 def _cannot_load(log_file: Path) -> bool:
     """Return whether the server's last words are about its data."""
+    return any(word in _last_words(log_file) for word in _DATA_ERRORS)
+
+
+def _last_words(log_file: Path) -> str:
+    """Return what the server has logged since its last start, in lower case."""
     if not log_file.exists():
-        return False
+        return ""
     tail = log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").lower()
-    return any(word in tail.rpartition("starting")[2] for word in _DATA_ERRORS)
+    return tail.rpartition("starting")[2]

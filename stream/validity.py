@@ -5,7 +5,7 @@ reward into a measured one.
 
 The opposite mistake is as bad: a policy must not be able to choose to be unmeasured, because leaving a bad completion
 out of its group's baseline can pay. Where only the policy's own answer cannot be judged, a reward function measures its
-worst value and keeps the reason (`Measured.reason`).
+worst value and keeps the reason (`worst_reward`).
 """
 
 import math
@@ -54,7 +54,8 @@ class TruncationReason(StrEnum):
     MAX_TURNS = "max_turns"  # rollout.max_turns
     TOOL_CALLS = "tool_calls"  # rollout.max_tool_calls
     TOOL_ERRORS = "tool_errors"  # half of rollout.max_tool_calls
-    WALL_CLOCK = "wall_clock"  # rollout.episode_timeout_s
+    TOOL_TIME = "tool_time"  # rollout.episode_timeout_s, in tools
+    WALL_CLOCK = "wall_clock"  # rollout.episode_timeout_s, outside of tools
 
 
 class DropReason(StrEnum):
@@ -97,6 +98,21 @@ Reward = Measured | Unmeasured
 
 RETURNED_NONE: Final = Unmeasured(RewardReason.MISSING, "returned None")
 """The reward of a returned None."""
+
+
+def worst_reward(value: float | None, reason: RewardReason, detail: str) -> Reward:
+    """Return the reward of a completion that could not be judged because of what the model wrote.
+
+    This is the only place where such a completion gets its reward. What the model causes is measured, at the worst
+    value of the part, because a policy must not be able to choose to be unmeasured; what others cause (data, services,
+    machines) is `Unmeasured`.
+
+    Args:
+        value: the worst value that the part can have; None: nobody has stated it, so the completion is unmeasured.
+        reason: why it could not be judged; kept with the value.
+        detail: the reason's text.
+    """
+    return Unmeasured(reason, detail) if value is None else Measured(value, reason, detail)
 
 
 def measure(value: object) -> Reward:

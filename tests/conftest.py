@@ -264,3 +264,18 @@ def pipe(connection: RunConnection) -> Pipe:
 def pipe_on() -> type[Pipe]:
     """The same shortcuts for a connection that the test makes: `pipe_on(connection)`."""
     return Pipe
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=True, capture_output=True
+        )
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -36,6 +36,11 @@ class RewardServer:
         """Answers are held back until this many requests wait."""
         self.release = anyio.Event()
         self.url = ""
+        self.models: dict[str, Any] | None = None
+        """Answer to `GET /v1/models`; None: there is no such route."""
+
+    async def list_models(self, _: web.Request) -> web.Response:
+        return web.Response(status=404) if self.models is None else web.json_response(self.models)
 
     async def classify(self, http: web.Request) -> web.Response:
         request = json.loads(await http.read())
@@ -88,6 +93,7 @@ async def reward_server(score: Callable[[list[dict[str, Any]]], float] = by_leng
     server = RewardServer(score)
     app = web.Application()
     app.router.add_post("/classify", server.classify)
+    app.router.add_get("/v1/models", server.list_models)
     async with listen(app, "127.0.0.1", port) as url:
         server.url = url
         yield server

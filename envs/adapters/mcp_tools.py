@@ -1,7 +1,9 @@
 """Tools of MCP servers, over stdio or streamable HTTP, with the official SDK.
 
-A tool's own error (`isError`) and arguments that the server refuses are text for the model. Any other failure makes the
-episode invalid, and the next reset opens a new session.
+A tool's own error (`isError`), and every other error after which the server still works, are text for the model: a
+policy must not be able to choose to be invalid. Whether it works, a control question shows, the list of its tools;
+after a deadline, when a busy server may answer nothing, in a new session. A server that does not answer that either, or
+that closes the connection, makes the episode invalid, and the next reset opens a new session.
 
 The SDK's connections must be closed by the task that opened them. So each session has its own task, on the event loop
 of one daemon thread of this process, and calls are sent there. This also keeps blocking work of the SDK (finding and
@@ -11,6 +13,7 @@ starting a command) off the worker's event loop.
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import anyio
@@ -23,8 +26,8 @@ from envs.extras import import_extra
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 
 _OPEN_S = 30.0
-_MODEL_ERROR_CODES = frozenset({-32602, -32601})
-"""JSON-RPC codes for invalid parameters and unknown methods: errors in what the model wrote."""
+_CONTROL_S = 5.0
+"""Deadline of a control question."""
 
 
 class McpTools:
@@ -38,10 +41,12 @@ class McpTools:
         cwd: working directory of the command.
         fresh: open a new session for each episode. Otherwise a session is reused until it fails, with whatever state
             the server keeps.
-        timeout_s: deadline of each response; a session that misses it is closed.
+        timeout_s: deadline of each response; the model reads that a tool missed it.
+        images: give images as content parts, which the model's chat template must render; otherwise the model reads
+            their type and size.
 
     Attributes:
-        calls: tool calls of this episode: `tool`, `arguments`, the `text` returned, and `is_error`.
+        calls: tool calls of this episode: `tool`, `arguments`, the `text` returned (without images), and `is_error`.
 
     Example::
 
@@ -60,6 +65,7 @@ class McpTools:
         *,
         fresh: bool = False,
         timeout_s: float = 60.0,
+        images: bool = False,
     ) -> None:
         if bool(url) == bool(command):
             raise ReferenceNotFoundError("an MCP server has a url, or a command that starts it: give one of them")
@@ -68,6 +74,7 @@ class McpTools:
         self._server = url or {"command": command, "args": list(args), "env": dict(env or {}) or None, "cwd": cwd}
         self._fresh = fresh
         self._timeout_s = timeout_s
+        self._images = images
         self._session: _Session | None = None
         self._broken = ""
 
@@ -108,32 +115,51 @@ class McpTools:
         if self._session is None:
             self._session = _Session(self._server, self._timeout_s)
 
-    def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
-        """Call a tool of the server.
+    def call_tool(self, name: str, arguments: dict[str, Any]) -> str | list[dict[str, Any]]:
+        """Call a tool of the server, and return text, or content parts if there are images.
 
         Raises:
-            ToolError: the tool's own error, which the model reads.
-            EnvironmentFailure: there was no response.
+            ToolError: an error of the call, which the model reads.
+            EnvironmentFailure: the server does not answer any more.
         """
         if self._broken or self._session is None:
             raise EnvironmentFailure(self._broken or "it was never reset")
         call = {"tool": name, "arguments": arguments, "text": "", "is_error": True}
         self.calls.append(call)
         try:
-            text, is_error = self._session.call(name, arguments)
+            content, is_error = self._session.call(name, arguments)
         except EnvironmentFailure as failure:
-            self._broken = f"the session with {self.address!r} was lost in this episode: {failure}"
-            raise
+            if not isinstance(failure, _DeadlineError) or not self._reopen():
+                self._broken = f"the session with {self.address!r} was lost in this episode: {failure}"
+                raise
+            content, is_error = [f"{failure}, and the session with its server was opened again"], True
+        text = content_text(content)
         call.update(text=text, is_error=is_error)
         if is_error:
             raise ToolError(text)
-        return text
+        return content_parts(content) if self._images else text
+
+    def _reopen(self) -> bool:
+        """Leave a busy session for a new one; return whether the server works there."""
+        busy, self._session = self._session, None
+        if busy is not None:
+            busy.leave()
+        try:
+            self._session = _Session(self._server, self._timeout_s)
+            self._session.tools()
+        except EnvironmentFailure:
+            return False
+        return True
 
     def close(self) -> None:
         """Close the session; a server started for it ends too."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
+
+
+class _DeadlineError(EnvironmentFailure):
+    """A call was not answered in time, and the session answers nothing else."""
 
 
 class _Session:
@@ -162,40 +188,56 @@ class _Session:
             if not cursor:
                 return tools
 
-    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
-        """Call a tool; return its text and whether it is an error."""
-        from mcp import MCPError
+    def call(self, name: str, arguments: dict[str, Any]) -> tuple[list[Any], bool]:
+        """Call a tool; return its content, or an error's text, and whether it is an error.
 
+        Raises:
+            _DeadlineError: there was no response in time, and there is none to a control question.
+            EnvironmentFailure: there was another error, and there is no response to a control question.
+        """
         try:
-            response = self._request(partial(self._client.call_tool, name, arguments))
-        except MCPError as error:
-            return error.error.message, True
-        texts = [getattr(part, "text", None) or f"({part.type})" for part in response.content]
-        return "\n".join(texts), bool(response.is_error)
+            response = self._run(partial(self._client.call_tool, name, arguments), self._timeout_s)
+        except Exception as error:  # a JSON-RPC error, a response that the SDK refuses, a lost connection
+            too_late = isinstance(error, TimeoutError)
+            text = f"{name} did not answer within {self._timeout_s:g} s" if too_late else _describe(error)
+            if not self._works():
+                self.is_lost = True
+                raise (_DeadlineError if too_late else EnvironmentFailure)(text) from error
+            return [text], True
+        return list(response.content), bool(response.is_error)
+
+    def _works(self) -> bool:
+        """Ask the control question: does the server still list its tools?"""
+        try:
+            self._run(partial(self._client.list_tools, cache_mode="bypass"), min(_CONTROL_S, self._timeout_s))
+        except Exception:  # noqa: BLE001  (whatever it is, the server does not answer)
+            return False
+        return True
 
     def _request(self, call: Any) -> Any:
-        from mcp import MCPError
-
-        async def run() -> Any:
-            with anyio.fail_after(self._timeout_s):
-                return await call()
-
         try:
-            return self._portal.call(run)
-        except MCPError as error:
-            if error.error.code in _MODEL_ERROR_CODES:
-                raise
-            self.is_lost = True
-            raise EnvironmentFailure(_describe(error)) from error
+            return self._run(call, self._timeout_s)
         except Exception as error:
             self.is_lost = True
             raise EnvironmentFailure(_describe(error)) from error
 
-    def close(self) -> None:
-        """Let the session's task close its connection."""
+    def _run(self, call: Any, timeout_s: float) -> Any:
+        async def run() -> Any:
+            with anyio.fail_after(timeout_s):
+                return await call()
+
+        return self._portal.call(run)
+
+    def leave(self) -> None:
+        """Have the session's task close its connection, without waiting for it."""
         self.is_lost = True
         with suppress(Exception):
             self._portal.call(self._leave.set)
+
+    def close(self) -> None:
+        """Let the session's task close its connection."""
+        self.leave()
+        with suppress(Exception):
             self._task.result(self._timeout_s)
 
 
@@ -205,12 +247,54 @@ async def _session_task(server: str | dict[str, Any], timeout_s: float, *, task_
 
     leave = anyio.Event()
     where = server if isinstance(server, str) else StdioServerParameters(**server)
-    client = Client(where, read_timeout_seconds=timeout_s)
+    client = Client(where, read_timeout_seconds=2 * timeout_s)  # later than ours, so that ours decides
     with anyio.fail_after(_OPEN_S) as opening:
         async with client:
             opening.deadline = float("inf")
             task_status.started((client, leave))
             await leave.wait()
+
+
+def content_text(content: Sequence[Any]) -> str:
+    """Return a tool's content as text: embedded texts whole, and of other data its type, size and address."""
+    return "\n".join(map(_text, content))
+
+
+def content_parts(content: Sequence[Any]) -> str | list[dict[str, Any]]:
+    """Return a tool's content as content parts: images, and what is between them as text; without images, as text."""
+    parts: list[dict[str, Any]] = []
+    for image, between in groupby(content, key=_image):
+        if image:
+            parts += [{"type": "image_url", "image_url": {"url": image}} for _ in between]
+        else:
+            parts.append({"type": "text", "text": content_text(list(between))})
+    return parts if any(part["type"] != "text" for part in parts) else content_text(content)
+
+
+def _image(part: Any) -> str:
+    """Return the `data:` address of an image, or of a resource that is one; empty for anything else."""
+    data = getattr(part, "data", None) or getattr(getattr(part, "resource", None), "blob", None)
+    kind = _mime_type(part)
+    return f"data:{kind};base64,{data}" if data and kind.startswith("image/") else ""
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    resource = getattr(part, "resource", part)
+    text = getattr(resource, "text", None)
+    if text is not None:
+        return str(text)
+    address = str(getattr(resource, "uri", "") or "")
+    data = getattr(resource, "data", None) or getattr(resource, "blob", None)
+    if data is None:  # a link
+        return f"{address} {resource.name}" + (f": {resource.description}" if resource.description else "")
+    size = f"{len(data) * 3 // 4 - data[-2:].count('='):,} bytes"
+    return f"({', '.join(filter(None, [_mime_type(part) or part.type, size, address]))})"
+
+
+def _mime_type(part: Any) -> str:
+    return str(getattr(getattr(part, "resource", part), "mime_type", None) or "")
 
 
 def _describe(error: BaseException) -> str:

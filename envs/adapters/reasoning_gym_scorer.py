@@ -53,7 +53,12 @@ def encode_job(problem: tuple[str, Mapping[str, Any], int], entry: Any, answer: 
 
 def make_problem(name: str, config: Mapping[str, Any], seed: int) -> tuple[Any, Any]:
     """Return a data set of one problem, whose method scores answers, and the problem."""
-    dataset = import_extra("reasoning_gym", "reasoning-gym").create_dataset(name, seed=seed, size=1, **config)
+    library = import_extra("reasoning_gym", "reasoning-gym")
+    options = dict(config)
+    if "datasets" in options:  # of `composite`, as settings can write it
+        spec = library.composite.DatasetSpec
+        options["datasets"] = [spec(**{"weight": 1.0, "config": {}, **each}) for each in options["datasets"]]
+    dataset = library.create_dataset(name, seed=seed, size=1, **options)
     return dataset, dataset[0]
 
 

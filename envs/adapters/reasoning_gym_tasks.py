@@ -30,7 +30,7 @@ from envs.processes.jobs import ProcessPoolError
 from envs.processes.shared_pools import finished, pool_timeout_s, run_in_pool, start_pool
 from envs.sandboxes.process import sandbox_problem, warn_without_sandbox
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
-from stream.validity import Measured, RewardReason
+from stream.validity import Measured, Reward, RewardReason, worst_reward
 
 _EVALUATES = re.compile(r"(?<![\w.])(?:eval|exec)\(|\b(?:sympy|sp)\.(?:parse_expr|sympify)\(|(?<![\w.])parse_expr\(")
 _WORST = 0.0
@@ -42,7 +42,8 @@ class ReasoningGym:
 
     Args:
         dataset: name of the data set.
-        config: its options, such as `min_terms`.
+        config: its options, such as `min_terms`. Those of `composite` are `datasets`, a list of tables with `name`, and
+            optional `weight` (1) and `config`.
         system: name of one of reasoning-gym's system prompts, or a text of your own; empty: none.
         isolation: `sandbox`, the default: the scorer sees nothing of this machine. Where no sandbox can be made, it
             runs in a child process without the worker's environment, and a data set whose scorer evaluates answers is
@@ -104,7 +105,7 @@ class ReasoningGym:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, {"role": "user", "content": self.entry["question"]}]
 
-    def get_reward(self, messages: Sequence[dict[str, Any]]) -> Measured:
+    def get_reward(self, messages: Sequence[dict[str, Any]]) -> Reward:
         """Return the data set's own score of the answer; an answer that its scorer cannot read is worth 0.
 
         Raises:
@@ -152,12 +153,12 @@ def extract_answer(text: str) -> str | None:
     return None if answer is None else answer.strip()
 
 
-def _to_reward(score: Score) -> Measured:
+def _to_reward(score: Score) -> Reward:
     """Return a score as a reward: what an answer does to its scorer is measured, at the worst value."""
     if score.value is None or score.why:
-        return Measured(_WORST, RewardReason.TIMEOUT if score.is_late else RewardReason.RAISED, score.why)
+        return worst_reward(_WORST, RewardReason.TIMEOUT if score.is_late else RewardReason.RAISED, score.why)
     if not math.isfinite(score.value):
-        return Measured(_WORST, RewardReason.RAISED, f"the scorer returned {score.value}")
+        return worst_reward(_WORST, RewardReason.RAISED, f"the scorer returned {score.value}")
     return Measured(score.value)
 
 

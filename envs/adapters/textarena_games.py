@@ -15,14 +15,15 @@ worker.
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
+from anyio import to_thread
 
 from envs.adapters.textarena_replay import HANDLER, Game, GameMoves, GameState, make_game
-from envs.call import Failed, describe_failure
+from envs.call import Failed, describe_failure, is_awaitable
 from envs.extras import import_extra
 from envs.processes.isolation import Isolation, IsolationKind, strongest_isolation
 from envs.processes.jobs import JobError
@@ -30,9 +31,9 @@ from envs.processes.shared_pools import finished, pool_timeout_s, run_in_pool
 from envs.references import resolve
 from envs.sandboxes.process import warn_without_sandbox
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
-from stream.validity import Measured, RewardReason
+from stream.validity import Measured, Reward, RewardReason, worst_reward
 
-Opponent = Callable[[str], str]
+Opponent = Callable[[str], str | Awaitable[str]]
 
 
 class TextArena:
@@ -40,19 +41,20 @@ class TextArena:
 
     Args:
         id: id of a registered game, such as `Wordle-v0`.
-        opponent: function, or reference to one, from an observation to a move, for the other players.
+        opponent: function, sync or async, or reference to one, from an observation to a move, for the other players.
         num_players: number of players; default: 1, or 2 with an opponent.
         isolation: `sandbox`, the default: the game sees nothing of this machine; where no sandbox can be made it is
             played as with `process`: in a child process without the worker's environment. `none`: in the worker, for a
             game that is not the same when it is played again, or needs the worker's environment.
         cpu_s: seconds of processor time for a move, with those before it.
-        worst: reward of a move that the game cannot play, because it raises or takes too long.
+        worst_reward: reward of a game that raises on the model's move or takes too long, the worst that it can give.
 
     Attributes:
         moves: the model's moves.
         rewards: of the players, at the end of the game; empty before.
         info: what the game says about its end, for example the reason of an invalid move.
         done: the game is over.
+        fault: why the model's last move could not be played; empty if it could.
     """
 
     without_sandbox: ClassVar[str] = "games are played in child processes that can read files and use the network"
@@ -65,7 +67,7 @@ class TextArena:
         *,
         isolation: IsolationKind = "sandbox",
         cpu_s: int = 2,
-        worst: float = -1.0,
+        worst_reward: float = -1.0,
     ) -> None:
         self.id = id
         self.moves: list[str] = []
@@ -73,8 +75,8 @@ class TextArena:
         self.info: dict[str, Any] = {}
         self.done = False
         self._seen = ""
-        self._worst, self._cpu_s = worst, cpu_s
-        self._unplayable: Measured | None = None
+        self.fault = ""
+        self._worst_reward, self._cpu_s = worst_reward, cpu_s
         self._players = num_players or (1 if opponent is None else 2)
         self._opponent: Any = resolve(opponent, None).target if isinstance(opponent, str) else opponent
         if id not in import_extra("textarena.envs.registration", "textarena").ENV_REGISTRY:
@@ -95,62 +97,84 @@ class TextArena:
     def __copy__(self) -> "TextArena":
         """Copy the data without the game."""
         copied = object.__new__(type(self))
-        names = ("id", "moves", "rewards", "info", "done")
+        names = ("id", "moves", "rewards", "info", "done", "fault")
         copied.__dict__.update({name: vars(self)[name] for name in names})
         return copied
 
-    def reset(self, seed: int) -> str:
+    def reset(self, seed: int) -> str | Awaitable[str | None] | None:
         """Start a game; all completions of a group have the same one.
 
         Raises:
             EnvironmentFailure: the game cannot be begun.
         """
-        self.moves, self.rewards, self.info, self.done, self._seen = [], {}, {}, False, ""
-        self._unplayable = None
+        self.moves, self.rewards, self.info, self.done, self._seen, self.fault = [], {}, {}, False, "", ""
         self._record = GameMoves(id=self.id, players=self._players, seed=seed, cpu_s=self._cpu_s)
         if self._isolation.kind == "none":
             self._game = Game(make_game(self.id), self._players, seed)
             self._state = self._game.state
         else:
             self._replay()
-        self._play_others()
-        return self._news()
+        return self._play_others()
 
-    def respond(self, message: str) -> str | None:
+    def respond(self, message: str) -> str | Awaitable[str | None] | None:
         """Take the model's move, then let the other players move; None ends the episode.
 
         Raises:
-            EnvironmentFailure: the game raised at another player's move, or was not the same when it was played again.
+            EnvironmentFailure: another player's move could not be played, or the machine failed, or the game was not
+                the same when it was played again.
         """
         self.moves.append(message)
         self._step(message)
         self._check_error(0)
         if self._state.error:
-            reason = RewardReason.TIMEOUT if self._state.is_late else RewardReason.RAISED
-            detail = f"{self.id} could not play move {len(self.moves)}: {self._state.error}"
-            self._unplayable = Measured(self._worst, reason, detail)
-            self.done, self.info = True, {"error": self._state.error}
+            self.done, self.fault = True, f"{self.id} could not play move {len(self.moves)}: {self._state.error}"
             return None
-        self._play_others()
-        return None if self.done else self._news()
+        return self._play_others()
 
-    def get_reward(self) -> Measured:
+    def get_reward(self) -> Reward:
         """Return the model's reward; a game that did not end is worth 0, the reward of a draw."""
-        if self._unplayable is not None:
-            return self._unplayable
+        if self.fault:
+            reason = RewardReason.TIMEOUT if self._state.is_late else RewardReason.RAISED
+            return worst_reward(self._worst_reward, reason, self.fault)
         reward = self.rewards.get(0, 0.0)
         if not math.isfinite(reward):
-            return Measured(self._worst, RewardReason.RAISED, f"{self.id} returned the reward {reward}")
+            return worst_reward(self._worst_reward, RewardReason.RAISED, f"{self.id} returned the reward {reward}")
         return Measured(reward)
 
-    def _play_others(self) -> None:
-        while not self.done and self._state.player != 0:
-            player, observation = self._state.player, self._state.observation
+    def _play_others(self) -> str | Awaitable[str | None] | None:
+        """Let the other players move, and return what the model reads; None if the game is over."""
+        found = self._play_until_awaited()
+        return self._await_others(found) if is_awaitable(found) else found
+
+    async def _await_others(self, found: Any) -> str | None:
+        """Await moves on the event loop; the game itself goes on in a thread, which waits for a child process."""
+        while is_awaitable(found):
+            move = str(await found)
+            found = await to_thread.run_sync(self._play_until_awaited, move, abandon_on_cancel=True)
+        news: str | None = found
+        return news
+
+    def _play_until_awaited(self, move: str | None = None) -> Any:
+        """Make another player's move, if one is given, and those that follow.
+
+        Returns:
+            What the model reads; None if the game is over; the next move, if it must be awaited.
+        """
+        while True:
+            if move is not None:
+                player = self._state.player
+                self._step(move)
+                self._check_error(player)
+            if self.done:
+                return None
+            if self._state.player == 0:
+                return self._news()
             if self._opponent is None:
                 raise EnvironmentFailure(f"{self.id} has {self._players} players: set args.opponent, a function")
-            move = str(self._opponent(observation))
-            self._step(move)
-            self._check_error(player)
+            reply = self._opponent(self._state.observation)
+            if is_awaitable(reply):
+                return reply
+            move = str(reply)
 
     def _check_error(self, player: int) -> None:
         """Check that a move was played, or that it is the model's move which could not be played.

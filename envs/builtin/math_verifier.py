@@ -7,6 +7,7 @@ r"""The reward `math`: mathematical equality with the gold answer, by math-verif
     gold 4         "no idea"                      0.0
     gold 4         "\boxed{9^{9^{9^9}}}"          0.0   reason timeout: only the answer is unmanageable
     gold \frac{1}{ anything                       invalid, bad_reference
+    gold NaN       anything                       invalid, bad_reference: a missing value in a data frame
     gold 9^{9^{9^9}}  "4"                         invalid, timeout: the gold answer is unmanageable
 
 math-verify uses an alarm signal, which works only in a main thread: in a thread pool a right answer looks wrong. Its
@@ -20,6 +21,7 @@ answer is a measured 0.0 that keeps its reason. A machine or an installation tha
 verifier that can no longer compare the gold answer with itself, measures nothing.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
@@ -28,13 +30,15 @@ from typing import Any
 from envs.builtin.gold_answers import bad_reference, gold_column
 from envs.call import describe_error
 from envs.extras import missing_extra
-from envs.messages import last_assistant_text
+from envs.messages import answer_text, last_assistant_text
 from envs.rewards.loading import CallOptions
-from stream.validity import Measured, Reward, RewardReason, Unmeasured
+from stream.validity import Measured, Reward, RewardReason, Unmeasured, worst_reward
 
 PROCESSES = 2
 """Child processes, unless `rewards.processes` is set."""
 DEFAULT_VERIFIER = "math_verify"
+_NAN = re.compile(r"\W*(?:(?:boxed|text|mathrm)\W*)?nan\W*", re.IGNORECASE)
+"""A missing number; math-verify reads it as a product of letters."""
 _TIMEOUT_S = 5
 """math-verify's own timeout for each step; the process pool enforces the hard deadline."""
 
@@ -46,11 +50,23 @@ class Math:
         answer: name of the column with the gold answers: LaTeX, with or without dollars or `\boxed`.
         verifier: name in `VERIFIERS`.
         precision: decimal places to which numbers are compared.
+        reasoning_delimiters: texts that end reasoning; the answer is what follows the last one. A message that begins
+            with reasoning and does not end it has no answer, one without reasoning is the answer. Empty: the whole
+            message is always the answer.
     """
 
     call_options = CallOptions(processes=PROCESSES, granularity="row", isolation="sandbox")
 
-    def __init__(self, answer: str = "answer", verifier: str = DEFAULT_VERIFIER, precision: int = 6) -> None:
+    def __init__(
+        self,
+        answer: str = "answer",
+        verifier: str = DEFAULT_VERIFIER,
+        precision: int = 6,
+        reasoning_delimiters: Sequence[str] = ("</think>", "[/THINK]"),
+    ) -> None:
+        if isinstance(reasoning_delimiters, str) or not all(isinstance(each, str) for each in reasoning_delimiters):
+            raise ValueError(f"reasoning_delimiters is {reasoning_delimiters!r}; expected a list of texts")
+        self._delimiters = tuple(filter(None, reasoning_delimiters))
         self._column = answer
         self._precision = precision
         self._equal = get_verifier(verifier)
@@ -76,7 +92,8 @@ class Math:
                     len(completions) - len(rewards) - 1
                 )
                 set_fallback([*rewards, UNMANAGEABLE, *later])
-            rewards.append(self._equal(gold, last_assistant_text(completion), self._precision))
+            text = answer_text(last_assistant_text(completion), self._delimiters)
+            rewards.append(self._equal(gold, text, self._precision))
         return rewards
 
 
@@ -97,7 +114,7 @@ def get_verifier(name: str) -> Verifier:
     return VERIFIERS[name]
 
 
-UNMANAGEABLE = Measured(0.0, RewardReason.TIMEOUT, "math-verify could not judge the answer")
+UNMANAGEABLE = worst_reward(0.0, RewardReason.TIMEOUT, "math-verify could not judge the answer")
 """Reward of an answer that is killed with the verifier; the reason and its detail are completed then."""
 
 
@@ -129,7 +146,7 @@ def math_verify(gold: Any, text: str, precision: int = 6) -> Reward:
             return Unmeasured(
                 RewardReason.TIMEOUT, f"math-verify did not compare the gold answer within {_TIMEOUT_S} s"
             )
-        return Measured(0.0, RewardReason.TIMEOUT, f"math-verify did not {step} the answer within {_TIMEOUT_S} s")
+        return worst_reward(0.0, RewardReason.TIMEOUT, f"math-verify did not {step} the answer within {_TIMEOUT_S} s")
     except (ImportError, OSError):  # a failure of the machine
         raise
     except Exception as error:  # the library raises many types for unreadable input
@@ -137,7 +154,8 @@ def math_verify(gold: Any, text: str, precision: int = 6) -> Reward:
             return Measured(0.0)
         if step == "compare" and not _compare(expected, expected, precision):
             raise
-        return Measured(0.0, RewardReason.RAISED, f"math-verify could not {step} the answer: {describe_error(error)}")
+        detail = f"math-verify could not {step} the answer: {describe_error(error)}"
+        return worst_reward(0.0, RewardReason.RAISED, detail)
 
 
 def is_comparable(gold: Any) -> bool:
@@ -156,6 +174,8 @@ def _read_gold(gold: Any) -> list[Any] | Unmeasured:
         return Unmeasured(
             RewardReason.BAD_REFERENCE, f"the gold answer is a {type(gold).__name__}, neither text nor number"
         )
+    if _NAN.fullmatch(str(gold)):
+        return bad_reference(gold, "is not a number")
     from math_verify.errors import TimeoutException
 
     try:

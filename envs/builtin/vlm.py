@@ -12,13 +12,13 @@ r"""The reward `vlm`: weighted parts for image prompts, after NeMo-RL, with corr
 
 The answer is the text between `<answer>` and `</answer>`; without it, parts that need it are 0. A gold answer that a
 part cannot read makes the part invalid (`bad_reference`), whatever the model answered. An answer on which the verifier
-of `math_expr` or `geo3k` hangs is wrong, and the part keeps the reason.
+of `math_expr` or `geo3k` hangs is wrong, and the part keeps the reason. A text that could not be read in time has the
+worst value of each part. Texts are searched without regular expressions, whose time could grow faster than the text.
 """
 
 import decimal
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -28,11 +28,8 @@ from envs.builtin.gold_answers import bad_reference
 from envs.builtin.math_verifier import PROCESSES, UNMANAGEABLE, get_verifier, is_comparable
 from envs.messages import last_assistant_text
 from envs.rewards.loading import CallOptions
-from stream.validity import Measured, Reward, RewardReason, Unmeasured
+from stream.validity import Measured, Reward, RewardReason, Unmeasured, worst_reward
 
-_THINK = re.compile(r"<think>[\s\S]*</think>")
-_ANSWER = re.compile(r"<answer>([\s\S]*)</answer>")
-_GEO3K = re.compile(r"</think>[\s\S]*\\boxed\{[\s\S]*\}")
 _BOX = "\\boxed{"
 _GEO3K_FORMAT = 0.1
 
@@ -86,24 +83,30 @@ class Vlm:
         golds = columns.get(self._column, [None] * len(completions))
         rewards: list[dict[str, Reward]] = []
         for gold, text in zip(golds, map(last_assistant_text, completions), strict=True):
-            found = {name: PARTS[name](gold, text) for name in self._weights if name not in _MATH_PARTS}
-            if set_fallback is not None and self._needs_math and is_comparable(gold):
-                unmanageable = {name: part(UNMANAGEABLE, text) for name, part in _MATH_PARTS.items()}
-                later = [Unmeasured(RewardReason.TIMEOUT, "its turn did not come")] * (
-                    len(completions) - len(rewards) - 1
-                )
-                set_fallback([*rewards, self._weighted(unmanageable | found), *later])
-            found |= {name: PARTS[name](gold, text) for name in self._weights if name in _MATH_PARTS}
-            rewards.append(self._weighted(found))
+            later = [Unmeasured(RewardReason.TIMEOUT, "its turn did not come")] * (len(completions) - len(rewards) - 1)
+            can_fall_back = set_fallback is not None and (not self._needs_math or is_comparable(gold))
+            weighted: dict[str, Reward] = {}
+            for parts in self._score(gold, text):  # each more complete than the one before
+                weighted = {name: _scaled(parts[name], weight) for name, weight in self._weights.items()}
+                if can_fall_back and set_fallback is not None:
+                    set_fallback([*rewards, weighted, *later])
+            rewards.append(weighted)
         return rewards
 
-    def _weighted(self, parts: Mapping[str, Reward]) -> dict[str, Reward]:
-        return {name: _scaled(parts[name], weight) for name, weight in self._weights.items()}
+    def _score(self, gold: Any, text: str) -> Iterator[dict[str, Reward]]:
+        """Yield the parts: the worst before anything reads the text, then those that need no verifier, then all."""
+        found = {name: _worst(name, gold) for name in self._weights}
+        yield found
+        found |= {name: PARTS[name](gold, text) for name in self._weights if name not in _MATH_PARTS}
+        if self._needs_math:
+            yield found | {name: part(UNMANAGEABLE, text) for name, part in _MATH_PARTS.items()}
+        yield found | {name: PARTS[name](gold, text) for name in self._weights if name in _MATH_PARTS}
 
 
 def format_tags(_: Any, text: str) -> Reward:
     """Score the tags around reasoning and answer."""
-    return Measured(0.25 * bool(_THINK.search(text)) + 0.75 * bool(_ANSWER.search(text)))
+    has_reasoning = _between(text, "<think>", "</think>") is not None
+    return Measured(0.25 * has_reasoning + 0.75 * (_answer(text) is not None))
 
 
 def exact_alnum(gold: Any, text: str) -> Reward:
@@ -131,7 +134,8 @@ def bbox_giou(gold: Any, text: str) -> Reward:
         return Measured(0.0)
     value = generalized_iou(expected, found)
     if not math.isfinite(value):
-        return Measured(-1.0, RewardReason.TOO_LARGE, "the answer's box is too large for floating-point numbers")
+        detail = "the answer's box is too large for floating-point numbers"
+        return worst_reward(_WORST["bbox_giou"], RewardReason.TOO_LARGE, detail)
     return Measured(min(1.0, max(-1.0, value)))
 
 
@@ -145,8 +149,8 @@ def _geo3k(right: Reward, text: str) -> Reward:
     """Combine the verdict on the expression with the score of the format."""
     if isinstance(right, Unmeasured):
         return right
-    value = (1 - _GEO3K_FORMAT) * right.value + _GEO3K_FORMAT * bool(_GEO3K.search(text))
-    return Measured(value, right.reason, right.detail)
+    value = (1 - _GEO3K_FORMAT) * right.value + _GEO3K_FORMAT * _has_box_after_reasoning(text)
+    return msgspec.structs.replace(right, value=value)
 
 
 PARTS: dict[str, Callable[[Any, str], Reward]] = {
@@ -158,6 +162,9 @@ PARTS: dict[str, Callable[[Any, str], Reward]] = {
 }
 _MATH_PARTS: dict[str, Callable[[Reward, str], Reward]] = {"math_expr": lambda right, _: right, "geo3k": _geo3k}
 """Parts that need the verifier: the part's reward from the verdict and the text."""
+
+_WORST = dict.fromkeys(PARTS, 0.0) | {"bbox_giou": -1.0}
+"""The worst value that each part can have."""
 
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2."""
@@ -210,9 +217,35 @@ def _area(box: Box) -> float:
     return (box[2] - box[0]) * (box[3] - box[1])
 
 
+def _worst(part: str, gold: Any) -> Reward:
+    """Return a part of an answer that could not be judged, or why its gold answer is unusable."""
+    if part in _MATH_PARTS:
+        return UNMANAGEABLE
+    unanswered = PARTS[part](gold, "")
+    if isinstance(unanswered, Unmeasured):
+        return unanswered
+    return worst_reward(_WORST[part], RewardReason.TIMEOUT, "the answer could not be judged")
+
+
 def _answer(text: str) -> str | None:
-    found = _ANSWER.search(text)
-    return found.group(1) if found else None
+    return _between(text, "<answer>", "</answer>")
+
+
+def _between(text: str, opening: str, closing: str) -> str | None:
+    """Return the text between the first opening tag and the last closing tag; None without both, in this order."""
+    start, end = text.find(opening) + len(opening), text.rfind(closing)
+    return text[start:end] if opening in text and end >= start else None
+
+
+def _has_box_after_reasoning(text: str) -> bool:
+    r"""Return whether `</think>`, `\boxed{` and `}` follow one another."""
+    position = 0
+    for words in ("</think>", _BOX, "}"):
+        found = text.find(words, position)
+        if found < 0:
+            return False
+        position = found + len(words)
+    return True
 
 
 def _alnum(text: str) -> str:

@@ -10,7 +10,7 @@ raising, so nothing that user code raises, `SystemExit` included, reaches the wo
         case TimedOut(timeout_s): ...
 """
 
-from envs.call.causes import error_cause, outcome_cause
+from envs.call.causes import error_cause, is_library, outcome_cause
 from envs.call.outcomes import (
     Failed,
     Ok,
@@ -45,6 +45,7 @@ __all__ = [
     "filter_kwargs",
     "is_async",
     "is_awaitable",
+    "is_library",
     "outcome_cause",
     "replace_surrogates",
 ]

@@ -24,6 +24,8 @@ _OURS: Final = tuple(f"{_ROOT / name}/" for name in ("stream", "envs", "workers"
 _USER_LIKE: Final = tuple(f"{_ROOT / 'envs' / name}/" for name in ("adapters", "builtin", "remote"))
 """Environments and reward functions that Penstock brings along are shown as a user's own."""
 _LIBRARIES: Final = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
+_COMPILED: Final = (".pyx", ".pxi", ".pxd")
+"""Cython gives frames of compiled modules a path relative to the package's sources."""
 _PLUMBING: Final = ("/anyio/", "/asyncio/", "/threading.py", "<frozen", "/uvloop/", "/concurrent/futures/")
 
 
@@ -52,6 +54,11 @@ def stack_of_thread(ident: int) -> tuple[traceback.FrameSummary, ...]:
     return tuple(traceback.extract_stack(frame)) if frame is not None else ()
 
 
+def is_library(file: str) -> bool:
+    """Return whether a frame's file belongs to Python or to an installed package, compiled ones included."""
+    return file.startswith(_LIBRARIES) or file.endswith(_COMPILED)
+
+
 def _innermost(error: BaseException) -> BaseException:
     """Return the first exception of a group, and the cause of one that our own code raised from another."""
     while True:
@@ -72,7 +79,7 @@ def _user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.Fra
 def _cause(exception: str, frames: Sequence[traceback.FrameSummary], source: str, last_line: str) -> ErrorCause:
     if not frames:
         return ErrorCause(exception=exception, source=source)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    own = [frame for frame in frames if not is_library(frame.filename)] or frames
     text = "".join(traceback.format_list(list(frames)))[-MAX_TRACEBACK:]
     return ErrorCause(
         exception=exception,

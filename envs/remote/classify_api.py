@@ -1,4 +1,4 @@
-"""Requests and responses of vLLM's `POST /classify`, one conversation for each request."""
+"""Requests and responses of vLLM's `POST /classify`, one conversation for each request, and its model's context."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from stream.records import Message
 from stream.validity import Reward, RewardReason, Unmeasured, measure
 
 CLASSIFY_PATH = "/classify"
+MODELS_PATH = "/v1/models"
 
 
 def classify_request(
@@ -30,6 +31,14 @@ def classify_request(
     if chat_template_kwargs:
         body["chat_template_kwargs"] = dict(chat_template_kwargs)
     return msgspec.json.encode(body)
+
+
+def parse_context_tokens(payload: bytes) -> int:
+    """Return the longest sequence of the served model, in tokens, from a response to `GET /v1/models`; 0 if unknown."""
+    try:
+        return max(0, int(json.loads(payload)["data"][0]["max_model_len"]))
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError):
+        return 0
 
 
 def parse_score(payload: bytes, url: str) -> Reward:

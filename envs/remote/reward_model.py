@@ -11,9 +11,12 @@ conversation for each request, rendered by the server with the model's chat temp
 collected for a few milliseconds and sent together, so that the server can run them in one forward pass.
 
 A conversation without a score is `unavailable` (every attempt failed), `raised` (a 4xx, e.g. too long), `shape` (not
-exactly one score) or `not_finite`; never 0.
+exactly one score) or `not_finite`. With `worst_score` the server is then asked to score a harmless answer to the same
+prompt (`control_question.py`): where it does, the model's own text is the cause and has the worst score. Else the
+completion is unmeasured, never 0.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -27,7 +30,14 @@ from anyio import CancelScope
 from anyio.abc import TaskGroup
 
 from envs.messages import build_conversation
-from envs.remote.classify_api import CLASSIFY_PATH, classify_request, parse_score
+from envs.remote.classify_api import (
+    CLASSIFY_PATH,
+    MODELS_PATH,
+    classify_request,
+    parse_context_tokens,
+    parse_score,
+)
+from envs.remote.control_question import HARMLESS_ANSWER, blame
 from envs.remote.model_check import check_same_model, probe_server
 from envs.remote.service_client import (
     RETRY_BACKOFF,
@@ -37,6 +47,7 @@ from envs.remote.service_client import (
     parse_client_options,
 )
 from envs.remote.stats import ServiceStats
+from envs.rewards.loading import CallOptions
 from stream.errors import RunFailedError, ServiceError, ServiceRefusedError, ServiceUnavailableError, SettingsError
 from stream.records import Message
 from stream.validity import Reward, RewardReason, Unmeasured
@@ -45,6 +56,8 @@ log = structlog.get_logger()
 
 _MAX_BATCHES_PER_SERVER = 4
 """Concurrent batches for each server; beyond them, callers wait."""
+_LOG_INTERVAL_S = 30.0
+"""Seconds between two log events `reward_model.served`."""
 
 
 class _PendingRequest:
@@ -59,7 +72,7 @@ class _PendingRequest:
 
 
 class RewardModel:
-    """The reward function. Entering it checks each server; see `model_check.py`.
+    """The reward function. Entering it checks each server; see `model_check.py`. Each completion is a call of its own.
 
     Args:
         urls: servers of the same model; the least-loaded one is used.
@@ -67,10 +80,14 @@ class RewardModel:
         batch_wait_ms: how long the first conversation of a batch waits for others.
         chat_template_kwargs: extra arguments of the server's chat template.
         scores_in_unit_interval: the model's raw scores lie between 0 and 1; do not refuse the server for them.
+        worst_score: reward of a completion that the model cannot score because of its text, for example because it is
+            too long; no higher than the model's lowest scores. None: it is unmeasured, and `penstock check` refuses a
+            model with a shorter context than the run's.
         startup_timeout_s: how long to wait for the servers when entering.
-        log_interval_s: seconds between two log events `reward_model.served`.
         client: deadline and attempts of a request, see `ClientOptions`.
     """
+
+    call_options = CallOptions(granularity="row")
 
     def __init__(
         self,
@@ -80,20 +97,24 @@ class RewardModel:
         *,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
         scores_in_unit_interval: bool = False,
+        worst_score: float | None = None,
         startup_timeout_s: float = 60.0,
-        log_interval_s: float = 30.0,
         client: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         urls = [urls] if isinstance(urls, str) else list(urls)
         if not urls or max_batch_size < 1 or batch_wait_ms < 0:
             raise SettingsError("reward_model: args need at least one URL and a positive max_batch_size")
+        if worst_score is not None and not math.isfinite(worst_score):
+            raise SettingsError(f"reward_model: args.worst_score is {worst_score}; expected a finite number")
+        self.worst_score = worst_score
+        self.context_tokens = 0
+        """Longest conversation that all servers take, in tokens; 0: they do not say."""
         self._client = RewardServiceClient(urls, parse_client_options(client, ClientOptions, "reward_model"))
         self._max_batch_size = max_batch_size
         self._batch_wait_s = batch_wait_ms / 1000
         self._chat_template_kwargs = chat_template_kwargs
         self._scores_in_unit_interval = scores_in_unit_interval
         self._startup_timeout_s = startup_timeout_s
-        self._log_interval_s = log_interval_s
         self._stats = ServiceStats()
         self._limiter = anyio.CapacityLimiter(len(urls) * _MAX_BATCHES_PER_SERVER * max_batch_size)
         self._pending: deque[_PendingRequest] = deque()
@@ -125,7 +146,15 @@ class RewardModel:
 
     async def __call__(self, prompts: list[Any], completions: list[Any], **_: Any) -> list[Any]:
         """Return the raw score of each conversation, or why there is none."""
-        return await self.score([build_conversation(p, c) for p, c in zip(prompts, completions, strict=True)])
+        rewards = await self.score([build_conversation(p, c) for p, c in zip(prompts, completions, strict=True)])
+        return [await self._blame(prompt, reward) for prompt, reward in zip(prompts, rewards, strict=True)]
+
+    async def _blame(self, prompt: Any, reward: Reward) -> Reward:
+        async def control() -> Reward:
+            (scored,) = await self.score([build_conversation(prompt, HARMLESS_ANSWER)])
+            return scored
+
+        return reward if self.worst_score is None else await blame(reward, self.worst_score, control)
 
     async def score(self, conversations: Sequence[Sequence[Message]]) -> list[Reward]:
         """Score conversations; the rewards are in their order."""
@@ -207,7 +236,16 @@ class RewardModel:
                 f"no reward model answers at {missing[0]}; tried for {self._startup_timeout_s:g} s"
             )
         check_same_model(scores)
-        log.info("reward_model.found", scores=scores)
+        contexts = [await self._fetch_context(server) for server in self._client.servers]
+        self.context_tokens = min((context for context in contexts if context), default=0)
+        log.info("reward_model.found", scores=scores, context_tokens=self.context_tokens)
+
+    async def _fetch_context(self, server: ServerState) -> int:
+        """Return the tokens of the longest conversation that a server takes; 0 if it does not say."""
+        try:
+            return parse_context_tokens(await self._client.get_from(server, MODELS_PATH))
+        except ServiceError:  # a proxy may pass on `/classify` alone
+            return 0
 
     async def _wait_for_probe(self, server: ServerState) -> list[float]:
         attempts = 0
@@ -235,5 +273,5 @@ class RewardModel:
 
     async def _log_stats(self) -> None:
         while True:
-            await anyio.sleep(self._log_interval_s)
+            await anyio.sleep(_LOG_INTERVAL_S)
             self._stats.log_and_reset(self._client.retries)

@@ -164,9 +164,16 @@ class RewardServiceClient:
 
     async def post_to(self, server: ServerState, path: str, body: bytes) -> bytes:
         """POST to one server, without retries. Raises the same errors as `post`."""
+        return await self._request(server, "POST", path, body)
+
+    async def get_from(self, server: ServerState, path: str) -> bytes:
+        """GET from one server, without retries. Raises the same errors as `post`."""
+        return await self._request(server, "GET", path, None)
+
+    async def _request(self, server: ServerState, method: str, path: str, body: bytes | None) -> bytes:
         server.in_flight += 1
         try:
-            status, retry_after, payload = await self._post(server.url + path, body)
+            status, retry_after, payload = await self._send(method, server.url + path, body)
         except ServiceUnavailableError as error:
             server.is_verified = False
             server.record_failure(error)
@@ -188,12 +195,13 @@ class RewardServiceClient:
         """Return the text with the secret replaced, in case a server repeats it."""
         return text.replace(self._secret, "***") if self._secret else text
 
-    async def _post(self, url: str, body: bytes) -> tuple[int, str, bytes]:
+    async def _send(self, method: str, url: str, body: bytes | None) -> tuple[int, str, bytes]:
         """Return status, the header `Retry-After`, and the body."""
         timeout_s = self._options.timeout_s
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_S)
         try:
-            async with self._session.post(url, data=body, timeout=timeout, allow_redirects=False) as response:
+            request = self._session.request(method, url, data=body, timeout=timeout, allow_redirects=False)
+            async with request as response:
                 return response.status, response.headers.get("Retry-After", ""), await response.read()
         except aiohttp.InvalidURL as error:
             raise ServiceError(f"{url}: not a valid URL") from error

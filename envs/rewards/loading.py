@@ -37,6 +37,9 @@ class CallOptions:
         isolation: `sandbox`: its child processes need nothing of this machine but installed packages, so they run in a
             sandbox, or without the worker's environment where no sandbox can be made. `none`, the default: they have
             the worker's environment, files and network.
+        worst_value: the worst value that the function can give; the value of a completion that it cannot measure
+            because of the completion itself: it reads an attribute that is too large for a snapshot. None: such a
+            completion is unmeasured.
     """
 
     processes: int = 0
@@ -47,12 +50,13 @@ class CallOptions:
     environments: tuple[str, ...] = ()
     none: Literal["", "invalid", "not_applicable"] = ""
     isolation: Literal["", "none", "sandbox"] = ""
+    worst_value: float | None = None
 
     def with_defaults(self, defaults: "CallOptions") -> "CallOptions":
         """Return these options, with unset fields taken from `defaults`."""
-        return CallOptions(
-            **{each.name: getattr(self, each.name) or getattr(defaults, each.name) for each in fields(self)}
-        )
+        given = {each.name: getattr(self, each.name) or getattr(defaults, each.name) for each in fields(self)}
+        worst = defaults.worst_value if self.worst_value is None else self.worst_value  # 0.0 is a value
+        return CallOptions(**{**given, "worst_value": worst})
 
 
 @dataclass(frozen=True)

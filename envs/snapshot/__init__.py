@@ -23,6 +23,6 @@ class name instead of the version; the name is only looked up among the environm
 """
 
 from envs.snapshot.freezing import freeze
-from envs.snapshot.thawing import Namespace, omitted_attributes, thaw
+from envs.snapshot.thawing import Namespace, TooLarge, omitted_attributes, thaw, thaw_and_watch
 
-__all__ = ("Namespace", "freeze", "omitted_attributes", "thaw")
+__all__ = ("Namespace", "TooLarge", "freeze", "omitted_attributes", "thaw", "thaw_and_watch")

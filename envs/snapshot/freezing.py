@@ -20,7 +20,7 @@ from envs.snapshot.object_state import (
     has_hidden_state,
     instance_attributes,
 )
-from envs.snapshot.value_codec import Packer, Tag, UnfreezableError, encode
+from envs.snapshot.value_codec import OVER_LIMIT, Packer, Tag, UnfreezableError, encode
 from stream.errors import EnvironmentFailure
 
 _MAX_REASON = 200
@@ -65,7 +65,7 @@ def freeze(env: object, max_bytes: int) -> bytes:
             return data
         largest = max(attributes, key=lambda name: len(attributes[name]))
         size = len(attributes.pop(largest))
-        omitted[largest] = f"its {size} bytes exceed the snapshot limit of {max_bytes} bytes"
+        omitted[largest] = f"its {size} bytes exceed {OVER_LIMIT} {max_bytes} bytes"
 
 
 def _copy(env: object) -> object:

@@ -9,7 +9,7 @@ from msgspec import Struct
 from envs.factory import EnvironmentFactory
 from envs.references import class_key
 from envs.snapshot.object_state import CONTENTS, VERSION, FrozenObject, builtin_base, has_hidden_state
-from envs.snapshot.value_codec import UnfreezableError, Unpacker
+from envs.snapshot.value_codec import OVER_LIMIT, UnfreezableError, Unpacker
 from stream.errors import RecordError
 
 
@@ -30,7 +30,21 @@ class Namespace:
         return f"{type(self).__name__}({inside})"
 
 
+class TooLarge(Struct):
+    """Attributes of a snapshot that were omitted because they were over the size limit."""
+
+    omitted: set[str] = set()
+    """Their names, those of nested objects included."""
+    read: set[str] = set()
+    """Those that were read since, which raised."""
+
+
 def thaw(data: bytes, factory: EnvironmentFactory | None) -> object:
+    """Decode a snapshot, as `thaw_and_watch`."""
+    return thaw_and_watch(data, factory)[0]
+
+
+def thaw_and_watch(data: bytes, factory: EnvironmentFactory | None) -> tuple[object, TooLarge]:
     """Decode a snapshot.
 
     Args:
@@ -38,8 +52,8 @@ def thaw(data: bytes, factory: EnvironmentFactory | None) -> object:
         factory: gives the environment's class and the classes of nested objects; None gives a read-only namespace.
 
     Returns:
-        An instance of the factory's class, made without `__init__`. Reading an omitted attribute raises an
-        AttributeError that says why it was omitted.
+        An instance of the factory's class, made without `__init__`, and its attributes over the size limit. Reading an
+        omitted attribute raises an AttributeError that says why it was omitted.
 
     Raises:
         RecordError: the bytes are not a snapshot, or do not fit this class.
@@ -49,7 +63,8 @@ def thaw(data: bytes, factory: EnvironmentFactory | None) -> object:
         frozen = msgspec.msgpack.decode(data, type=FrozenObject)
         if frozen.head != VERSION:
             raise RecordError(f"the snapshot has version {frozen.head!r}; expected {VERSION}")
-        return thawer.make_object(factory.environment_class if factory is not None else Namespace, frozen)
+        cls = factory.environment_class if factory is not None else Namespace
+        return thawer.make_object(cls, frozen), thawer.too_large
     except (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
         raise RecordError(f"not a snapshot of this environment: {type(error).__name__}: {error}") from error
     except (RecursionError, MemoryError, UnfreezableError) as error:
@@ -65,6 +80,7 @@ class _Thawer:
     """Decodes objects; nested objects get their class from a closed table."""
 
     def __init__(self, known: dict[str, type]) -> None:
+        self.too_large = TooLarge()
         self._known = known
         self._unpacker = Unpacker(known, self._make_nested)
 
@@ -96,7 +112,8 @@ class _Thawer:
                 if not omitted
                 else self.make_object(_named_namespace(class_key(cls)), frozen)
             )
-        instance = _new_uninitialized(_with_omissions(cls, omitted) if omitted else cls, contents)
+        self.too_large.omitted.update(name for name, reason in omitted.items() if OVER_LIMIT in reason)
+        instance = _new_uninitialized(_with_omissions(cls, omitted, self.too_large) if omitted else cls, contents)
         slots = {n: m for c in cls.__mro__ for n, m in vars(c).items() if isinstance(m, types.MemberDescriptorType)}
         for name, value in attributes.items():
             if name in slots:
@@ -145,11 +162,14 @@ class _NoInitSubclass:
 class _OmittedAttribute:
     """Descriptor in place of an omitted attribute: reading it raises; setting the attribute removes the descriptor."""
 
-    def __init__(self, name: str, text: str) -> None:
+    def __init__(self, name: str, text: str, too_large: TooLarge) -> None:
         self.name = name
         self.text = text
+        self._too_large = too_large
 
     def __get__(self, instance: object, owner: type) -> Any:
+        if self.name in self._too_large.omitted:
+            self._too_large.read.add(self.name)
         raise AttributeError(self.text)
 
     def __set__(self, instance: object, value: object) -> None:
@@ -157,7 +177,7 @@ class _OmittedAttribute:
         setattr(instance, self.name, value)
 
 
-def _with_omissions(cls: type, omitted: dict[str, str]) -> type:
+def _with_omissions(cls: type, omitted: dict[str, str], too_large: TooLarge) -> type:
     """Make a subclass, for one instance, on which reading an omitted attribute raises an error with the reason.
 
     Descriptors on the class are needed because a class default (`session = None`) would answer for a missing instance
@@ -171,7 +191,9 @@ def _with_omissions(cls: type, omitted: dict[str, str]) -> type:
             raise AttributeError(texts.get(name, f"{cls.__name__!r} object has no attribute {name!r}"))
         return fallback(self, name)
 
-    members: dict[str, Any] = {name: _OmittedAttribute(name, text) for name, text in texts.items() if name != CONTENTS}
+    members: dict[str, Any] = {
+        name: _OmittedAttribute(name, text, too_large) for name, text in texts.items() if name != CONTENTS
+    }
     members |= {"__omitted__": omitted, "__getattr__": __getattr__, "__qualname__": cls.__qualname__}
     members |= {"__module__": cls.__module__, "__doc__": cls.__doc__}
     if cls is not Namespace and not issubclass(cls, Namespace):

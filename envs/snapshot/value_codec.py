@@ -24,6 +24,8 @@ from msgspec.msgpack import Ext
 
 from envs.references import class_key
 
+OVER_LIMIT = "the snapshot limit of"
+"""Words in the reason why something was omitted that was too large."""
 _MAX_DEPTH = 100
 _INT64_RANGE = 1 << 63
 _DTYPE_KINDS = frozenset("biufcSUmM")
@@ -113,7 +115,7 @@ class Packer:
         """Count bytes that the value needs at least."""
         self._bytes_left -= size
         if self._bytes_left < 0:
-            raise UnfreezableError(f"it exceeds the snapshot limit of {self._limit} bytes")
+            raise UnfreezableError(f"it exceeds {OVER_LIMIT} {self._limit} bytes")
 
     def enter(self, value: object) -> None:
         """Enter a container or object; call `leave` afterwards. Detects cycles and excessive depth."""

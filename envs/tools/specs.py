@@ -63,7 +63,7 @@ def tool_specs(env: object) -> list[ToolSpec]:
     """Return the tools of an environment in the order of their definition, inherited ones first.
 
     Raises:
-        ReferenceNotFoundError: a tool has positional-only parameters, which a model cannot fill.
+        ReferenceNotFoundError: a tool has positional-only parameters, or `*args`, which a model cannot fill.
     """
     return [_spec(name, method) for name, method in _methods(env)]
 
@@ -191,18 +191,31 @@ def _signature_of(method: Callable[..., Any]) -> _Signature:
 def _signature(function: Callable[..., Any], *, is_bound: bool) -> _Signature:
     parameters: dict[str, Field] = {}
     extra, problems = None, []
+    listed = list(inspect.signature(function).parameters.values())
+    if is_bound and listed and listed[0].kind is not inspect.Parameter.VAR_POSITIONAL:  # `*args` holds self, and more
+        listed = listed[1:]
+    accepts_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in listed)
     descriptions = {
         param.arg_name.lstrip("*"): join_lines(param.description)
         for param in parse_google_docstring(function.__doc__ or "").params
     }
-    for parameter in list(inspect.signature(function).parameters.values())[is_bound:]:
+    for parameter in listed:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ReferenceNotFoundError(
                 f"{function.__qualname__} cannot be a tool: {parameter.name!r} is positional-only, and models name "
                 "their arguments; remove the '/', or start the method's name with an underscore"
             )
-        if parameter.kind is parameter.VAR_POSITIONAL:
+        if parameter.kind is parameter.VAR_POSITIONAL and accepts_any_name:
+            problems.append(
+                f"its signature is *{parameter.name} and **: a model does not see which arguments it takes; name them, "
+                "or put functools.wraps on the decorator"
+            )
             continue
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            raise ReferenceNotFoundError(
+                f"{function.__qualname__} cannot be a tool: models name their arguments, and nothing can fill "
+                f"'*{parameter.name}'; write `{parameter.name}: list[...]`, or start the method's name with '_'"
+            )
         field, problem = _field(function, parameter, descriptions.get(parameter.name, ""))
         if parameter.kind is parameter.VAR_KEYWORD:
             extra = field

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio
@@ -29,8 +30,10 @@ from stream.connection.server_errors import (
     describe_error,
     fatal_reason,
     is_connection_error,
+    is_disk_error,
     is_retryable,
 )
+from stream.disk_space import disk_problem, wait_limit_s
 from stream.errors import ServerError
 from stream.logger import log
 
@@ -49,13 +52,14 @@ T = TypeVar("T")
 class RunConnection:
     """A connection to one run. Open it with `connect`."""
 
-    def __init__(self, address: RedisAddress, run: str, reconnect_s: float) -> None:
+    def __init__(self, address: RedisAddress, run: str, reconnect_s: float, server_data: Path | None = None) -> None:
         self.run = run
         self.reconnect_s = reconnect_s
         self.stopping = anyio.Event()
         """Set when this process must give up its work: after `penstock stop`, or by the owner of the process."""
         self.ignored_stop = 0
         """Number of the last stop request made before this process connected; it does not apply to this process."""
+        self._server_data = server_data
         self._address = address
         self._cluster = ClusterRouter(address)
         self._waiting = False
@@ -66,7 +70,7 @@ class RunConnection:
 
     @property
     def redis(self) -> "Redis":
-        """The client of the server that has the run; in a cluster a different one after the run has moved."""
+        """The client of the server that has the run; in a cluster another one after the run has moved."""
         return self._cluster.redis
 
     @property
@@ -201,9 +205,9 @@ class RunConnection:
             call: must read `RunConnection.redis` each time it is called.
 
         Raises:
-            ServerError: the server was down for `reconnect_s`, refuses us, or does not know the run any more.
+            ServerError: the server was down, or its disk was full, for too long; it refuses us, or lost the run.
         """
-        failures, moves, waited_s = 0, 0, 0.0
+        failures, moves, waited_s, disk_s = 0, 0, 0.0, 0.0
         while True:
             began = time.monotonic()
             try:
@@ -229,16 +233,27 @@ class RunConnection:
                     await self._cluster.refresh()
                 return result
             delay_s = _BACKOFF.delay_s(failures + max(0, moves - 1))
-            # A process that was suspended, with its container or its machine, has not waited for the server meanwhile.
-            waited_s += min(time.monotonic() - began, _ANSWER_TIMEOUT_S) + delay_s
-            if waited_s > self.reconnect_s:
-                raise ServerError(
-                    f"Redis at {self.display_url} did not answer for {self.reconnect_s:g} s: {describe_error(problem)}"
-                ) from problem
+            # A process that was suspended, with its container or machine, has not waited for the server meanwhile.
+            passed_s = min(time.monotonic() - began, _ANSWER_TIMEOUT_S) + delay_s
+            disk = await self._disk_problem(problem)
+            waited_s, disk_s = waited_s + passed_s * (not disk), disk_s + passed_s * bool(disk)
+            if waited_s > self.reconnect_s or disk_s > wait_limit_s(self.reconnect_s):
+                limit_s = wait_limit_s(self.reconnect_s) if disk else self.reconnect_s
+                why = disk or describe_error(problem)
+                raise ServerError(f"Redis at {self.display_url} did not answer for {limit_s:g} s: {why}") from problem
             if failures and not self._waiting:
                 self._waiting = True
                 log.warning("redis.waiting", server=self.display_url, error=describe_error(problem))
             await anyio.sleep(delay_s)
+
+    async def _disk_problem(self, error: Exception) -> str:
+        """Return why the server cannot write; empty if its disk is not the cause of the error."""
+        if is_disk_error(error):
+            return describe_error(error)
+        if self._server_data is None or not is_connection_error(error):
+            return ""
+        # A server that forces each write to the disk ends when it is full.
+        return str(await anyio.to_thread.run_sync(disk_problem, self._server_data) or "")
 
     async def _raise_if_fatal(self, error: Exception, failures: int) -> None:
         """Return if a repeated call may succeed; otherwise raise an error that names the remedy."""
@@ -305,17 +320,17 @@ class RunConnection:
 
 @asynccontextmanager
 async def connect(
-    url: str, run: str, *, reconnect_s: float = 60.0, create: bool = True
+    url: str, run: str, *, reconnect_s: float = 60.0, create: bool = True, server_data: Path | None = None
 ) -> AsyncIterator[RunConnection]:
     """Connect to the server of a run, and check that the server is fit for one.
 
     Args:
         url: `redis://`, `rediss://` or `unix://`, with user, password, database and TLS files in redis-py's form; of
-        any
-            node if it is a cluster.
+            any node if it is a cluster.
         run: the run's name.
         reconnect_s: how long to retry while the server is down, now and later.
         create: create the run's streams if they do not exist. False for commands that only read.
+        server_data: folder of a private server here: it may be down for as long as its disk is full.
 
     Raises:
         ServerError: no server answers, it refuses us, its version is too old, or it is configured to evict keys; the
@@ -324,7 +339,7 @@ async def connect(
     address = RedisAddress(url)
     await address.prepare()
     await anyio.to_thread.run_sync(load_scripts)
-    connection = RunConnection(address, run, reconnect_s)
+    connection = RunConnection(address, run, reconnect_s, server_data)
     try:
         await connection.find_node()
         if create:

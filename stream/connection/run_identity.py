@@ -7,13 +7,13 @@ file `identity.json` in the run's folder and the hash `identity` on its server::
     id        random, made when the folder or the trainer was first used; a server without one takes the folder's
     pinned    name -> value: settings, digests of code, of the model's files and of the data
     changes   changes of pinned values that the operator accepted, in order
+    files     name -> digest of a data set's files when its rows were compared; never compared between processes
 
 Every process compares when it connects, before it claims anything. A server that was emptied gets the record again
 from the folder.
 """
 
 import hashlib
-import os
 import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -26,11 +26,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from stream.connection.run_connection import RunConnection
-from stream.durable import fsync_path
+from stream.durable import write_file_atomically
 from stream.errors import RunMismatchError
 
 IDENTITY_FILE: Final = "identity.json"
-_ID, _CHANGE = "id", "change:"
+_ID, _CHANGE, _FILES = "id", "change:", "files:"
 
 
 class AcceptedChange(Struct, frozen=True):
@@ -56,6 +56,8 @@ class RunIdentity(Struct, frozen=True, kw_only=True):
     """Empty: not known."""
     pinned: dict[str, str] = {}
     changes: tuple[AcceptedChange, ...] = ()
+    files: dict[str, str] = {}
+    """Files whose content is known to hold the pinned rows: while their bytes stay, the rows are not read."""
 
     @classmethod
     def create(cls) -> "RunIdentity":
@@ -101,15 +103,9 @@ def read_identity(folder: Path) -> RunIdentity | None:
 def write_identity(folder: Path, identity: RunIdentity) -> None:
     """Write the identity to a folder, completely or not at all; it is on the disk on return."""
     file = folder / IDENTITY_FILE
-    temporary = file.with_name(f".{IDENTITY_FILE}.{os.getpid()}.tmp")
     content = msgspec.json.encode(_File(identity, _digest(identity)))
     folder.mkdir(parents=True, exist_ok=True)
-    with temporary.open("wb") as opened:
-        opened.write(msgspec.json.format(content) + b"\n")
-        opened.flush()
-        os.fsync(opened.fileno())
-    temporary.replace(file)
-    fsync_path(folder)
+    write_file_atomically(file, msgspec.json.format(content) + b"\n")
 
 
 async def read_server_identity(connection: RunConnection) -> RunIdentity:
@@ -118,8 +114,9 @@ async def read_server_identity(connection: RunConnection) -> RunIdentity:
     numbers = sorted(int(name.removeprefix(_CHANGE)) for name in found if name.startswith(_CHANGE))
     return RunIdentity(
         id=found.get(_ID, ""),
-        pinned={name: value for name, value in found.items() if name != _ID and not name.startswith(_CHANGE)},
+        pinned={name: value for name, value in found.items() if name != _ID and not name.startswith((_CHANGE, _FILES))},
         changes=tuple(msgspec.json.decode(found[f"{_CHANGE}{n}"], type=AcceptedChange) for n in numbers),
+        files={name.removeprefix(_FILES): value for name, value in found.items() if name.startswith(_FILES)},
     )
 
 
@@ -128,6 +125,7 @@ async def compare_with_server(
     folder: RunIdentity | None,
     pinned: Mapping[str, str],
     accepted: tuple[AcceptedChange, ...] = (),
+    files: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Compare with the server in one atomic step, and record what the server does not know.
 
@@ -136,6 +134,7 @@ async def compare_with_server(
         folder: identity in the run's folder; None if this process has no such folder.
         pinned: the values that this process has determined itself.
         accepted: changes to record, beside those of the folder that the server does not know.
+        files: what this process has compared, which replaces the server's `RunIdentity.files`.
 
     Returns:
         The server's values of the names that differ; then nothing was recorded.
@@ -148,9 +147,9 @@ async def compare_with_server(
     unknown = (*folder.changes[len(server.changes) :], *accepted) if server.id else accepted
     changes = server.changes if server.id else folder.changes
     changes = (*changes, *unknown)
-    replaced = {change.name: change.after for change in unknown}
+    replaced = {change.name: change.after for change in unknown} | _file_fields(files or {})
     numbered = {f"{_CHANGE}{n}": msgspec.json.encode(change).decode() for n, change in enumerate(changes, 1)}
-    lists = (pinned, replaced, folder.pinned | numbered)
+    lists = (pinned, replaced, folder.pinned | numbered | _file_fields(folder.files))
     flat = [text for each in lists for text in (str(len(each)), *(text for pair in each.items() for text in pair))]
     found: list[Any] = [text.decode() for text in await connection.run_script("identify", folder.id, *flat)]
     if folder.id and found[0] not in {"", folder.id}:
@@ -174,14 +173,14 @@ async def identify_for_trainer(connection: RunConnection, folder: Path) -> RunId
     if stored is None:
         return replace(server, id=secrets.token_hex(16))
     if len(server.changes) > len(stored.changes):
-        return replace(server, pinned=stored.pinned | server.pinned)
+        return replace(server, pinned=stored.pinned | server.pinned, files=stored.files | server.files)
     if different := [name for name, value in server.pinned.items() if stored.pinned.get(name, value) != value]:
         raise RunMismatchError(
             f"the server of run {connection.run!r} has other values than {folder / IDENTITY_FILE}: "
             f"{', '.join(sorted(different))}. A process with other settings or code has reached the server first; stop "
             "it, correct it, and delete the server's key with the suffix :identity"
         )
-    return replace(stored, pinned=stored.pinned | server.pinned)
+    return replace(stored, pinned=stored.pinned | server.pinned, files=stored.files | server.files)
 
 
 async def record_for_trainer(connection: RunConnection, folder: Path, identity: RunIdentity) -> None:
@@ -198,6 +197,10 @@ def other_run(connection: RunConnection, server_id: str, folder_id: str = "") ->
         f"the server has a run named {connection.run!r} already, {server_id[:8]}, and {ours}: give this run another "
         f"run.name, or start the other one in its own folder (its {IDENTITY_FILE} begins with that id)"
     )
+
+
+def _file_fields(files: Mapping[str, str]) -> dict[str, str]:
+    return {f"{_FILES}{name}": value for name, value in files.items()}
 
 
 def _digest(identity: RunIdentity) -> str:

@@ -61,6 +61,11 @@ def is_connection_error(error: Exception) -> bool:
     )
 
 
+def is_disk_error(error: Exception) -> bool:
+    """Return whether the server answers that it cannot write to its disk."""
+    return isinstance(error, ResponseError) and str(error).startswith("MISCONF")
+
+
 def is_retryable(error: Exception) -> bool:
     """Return whether a repeated call may succeed."""
     return (

@@ -57,6 +57,9 @@ local function add_reports(stage, consumers)
     for _, part in ipairs(groups and {stage, consumer, groups} or {}) do reports[#reports + 1] = part end
   end
 end
+local persistence = redis.call('INFO', 'persistence')
+if string.find(persistence, 'aof_last_write_status:err', 1, true) then status.refuses_writes = 'append-only file'
+elseif string.find(persistence, 'rdb_last_bgsave_status:err', 1, true) then status.refuses_writes = 'snapshot' end
 if ARGV[1] == 'in_flight' then
   status.leases = {}
   for _, stage in ipairs({'prompts', 'groups'}) do add_reports(stage, status.stages[stage].consumers) end

@@ -10,6 +10,7 @@ from msgspec import Struct, field
 
 from stream.connection.keys import EVALUATION_STAGES, STAGES
 from stream.connection.single_call import call_script_once
+from stream.disk_space import DiskProblem
 from stream.errors import NoRunError, PenstockError
 
 if TYPE_CHECKING:  # a command that reads one status does not load a Redis client
@@ -111,6 +112,9 @@ class RunStatus(Struct, kw_only=True):
     """None if the run evaluates no prompts."""
     in_flight: list[WorkerReport] = []
     """Reports of workers that hold leases; empty unless they were asked for (`groups_in_flight` reads them)."""
+    refuses_writes: str = ""
+    """Which of its files the server could not write, `append-only file` or `snapshot`; it refuses changes until it can.
+    Empty: it writes them."""
     leases: dict[str, str] = {}
     """Ids of the leased entries by stage, with blanks; empty unless reports were asked for."""
 
@@ -143,6 +147,13 @@ class RunStatus(Struct, kw_only=True):
     def paused(self) -> Pause | None:
         """Who paused the run; None if it is not paused."""
         return Pause(self.meta["paused"], int(self.meta["paused_ms"]) / 1000) if "paused" in self.meta else None
+
+    @property
+    def disk_waits(self) -> list[DiskProblem]:
+        """What the trainer waits for before it can write; empty if no trainer is alive."""
+        if "disk" not in self.policy or int(self.policy.get("owner_until", 0)) <= self.now_ms:
+            return []
+        return msgspec.json.decode(self.policy["disk"], type=list[DiskProblem])
 
     @property
     def dropped(self) -> dict[str, int]:
@@ -210,7 +221,13 @@ def _parse_status(answers: Sequence[bytes], run: str) -> RunStatus:
     """
     try:
         status = _decode_status(answers)
-        _ = status.version, status.metrics, str(status.paused), status.evaluation and status.evaluation.result
+        _ = (
+            status.version,
+            status.metrics,
+            str(status.paused),
+            status.disk_waits,
+            status.evaluation and status.evaluation.result,
+        )
         numbers = (status.policy.get("step"), status.meta.get("capacity"), status.feed.get("rejected_rows"))
         _ = [int(number) for number in numbers if number is not None]
     except (ValueError, TypeError, LookupError) as error:

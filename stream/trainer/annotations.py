@@ -24,6 +24,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from stream.disk_space import persist
 from stream.durable import write_all
 from stream.errors import RunFailedError
 from stream.records import TrainedCompletion
@@ -63,7 +64,7 @@ class AnnotationFiles:
         self._sizes = {path: path.stat().st_size for path in folder.glob(f"*{_SUFFIX}")}
 
     def write_unpublished(self, step: int, version: int, completions: Completions) -> Path:
-        """Write the file of a step under a temporary name, for `publish`.
+        """Write the file of a step under a temporary name, for `publish`. While the disk is full, this waits for room.
 
         Raises:
             RunFailedError: the disk is full or fails.
@@ -74,11 +75,15 @@ class AnnotationFiles:
         places = zip(accumulate(sizes, initial=0), sizes, map(zlib.crc32, groups.values()), strict=False)
         index = encoder.encode(StepIndex(step, version, dict(zip(groups, places, strict=True))))
         temporary = self.folder / f".{step:06d}-{version}.tmp"
-        try:
+
+        def write() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb", buffering=0) as file:
                 for part in (_MAGIC + _SIZE.pack(len(index)) + index, *groups.values()):
                     write_all(file, part)
+
+        try:
+            persist(self.folder, write)
         except OSError as error:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ import mmap
 import os
 import struct
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +30,8 @@ import msgspec
 from msgspec import Struct
 
 from stream.codec import decode
-from stream.durable import fsync_path, write_all
+from stream.disk_space import persist
+from stream.durable import append_all, fsync_path
 from stream.errors import PenstockError, RecordError, RunFailedError
 from stream.records import Group, TrainedCompletion
 from stream.trainer.annotations import AnnotationFiles
@@ -79,6 +81,8 @@ class Archive:
     ) -> None:
         """Write groups, each with its ledger record and the payload of its entry; durable only after `sync`.
 
+        While the disk is full, this waits for room.
+
         Args:
             groups: ledger record and payload of each.
             completions: what the trainer did with the completions of a group that are not greedy, by prompt id. Those
@@ -87,19 +91,25 @@ class Archive:
         Raises:
             RunFailedError: the disk is full or fails. An incomplete last group is skipped by readers.
         """
-        ended, annotated = list(groups), None
+        ended, annotated = deque(groups), None
         with_rows = {prompt: each for prompt, each in (completions or {}).items() if any(found.rows for found in each)}
         if self._annotations is not None and with_rows and ended:
             step, version = ended[0][0].step, ended[0][0].version
             annotated = step, self._annotations.write_unpublished(step, version, with_rows)
-        with hold_optional(self._folder_lock):
-            try:
-                for record, payload in ended:
+
+        def write() -> None:
+            with hold_optional(self._folder_lock):
+                while ended:
+                    record, payload = ended[0]
                     self._write(_encode_line(record, (completions or {}).get(record.prompt)), payload)
+                    ended.popleft()
                 if annotated is not None and self._annotations is not None:
                     self._annotations.publish(*annotated)
-            except OSError as error:
-                raise self._write_error(error) from error
+
+        try:
+            persist(self.folder, write)
+        except OSError as error:
+            raise self._write_error(error) from error
 
     def sync(self) -> None:
         """Make all groups durable; call it before the ledger's records of these groups are made durable.
@@ -127,8 +137,7 @@ class Archive:
         if self._file is None or self._sizes[self._path] + size > self._segment_bytes:
             self._file = self._open_segment()
             self._remove_oldest(max(size, self._segment_bytes))
-        write_all(self._file, head)
-        write_all(self._file, payload)
+        append_all(self._file, head, payload)
         self._sizes[self._path] += size
 
     def _open_segment(self) -> io.FileIO:

@@ -13,13 +13,16 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import anyio
+import msgspec
 
 from stream.connection.run_connection import RunConnection
 from stream.connection.run_identity import identify_for_trainer, read_identity, record_for_trainer
+from stream.disk_space import DiskProblem, allow_waits, end_waits, waiting
+from stream.errors import RunMismatchError, ServerError
 from stream.logger import log
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group
@@ -29,11 +32,13 @@ from stream.trainer.folder_lock import RunFolderLock, last_token
 from stream.trainer.lease import TrainerLease
 from stream.trainer.leased_group import Checked, DroppedGroup
 from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_rebuild import rebuild_ledger
 from stream.trainer.ledger_records import LedgerEvent, read_events
 from stream.trainer.outcomes import Dropped
 from stream.trainer.resume_point import ResumePoint
 
 _CHANGE_ACCEPTED = "change_accepted"
+_REPORT_INTERVAL_S, _REPORT_TIMEOUT_S = 1.0, 5.0
 
 
 @asynccontextmanager
@@ -53,6 +58,7 @@ async def open_trainer_lease(
         FencedError: another trainer that is alive holds the run, or, later, has taken it over.
         RunMismatchError: the folder is another run's than the server.
     """
+    allow_waits()
     identity = await identify_for_trainer(connection, folder)
     async with anyio.create_task_group() as tasks:
         min_token = await anyio.to_thread.run_sync(last_token, folder)
@@ -60,6 +66,8 @@ async def open_trainer_lease(
         tasks.start_soon(trainer_lease.renew_forever)
         folder_lock = await anyio.to_thread.run_sync(RunFolderLock.acquire, folder, trainer_lease.token)
         await record_for_trainer(connection, folder, identity)
+        tasks.start_soon(_end_waits_at_stop, connection)
+        tasks.start_soon(_report_disk, connection)
         yield trainer_lease, folder_lock
         await trainer_lease.release()
         tasks.cancel_scope.cancel()
@@ -80,7 +88,8 @@ async def open_consumer(
     """Open the ledger at a checkpoint's resume point and lease scored groups for as long as the context is open.
 
     Groups that the ledger holds are acknowledged, all others come again, whatever an earlier trainer had leased. The
-    ledger is cut to the resume point once it agrees with the server.
+    ledger is cut to the resume point once it agrees with the server. A damaged ledger is rebuilt from archive and
+    server if they have all of it.
 
     Args:
         trainer_lease: from `open_trainer_lease`.
@@ -95,9 +104,7 @@ async def open_consumer(
     Raises:
         RunMismatchError: ledger, checkpoint and server belong to different runs; no file was changed.
     """
-    ledger = await anyio.to_thread.run_sync(
-        lambda: Ledger(ledger_path, resume.ledger_bytes, folder_lock, digest=resume.ledger_digest, cut=False)
-    )
+    ledger = await _open_ledger(trainer_lease, folder_lock, ledger_path, resume)
     try:
         requeued = await trainer_lease.recover(
             ledger,
@@ -152,6 +159,54 @@ async def consume(
     ):
         log.info("consumer.started", consumer=name, groups_again=consumer.requeued_groups)
         yield consumer
+
+
+async def _open_ledger(
+    trainer_lease: TrainerLease, folder_lock: RunFolderLock, path: Path, resume: ResumePoint
+) -> Ledger:
+    """Open the ledger, or what can be rebuilt of it; its file stays as it is.
+
+    Raises:
+        RunMismatchError: it is not the ledger of the resume point, and cannot be rebuilt.
+    """
+
+    def open_(rebuilt: bytes | None) -> Ledger:
+        digest = resume.ledger_digest
+        return Ledger(path, resume.ledger_bytes, folder_lock, digest=digest, cut=False, rebuilt=rebuilt)
+
+    try:
+        return await anyio.to_thread.run_sync(open_, None)
+    except RunMismatchError as damage:
+        archive = path.parent / "groups"
+        rebuilt = await rebuild_ledger(trainer_lease.connection, path, resume, archive, damage)
+        log.warning("ledger.rebuilt", path=str(path), groups=rebuilt.groups, ends=rebuilt.ends, why=str(damage))
+        ledger = await anyio.to_thread.run_sync(open_, rebuilt.content)
+        ledger.rebuilt_text = str(rebuilt)
+        return ledger
+
+
+async def _end_waits_at_stop(connection: RunConnection) -> None:
+    """Let writes that wait for room fail when the trainer is to stop, or is cancelled: their threads cannot be."""
+    try:
+        await connection.stopping.wait()
+    finally:
+        end_waits()
+
+
+async def _report_disk(connection: RunConnection) -> None:
+    """Tell the server what this trainer's writes wait for, so that everybody who looks at the run can see it.
+
+    Nothing depends on it. A server on the same disk takes no report; then it says itself that it cannot write.
+    """
+    reported: list[DiskProblem] | None = None
+    while True:
+        found = waiting()
+        if found != reported:
+            values = {"disk": msgspec.json.encode(found).decode()}
+            with suppress(ServerError), anyio.move_on_after(_REPORT_TIMEOUT_S):
+                await connection.write_hash("policy", values)
+                reported = found
+        await anyio.sleep(_REPORT_INTERVAL_S)
 
 
 def _record_changes(ledger: Ledger, folder: Path, step: int) -> None:

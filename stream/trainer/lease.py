@@ -35,7 +35,7 @@ from stream.queue.stage import Stage
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_ends import upload_ends
 from stream.trainer.outcomes import Dead, GroupOutcome, LedgerEntry, decode_outcome, encode_outcome
-from stream.trainer.recovery_facts import RecoveryFacts
+from stream.trainer.recovery_facts import RecoveryFacts, archived_prompts
 
 _CHUNK = 500
 
@@ -199,8 +199,15 @@ class TrainerLease:
         facts = await anyio.to_thread.run_sync(RecoveryFacts.compare, answer, ledger)
         run, path = self.connection.run, ledger.path
         file_bytes = await anyio.to_thread.run_sync(lambda: ledger.file_bytes)
-        if self._has_recovered or is_restored:  # the ledger fitted the server until one of the two was set back
+        # The ledger fitted the server until one of the two was set back, or damaged.
+        if self._has_recovered or is_restored or ledger.is_rebuilt:
             return facts
+        suspicious = facts.acknowledged > file_bytes or facts.unexplained > len(known) - len(ledger.outcomes)
+        if suspicious and not ledger.archived_prompts:
+            ledger.archived_prompts = await anyio.to_thread.run_sync(archived_prompts, path.parent)
+            known |= ledger.archived_prompts
+            if facts.unexplained <= len(known) - len(ledger.outcomes):
+                file_bytes = max(file_bytes, facts.acknowledged)
         if facts.acknowledged > file_bytes:
             raise RunMismatchError(
                 f"the server of run {run!r} has deleted groups up to byte {facts.acknowledged} of the ledger, but "

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from stream.durable import fsync_path, write_all
+from stream.disk_space import persist
+from stream.durable import append_all, fsync_path, write_file_atomically
 from stream.errors import RunFailedError, RunMismatchError
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
 from stream.trainer.ledger_records import (
@@ -22,8 +23,10 @@ from stream.trainer.ledger_records import (
     apply_record,
     decode_event,
     describe_first_error,
+    digest_of,
     encode_record,
     end_hash,
+    find_rebuilt,
     parse_contents,
     read_contents,
     record_or_none,
@@ -41,6 +44,7 @@ class Ledger:
         folder_lock: the trainer's lock on the run's folder, if other trainers may exist.
         digest: of the first `length` bytes, from the checkpoint; empty: unknown.
         cut: False leaves the file as it is until `cut` is called, so that the caller can check first.
+        rebuilt: takes the place of the file, which is damaged; the file is kept beside it.
 
     Raises:
         RunMismatchError: the file is shorter than `length`, a line within it is no record, or it was altered; nothing
@@ -56,15 +60,22 @@ class Ledger:
         *,
         digest: str = "",
         cut: bool = True,
+        rebuilt: bytes | None = None,
     ) -> None:
         self.path = path
+        found = rebuilt or (path.read_bytes() if path.exists() else b"")
+        length, digest = find_rebuilt(found, length, digest)
         self.checkpointed_bytes = length
         """The length that the file is cut to."""
         self.resumed_bytes = length
         """The length after the cut: ends that were decided without the trainer stay."""
         self._folder_lock = folder_lock
         self._file: io.FileIO | None = None
-        found = path.read_bytes() if path.exists() else b""
+        self._rebuilt = rebuilt
+        self.rebuilt_text = ""
+        """What was rebuilt, in a sentence; empty: nothing."""
+        self.archived_prompts: set[str] = set()
+        """Prompts of the archive, once it was read: they were trained or dropped by some trainer of this run."""
         content, begin = self._history(found, length, digest)
         self._restored = (begin, content[begin:length])
         """Offset and bytes of a part that was cut off, and that the checkpoint contains after all."""
@@ -92,28 +103,51 @@ class Ledger:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = self._counting_lines(_untrained_lines(self._tail))
-        with hold_optional(self._folder_lock):
-            if keep_aside and self._tail:
-                self._write_aside()
-            self.path.touch()
-            with self.path.open("r+b") as file:
-                file.seek(self._restored[0])
-                file.write(self._restored[1])
-                # In this order a kill leaves every kept line in the file.
-                file.seek(self.checkpointed_bytes)
-                file.write(kept)
-                file.flush()
-                os.fsync(file.fileno())
-                file.truncate(self.checkpointed_bytes + len(kept))
-                os.fsync(file.fileno())
-            self._file = self.path.open("ab", buffering=0)
-            if self._restored[1]:
-                for _, _, aside in self._asides_by_token():
-                    aside.unlink()
+
+        def write() -> None:
+            with hold_optional(self._folder_lock):
+                if keep_aside and self._tail:
+                    self._write_aside()
+                if self._rebuilt is None:
+                    self._write_cut(kept)
+                else:
+                    self._write_rebuilt(self._rebuilt[: self.checkpointed_bytes] + kept)
+                self._file = self.path.open("ab", buffering=0)
+
+        persist(self.path, write)
         fsync_path(self.path.parent)
         self._digest.update(kept)
         self.resumed_bytes = self.checkpointed_bytes + len(kept)
         self._tail = b""
+
+    def _write_cut(self, kept: bytes) -> None:
+        self.path.touch()
+        with self.path.open("r+b") as file:
+            file.seek(self._restored[0])
+            file.write(self._restored[1])
+            # In this order a kill leaves every kept line in the file.
+            file.seek(self.checkpointed_bytes)
+            file.write(kept)
+            file.flush()
+            os.fsync(file.fileno())
+            file.truncate(self.checkpointed_bytes + len(kept))
+            os.fsync(file.fileno())
+        if self._restored[1]:
+            for _, _, aside in self._asides_by_token():
+                aside.unlink()
+
+    def _write_rebuilt(self, content: bytes) -> None:
+        """Replace the damaged file, which stays beside it."""
+        token = 0 if self._folder_lock is None else self._folder_lock.token
+        aside = self.path.with_name(f"{self.path.name}.damaged-{token}")
+        if self.path.exists() and not aside.exists():
+            aside.hardlink_to(self.path)
+        write_file_atomically(self.path, content)
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """Whether it was rebuilt, so that the file knew less than the server may have deleted."""
+        return self._rebuilt is not None
 
     @property
     def is_cut(self) -> bool:
@@ -130,7 +164,7 @@ class Ledger:
         """Every prompt with an outcome in the file, before it is cut, or in what was cut off and kept aside."""
         asides = [aside.read_bytes() for _, aside in self._asides()]
         found = (record_or_none(text) for part in (self._tail, *asides) for text in part.splitlines())
-        return {record.prompt for record in found if record is not None} | self.outcomes.keys()
+        return {record.prompt for record in found if record is not None} | self.outcomes.keys() | self.archived_prompts
 
     @property
     def file_bytes(self) -> int:
@@ -157,10 +191,10 @@ class Ledger:
         return read_contents(path, length).outcomes
 
     def append(self, records: Sequence[LedgerRecord]) -> None:
-        """Write records; they are durable only after `sync`.
+        """Write records; they are durable only after `sync`. While the disk is full, this waits for room.
 
         Raises:
-            RunFailedError: the write failed. A part that was written is after the last checkpoint, so it will be cut.
+            RunFailedError: the write failed. Nothing of it is in the file.
         """
         self._write(b"".join(encode_record(record) + b"\n" for record in records), records)
 
@@ -175,14 +209,19 @@ class Ledger:
     def _write(self, written: bytes, records: Sequence[LedgerRecord]) -> None:
         if self._file is None:
             raise ValueError("the ledger was not cut to its checkpoint")
-        with hold_optional(self._folder_lock):
-            try:
-                write_all(self._file, written)
-            except OSError as error:
-                raise self._write_error(error) from error
-            self._digest.update(written)
-            for record in records:
-                self._remember(record)
+        file = self._file
+
+        def write() -> None:
+            with hold_optional(self._folder_lock):
+                append_all(file, written)
+
+        try:
+            persist(self.path, write)
+        except OSError as error:
+            raise self._write_error(error) from error
+        self._digest.update(written)
+        for record in records:
+            self._remember(record)
 
     def append_end(self, prompt: str, entry: LedgerEntry, step: int, version: int) -> bool:
         """Record an end that was decided without the trainer; see `outcomes` for what it ends.
@@ -258,7 +297,7 @@ class Ledger:
             (content[:offset] + aside.read_bytes(), offset) for offset, aside in self._asides() if offset <= length
         ]
         for candidate, begin in candidates:
-            if len(candidate) >= length and (not digest or _digest_of(candidate[:length]) == digest):
+            if len(candidate) >= length and (not digest or digest_of(candidate[:length]) == digest):
                 return candidate, begin
         if len(content) < length:
             raise RunMismatchError(
@@ -275,11 +314,7 @@ class Ledger:
         token = 0 if self._folder_lock is None else self._folder_lock.token
         aside = self.path.with_name(f"{self.path.name}.cut-{self.checkpointed_bytes}-{token}")
         if not aside.exists():
-            with aside.open("wb") as file:
-                file.write(self._tail)
-                file.flush()
-                os.fsync(file.fileno())
-            fsync_path(self.path.parent)
+            write_file_atomically(aside, self._tail)
 
     def _asides(self) -> list[tuple[int, Path]]:
         """Return the parts that were cut off, each with the offset where it began; the latest first."""
@@ -321,7 +356,3 @@ def _without(lines: bytes, copies: bytes) -> bytes:
         else:
             kept.append(text)
     return b"".join(kept)
-
-
-def _digest_of(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -2,7 +2,7 @@
 
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
@@ -20,6 +20,9 @@ from stream.trainer.outcomes import (
     decode_outcome,
     encode_outcome,
 )
+
+REBUILT: Final = "ledger_rebuilt"
+"""Name of the event that ends a ledger which was rebuilt for a checkpoint (`stream.trainer.ledger_rebuild`)."""
 
 
 class LedgerRecord(Struct, frozen=True):
@@ -263,3 +266,27 @@ def content_hash(group: Group) -> str:
         for c in group.completions
     ]
     return hashlib.blake2b(msgspec.msgpack.encode((group.prompt.id, facts)), digest_size=12).hexdigest()
+
+
+def find_rebuilt(content: bytes, length: int, digest: str) -> tuple[int, str]:
+    """Return length and digest of the ledger of a checkpoint, if it was rebuilt for it; else those of the checkpoint.
+
+    Args:
+        content: of the file.
+        length: in the checkpoint.
+        digest: in the checkpoint.
+    """
+    end = 0
+    for text in content.splitlines(keepends=True):
+        event = decode_event(text) if f'"{REBUILT}"'.encode() in text else None
+        if event is not None and event.event == REBUILT:
+            made_for = event.details.get("checkpoint_bytes"), event.details.get("checkpoint_digest")
+            if made_for == (length, digest) and event.details.get("digest") == digest_of(content[:end]):
+                return end + len(text), digest_of(content[: end + len(text)])
+        end += len(text)
+    return length, digest
+
+
+def digest_of(content: bytes) -> str:
+    """Return the digest of a part of a ledger, as a checkpoint has it."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

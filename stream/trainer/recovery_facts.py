@@ -1,11 +1,18 @@
 """What a trainer that starts finds on the server, compared with its ledger."""
 
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
+from stream.trainer.archive import scan_archive
 from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import OPERATOR, Dropped
+
+
+def archived_prompts(folder: Path) -> set[str]:
+    """Return the prompts in the archive of a run's folder: each was trained or dropped by a trainer of this run."""
+    return {record.prompt for record, _ in scan_archive(folder / "groups")}
 
 
 class RecoveryFacts(Struct):

@@ -14,6 +14,10 @@ class ResumePoint(Struct, frozen=True, kw_only=True):
     """The highest policy version known to have been used; -1: none."""
     step: int = 0
     """Steps committed."""
+    groups: int = -1
+    """Groups trained; -1: unknown. A damaged ledger is rebuilt from the archive only if all of them are found again."""
+    resumed: tuple[tuple[int, int], ...] = ()
+    """Step and version of the checkpoints that the run was resumed from before."""
     is_newest: bool = True
     """False if a newer checkpoint exists and cannot be read. What is cut from the ledger is then kept, so that the
     newer one is used if it can be read again."""

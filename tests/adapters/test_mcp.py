@@ -1,12 +1,14 @@
 """MCP servers written with the official SDK, as processes: over stdio, and over streamable HTTP."""
 
 import json
+import signal
 import sys
 from functools import partial
 
 import anyio
 import pytest
 
+from envs.contract import ToolError, is_content_parts
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardBatch, RewardFunction
 from envs.snapshot import thaw
@@ -37,7 +39,7 @@ def write(text, **more):
 @pytest.mark.full
 def test_the_model_gets_the_servers_tools(stdio):
     shown = {tool.name: tool.schema["function"] for tool in stdio.tools}
-    assert list(shown) == ["write", "read", "crash"]
+    assert list(shown) == ["write", "read", "refuse", "lie", "wait", "attach", "crash"]
     assert shown["write"]["description"].startswith("Write a note.")
     properties = shown["write"]["parameters"]["properties"]
     assert (properties["text"]["type"], properties["times"]["default"]) == ("string", 1)
@@ -80,6 +82,66 @@ async def test_a_dead_server_makes_the_completion_invalid_and_the_next_episode_h
     assert "Connection closed" in failed.failure.detail
     assert whole.failure is None
     assert whole.messages[1]["content"] == "1 notes"
+
+
+def test_any_error_after_which_the_server_still_works_is_text_for_the_model(stdio):
+    env = stdio.make()
+    env.reset()
+    for code in [-32000, -32001, -32600, -32601, -32602, -32603, -32700, -1, 0, 1, 408, 500]:
+        with pytest.raises(ToolError, match=f"refused with {code}"):
+            env.call_tool("refuse", {"code": code})
+        assert env.calls[-1]["is_error"]
+    with pytest.raises(ToolError, match="lie"):  # the SDK refuses the answer
+        env.call_tool("lie", {})
+    assert env.call_tool("write", {"text": "a"}) == "1 notes"
+    env.close()
+
+
+@pytest.mark.parametrize(("blocking", "notes"), [(False, "2 notes"), (True, "1 notes")])
+def test_a_tool_past_its_deadline_is_text_for_the_model(blocking, notes):
+    """A server that answers nothing else meanwhile is left, and a new session shows that it works."""
+    env = EnvironmentFactory.load("mcp", STDIO | {"timeout_s": 5.0}).make()
+    env.reset()
+    env.call_tool("write", {"text": "a"})
+    with pytest.raises(ToolError, match="wait did not answer within 5 s"):
+        env.call_tool("wait", {"seconds": 60, "blocking": blocking})
+    assert env.call_tool("write", {"text": "a"}) == notes
+    env.close()
+
+
+async def test_a_server_that_is_gone_after_a_deadline_makes_the_completion_invalid(tmp_path):
+    port = free_port()
+    with serving([sys.executable, SERVER, str(port)], port, tmp_path) as server:
+        url = f"http://127.0.0.1:{port}/mcp"
+        factory = await anyio.to_thread.run_sync(partial(EnvironmentFactory.load, "mcp", {"url": url, "timeout_s": 2}))
+        env = factory.make()
+        await anyio.to_thread.run_sync(env.reset)
+        server.send_signal(signal.SIGSTOP)
+        with pytest.raises(EnvironmentFailure, match="did not answer within 2 s"):
+            await anyio.to_thread.run_sync(env.call_tool, "write", {"text": "a"})
+        server.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_embedded_resources_are_given_as_text_or_image(images):
+    env = EnvironmentFactory.load("mcp", STDIO | {"images": images}).make()
+    env.reset()
+    found = env.call_tool("attach", {})
+    rest = ["(application/pdf, 5 bytes, note://3)", "(audio/wav, 5 bytes)", "note://4 fourth: the last one"]
+    if not images:
+        assert found.splitlines() == [
+            *("here:", "a note", "(image/png, 5 bytes, note://2)", rest[0], "(image/jpeg, 5 bytes)", *rest[1:])
+        ]
+    else:
+        pictures = [
+            {"type": "image_url", "image_url": {"url": f"data:{kind};base64,MTIzNDU="}}
+            for kind in ("image/png", "image/jpeg")
+        ]
+        texts = ["here:\na note", rest[0], "\n".join(rest[1:])]
+        shown = [{"type": "text", "text": text} for text in texts]
+        assert found == [shown[0], pictures[0], shown[1], pictures[1], shown[2]]
+        assert is_content_parts(found)
+    env.close()
 
 
 def test_the_same_instance_opens_a_new_session_after_a_failure(stdio):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs.adapters import reasoning_gym_tasks
+from envs.factory import EnvironmentFactory
 from envs.processes.isolation import Isolation
 from envs.processes.shared_pools import run_in_pool
 from stream.errors import ReferenceNotFoundError
@@ -49,6 +50,26 @@ def test_rewards_equal_those_of_its_own_scorer(name):
             assert played.environment.entry["question"] == entry["question"]
         untagged = play(REF, [entry["answer"]], args={"dataset": name}, seed=seed)
         assert untagged.reward_value == dataset.score_answer(None, entry)
+
+
+def test_a_composite_makes_problems_of_several_data_sets():
+    """As settings can write it: tables, with the library's defaults for weight and config."""
+    datasets = [{"name": "chain_sum", "weight": 2, "config": {"min_terms": 2, "max_terms": 2}}, {"name": "gcd"}]
+    args = {"dataset": "composite", "config": {"datasets": datasets}}
+    sources = set()
+    for seed in range(12):
+        entry = play(REF, [""], args=args, seed=seed).environment.entry
+        sources.add(entry["metadata"]["source_dataset"])
+        right = play(REF, [f"<answer>{entry['answer']}</answer>"], args=args, seed=seed)
+        assert right.messages[1]["content"] == entry["question"]
+        assert right.reward == Measured(1.0)
+    assert sources == {"chain_sum", "gcd"}
+
+
+@pytest.mark.parametrize("datasets", [[], [{"name": "no such set"}], [{"weight": 1}], ["chain_sum"], "chain_sum"])
+def test_a_composite_that_cannot_be_made_is_refused_at_the_start(datasets):
+    with pytest.raises(ReferenceNotFoundError, match="'composite'"):
+        EnvironmentFactory.load(REF, {"dataset": "composite", "config": {"datasets": datasets}})
 
 
 def test_an_answer_that_breaks_the_scorer_is_worth_nothing():

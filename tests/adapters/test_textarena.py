@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import anyio
 import pytest
 
 from envs.adapters import textarena_games
@@ -35,6 +36,45 @@ def test_a_game_is_played_until_it_ends():
     assert [m["content"] for m in again.messages] == [m["content"] for m in played.messages]
 
 
+TALKS = {"id": "CharacterConclave-v0", "num_players": 3}
+"""A real game of textarena 0.7.4 whose `step` raises on what a player says."""
+
+
+def test_a_move_on_which_the_game_raises_loses_and_is_measured():
+    for args, worst in (({}, -1.0), ({"worst_reward": 0.0}, 0.0)):
+        played = play(REF, ["zzz", "never played"], args=TALKS | {"opponent": str.upper} | args)
+        assert played.failure is None, played.failure
+        assert (played.reward_value, played.environment.moves) == (worst, ["zzz"])
+        assert "TypeError" in played.environment.fault
+        (part,) = played.completion.parts
+        assert part.reward.reason is RewardReason.RAISED
+
+
+def test_an_opponent_that_raises_is_not_the_models_fault():
+    def resign(observation):
+        raise RuntimeError("I resign")
+
+    played = play(REF, ["[4]"], args={"id": "TicTacToe-v0", "opponent": resign})
+    assert "I resign" in played.failure.detail
+
+
+async def ask_somebody(observation):
+    """Play like `first_empty_cell`, after waiting on the worker's event loop."""
+    await anyio.sleep(0.01)
+    return first_empty_cell(observation)
+
+
+def test_an_asynchronous_opponent_is_awaited():
+    moves = ["[4]", "[0]", "[8]", "[2]", "[6]"]
+    games = [
+        play(REF, moves, args={"id": "TicTacToe-v0", "opponent": opponent}, seed=1)
+        for opponent in (first_empty_cell, ask_somebody)
+    ]
+    assert games[1].failure is None, games[1].failure
+    assert games[1].messages == games[0].messages
+    assert len(games[1].messages) > 2
+
+
 def test_the_other_player_is_a_function():
     played = play(REF, ["[4]", "[0]", "[8]", "[2]", "[6]"], args={"id": "TicTacToe-v0", "opponent": first_empty_cell})
     assert played.failure is None, played.failure
@@ -59,7 +99,7 @@ def rigged(monkeypatch):
     ("move", "reason"), [("raise", RewardReason.RAISED), ("hang", RewardReason.TIMEOUT), ("die", RewardReason.RAISED)]
 )
 def test_a_move_that_the_game_cannot_play_is_the_models_and_costs_no_other_game(rigged, move, reason):
-    args = {"id": "Rigged-v0", "cpu_s": 1, "worst": -2.0}
+    args = {"id": "Rigged-v0", "cpu_s": 1, "worst_reward": -2.0}
     played = rigged(["fine", move], args=args)
     assert played.failure is None
     assert (played.reward.value, played.reward.reason) == (-2.0, reason)

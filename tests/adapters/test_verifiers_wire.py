@@ -187,7 +187,7 @@ async def test_an_episode_past_its_deadline_is_cancelled_at_the_server():
 
     (completion,), server, _ = await played(play, ["one"], episode_timeout_s=0.5)
     assert server.cancelled == [server.requests[0][0]]
-    assert completion.truncated is TruncationReason.WALL_CLOCK
+    assert completion.truncated is TruncationReason.TOOL_TIME
     assert merge_parts(completion.parts).reason is RewardReason.MISSING
 
 

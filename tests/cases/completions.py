@@ -64,6 +64,10 @@ class Made:
 
     def voting(self, policy: Callable[[TruncationReason], str]) -> bool:
         """Whether the completion's state puts it in B, before any rejection."""
+        return self.used(policy) and (self.truncated is None or policy(self.truncated) != "zero_reward")
+
+    def used(self, policy: Callable[[TruncationReason], str]) -> bool:
+        """Whether the completion's state puts it in B or L, before any rejection."""
         return self.state not in INVALID and (self.truncated is None or policy(self.truncated) != "exclude")
 
 

@@ -88,7 +88,7 @@ class Result:
     rejection: Rejection | None
     advantages: Advantages
     values: Tensor
-    """Advantages of completions in B."""
+    """Advantages of completions in B or L."""
     tokens: Tensor
     """Advantages of tokens that bear loss."""
     losses: list[Tensor]
@@ -170,7 +170,7 @@ def evaluate(
         masks=masks,
         rejection=prepared.rejection,
         advantages=advantages,
-        values=_by_key(advantages.values_C, keys, masks.baseline_C),
+        values=_by_key(advantages.values_C, keys, masks.used_C),
         tokens=_tokens_by_key(advantages.tokens_RT, keys, prepared.batch, masks),
         losses=losses,
         gradients=gradients,
@@ -257,15 +257,15 @@ def assert_same(left: Result, right: Result, *, exactly: bool = False) -> None:
 
 
 def _littered(batch: Batch, masks: Masks, junk: float, known_RT: Tensor | None = None) -> Batch:
-    """Return the batch with junk in every number outside of B, or outside of the tokens that bear loss."""
+    """Return the batch with junk in every number outside of B and L, or outside of the tokens that bear loss."""
     known_RT = masks.loss_tokens_RT if known_RT is None else known_RT
     facts = batch.facts
     # A version may be the reason for a rejection.
-    lost_R = (~masks.baseline_C & (masks.rejected_by_C == NONE))[batch.completion_ids_R]
+    lost_R = (~masks.used_C & (masks.rejected_by_C == NONE))[batch.completion_ids_R]
     turn_rewards_RT = torch.where(masks.loss_tokens_RT, batch.turn_rewards_RT, junk)
     return replace(
         batch,
-        facts=replace(facts, rewards_C=torch.where(masks.baseline_C, facts.rewards_C, junk)),
+        facts=replace(facts, rewards_C=torch.where(masks.used_C, facts.rewards_C, junk)),
         rollout_logprobs_RT=torch.where(known_RT, batch.rollout_logprobs_RT, junk),
         versions_RT=torch.where(lost_R.unsqueeze(1), 2**31 - 1, batch.versions_RT),
         parts_PC=torch.where(masks.baseline_C, batch.parts_PC, junk),

@@ -108,7 +108,10 @@ def _slots() -> dict[str, dict[str, Table]]:
             "": {},
             **{f"{name}:{i}": table for name, some in NORMALISED.items() for i, table in enumerate(some)},
         },
-        "zeroed": {"zero_reward": {"algorithm": {"truncation": {"max_turns": "zero_reward"}}}},
+        "zeroed": {
+            policy: {"algorithm": {"truncation": {"max_turns": policy}}}
+            for policy in ("zero_reward", "zero_reward_in_baseline")
+        },
         "silent": {"baseline_only": {"algorithm": {"truncation": {"tool_calls": "baseline_only"}}}},
         "single_sample_policy": {"": {}, "singleton:raw": {"algorithm": {"single_sample_policy": "raw"}}},
         "entropy": {"": {}, "entropy": {"algorithm": {"entropy_coefficient": 0.01}}},

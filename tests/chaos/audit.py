@@ -8,7 +8,7 @@ from msgspec import Struct
 from stream.connection.run_connection import RunConnection
 from stream.operator.dead_letters import DeadLetter, list_dead_letters
 from stream.operator.run_status import RunStatus, read_status
-from stream.trainer.ledger_records import decode_record
+from stream.trainer.ledger_records import decode_event, record_or_none
 from stream.trainer.outcomes import encode_outcome
 from tests.chaos.ends import intended
 from tests.chaos.witness import row_of, testimony
@@ -47,8 +47,10 @@ def audit(folder: Path, groups: int) -> Verdict:
     weights = testimony(checkpoint.model).tolist() if checkpoint else [0.0] * groups
     noted: list[list[str]] = [[] for _ in range(groups)]
     for text in (folder / "ledger.jsonl").read_bytes().splitlines():
-        line = decode_record(text)
-        if line.has_group:
+        line = record_or_none(text)
+        if line is None:
+            assert decode_event(text) is not None, text
+        elif line.has_group:
             noted[row_of(line.prompt)].append(encode_outcome(line.outcome))
     buried: list[list[str]] = [[] for _ in range(groups)]
     for letter in dead:

@@ -1,10 +1,10 @@
-"""Damage one file of a stopped run's folder at random, resume the run, and check that nothing was lost.
+"""Damage files of a stopped run's folder at random, resume the run, and check that nothing was lost.
 
     python tests/chaos/faults.py --faults 500 --seed S
 
-A fault flips a byte, truncates or removes a file, or puts an older version of it in its place. Then the run either
-ends as it would have without the fault, or is refused with a message that names the place, and its records are as the
-fault left them. Prints one line per failure and a summary; exits with 1 if there was a failure.
+A fault flips a byte, truncates or removes a file, fills its end with zeros, or puts an older version in its place. Then
+the run either ends as it would have without the fault, or is refused with a message that names the place, and its
+records are as the fault left them. Prints one line per failure and a summary; exits with 1 if there was a failure.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from workers.run.run_info import read_run_info
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
-KINDS = ("flip", "truncate", "remove", "older")
+KINDS = ("flip", "truncate", "remove", "older", "zero")
 RECORDS = ("ledger.jsonl", "checkpoints", "metrics.jsonl", "groups")
 """What a refused run must not have changed."""
 
@@ -66,6 +66,8 @@ class Fault:
                 path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
             case "truncate" if content:
                 path.write_bytes(content[:place])
+            case "zero" if content.rstrip(b"\0")[place:]:
+                path.write_bytes(content[:place] + bytes(len(content) - place))
             case "remove":
                 path.unlink()
             case "older" if (older / self.file).is_file() and (older / self.file).read_bytes() != content:
@@ -81,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--groups", type=int, default=100, help="prompts of the run")
+    parser.add_argument("--together", type=int, default=1, help="how many files are damaged at once")
+    parser.add_argument("--only", nargs="+", default=[""], help="damage only files whose path contains one of these")
     parser.add_argument("--every-file", action="store_true", help="flip one byte in every file instead")
     options = parser.parse_args(arguments)
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
@@ -94,23 +98,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.copytree(folder, stage, symlinks=True)
     chance, results = random.Random(options.seed), Counter[str]()
     files = sorted(path.relative_to(newer) for path in newer.rglob("*") if path.is_file())
-    faults = [Fault("flip", file, chance.random()) for file in files if (newer / file).stat().st_size]
+    files = [file for file in files if any(word in str(file) for word in options.only)]
+    trials = [[Fault("flip", file, chance.random())] for file in files if (newer / file).stat().st_size]
     if not options.every_file:
-        faults = [Fault(chance.choice(KINDS), chance.choice(files), chance.random()) for _ in range(3 * options.faults)]
+        trials = [
+            [Fault(chance.choice(KINDS), file, chance.random()) for file in chance.sample(files, options.together)]
+            for _ in range(3 * options.faults)
+        ]
     began = time.monotonic()
-    for fault in faults:
+    for faults in trials:
         if not options.every_file and results.total() == options.faults:
             break
         shutil.rmtree(folder)
         shutil.copytree(newer, folder, symlinks=True)
-        if fault.apply(folder, older):
+        if all(fault.apply(folder, older) for fault in faults):
             result = judge(settings, folder, options.groups)
             results[result.partition(":")[0]] += 1
             if result.startswith("FAILED"):
                 shutil.copytree(folder, home / f"failed-{results['FAILED']}", symlinks=True)
-                print(f"{result}: {fault}", flush=True)
+                print(f"{result}: {faults}", flush=True)
             elif result.startswith("refused"):
-                print(f"{result[:300]}: {fault}", flush=True)
+                print(f"{result[:300]}: {faults}", flush=True)
     report = {"seed": options.seed, "seconds": round(time.monotonic() - began, 1), **results}
     print(json.dumps(report), flush=True)
     if not results["FAILED"]:

@@ -16,6 +16,8 @@ def recount(folder: Path, groups: int) -> dict[str, int]:
     dead: set[int] = set()
     for text in (folder / "ledger.jsonl").read_bytes().splitlines():
         line = json.loads(text)
+        if "event" in line:  # about the run, and no prompt
+            continue
         row, outcome = int(line["prompt"].split(":")[-1]), line["outcome"]
         if outcome.startswith("dead:"):
             dead.add(row)

@@ -53,7 +53,7 @@ SAYS = {
     "max_turns": PUT,
     "tool_calls": PUT * 5,
     "tool_errors": "<tool_call>oops</tool_call>",
-    "wall_clock": NAP,
+    "tool_time": NAP,
     "long": "never asked",
     "forks": "Hm.</think>" + PUT,
 }
@@ -102,8 +102,8 @@ async def test_each_limit_has_its_own_reason_in_queues_and_metrics(project):
         shown = await anyio.to_thread.run_sync(lambda: project.run("queues", str(project.run_folder), "--json"))
         asked = [tokenizer.decode(request.token_ids, skip_special_tokens=False) for request in engine.requests]
 
-    cut = {"length": 2, "context": 2, "max_turns": 2, "tool_calls": 2, "tool_errors": 2, "wall_clock": 2}
-    states = {"valid": 16, "failed:prompt_too_long": 2, "truncated:wall_clock": 2}
+    cut = {"length": 2, "context": 2, "max_turns": 2, "tool_calls": 2, "tool_errors": 2, "tool_time": 2}
+    states = {"valid": 18, "failed:prompt_too_long": 2}
     queues = json.loads(shown.stdout)
     assert (queues["truncated"], queues["rows"]) == (cut, states)
     (step,) = [json.loads(line) for line in (project.run_folder / "metrics.jsonl").read_text().splitlines()]

@@ -84,6 +84,45 @@ def test_unmeasured_rewards_are_counted_by_reason_and_do_not_affect_other_comple
     assert summary["groups_trained"] + sum(summary["groups_dropped"].values()) == prompts
 
 
+def test_a_group_without_any_measured_reward_shows_in_the_figures_of_a_step(project):
+    (project.folder / "silent.py").write_text(
+        "def silent(completions, number):\n"
+        "    return [None if n == 3 else float(i % 2) for i, n in enumerate(number)]\n"
+    )
+    project.prompts(9)  # eight to train on, so that the last step is a smaller one, after all groups have come
+    project.table |= {"rewards": [{"ref": f"{project.folder / 'silent.py'}:silent"}]}
+    project.table["train"]["batch_size"] = 3
+    project.table["abort"] = {"max_invalid_fraction": 1.0}
+    summary = summary_of(project.run("run", str(project.write()), "--json"), project)
+    assert summary["completion_states"] == {"valid": 32, "reward:missing": 4}
+    assert summary["groups_dropped"] == {"no_valid_row": 1}
+    steps = [json.loads(line) for line in (project.run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert sum(step.get("rows/reward:missing", 0) for step in steps) == 4
+    assert sum(step["rows/valid"] for step in steps) == 32
+    assert min(step["valid_fraction"] for step in steps) < 1
+
+
+def test_an_environment_that_draws_its_tasks_at_random_is_named_before_the_run_and_in_it(project):
+    (project.folder / "dice.py").write_text(
+        "import random\n\n\n"
+        "class Dice:\n"
+        "    def reset(self, **row):\n"
+        "        self.n = random.randrange(10)\n"
+        "        return f'Say {self.n}.'\n"
+        "    def get_reward(self):\n"
+        "        return self.n / 10\n"
+    )
+    project.prompts(8)
+    project.table |= {"environments": {"dice": f"{project.folder / 'dice.py'}:Dice"}, "rewards": []}
+    done = project.run("run", str(project.write()), "--json")
+    summary = summary_of(done, project)
+    assert "warning: environment dice (environments.dice): reset returned 'Say " in done.stderr
+    assert summary["totals"]["compared_prompts"] == 8
+    assert summary["totals"]["different_prompts"] == 8
+    warnings = [json.loads(line) for line in (project.run_folder / "warnings.jsonl").read_text().splitlines()]
+    assert [each["text"][:9] for each in warnings if each["name"] == "different_tasks"] == ["in 4 of t"]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

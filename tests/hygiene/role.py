@@ -18,8 +18,8 @@ import anyio
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from stream.durable import write_file_atomically
 from workers.run.role_process import run_role
-from workers.run.run_folder import write_atomically
 from workers.runtime.context import RoleMain, WorkerContext
 
 EVERY_S = 0.25
@@ -58,7 +58,7 @@ def _asked(file: Path) -> str:
 def _tell(folder: Path, counts: dict[str, int]) -> None:
     folder.mkdir(exist_ok=True)
     target = folder / f"{os.getpid()}.json"
-    write_atomically(target, json.dumps(counts).encode())
+    write_file_atomically(target, json.dumps(counts).encode())
 
 
 def main_of(role: str) -> RoleMain:

@@ -9,10 +9,10 @@ from typing import Any
 import psutil
 
 from stream.connection.run_connection import RunConnection
+from stream.durable import write_file_atomically
 from stream.operator.run_status import read_status
 from tests.hygiene.role import ASK
 from tests.preload.fixtures import pid_of
-from workers.run.run_folder import write_atomically
 
 Sample = dict[str, float]
 """Quantities by `WHAT.KIND`: `server.memory`, `rollout-0.rss`, ..."""
@@ -64,7 +64,7 @@ def sample_inside(folder: Path, number: int) -> Sample | None:
     """
     inside = folder / "inside"
     inside.mkdir(exist_ok=True)
-    write_atomically(inside / ASK, str(number).encode())
+    write_file_atomically(inside / ASK, str(number).encode())
     result: Sample = {}
     for name, pid in _processes().items():
         counts_file = inside / f"{pid}.json"

@@ -1,19 +1,21 @@
 """Archive, ledger and marks when groups end, and when the disk is full."""
 
 import resource
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import anyio
 import pytest
 
+from stream.connection.run_connection import connect
 from stream.errors import RunFailedError
 from stream.operator.run_status import read_status
 from stream.trainer.archive import Archive, ArchivedGroups, scan_archive
+from stream.trainer.consume import consume
 from stream.trainer.consumer import Consumer
 from stream.trainer.lease import TrainerLease
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import content_hash
+from stream.trainer.ledger_records import LedgerEvent, content_hash
 from stream.trainer.resume_point import ResumePoint
 from workers.settings.toml_file import parse_settings
 from workers.train.worker import _open_archive
@@ -96,6 +98,42 @@ async def test_a_full_ledger_marks_nothing_and_its_torn_record_is_cut(pipe, tmp_
     reopened = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
     assert reopened.outcomes == {}
     await anyio.to_thread.run_sync(reopened.close)
+
+
+async def test_a_trainer_tells_everybody_what_it_waits_for_and_goes_on_with_room(pipe, tiny_disk, redis_url, run_name):
+    await pipe.scored("a", "b")
+    async with (
+        connect(redis_url, run_name) as viewer,
+        consume(pipe.connection, tiny_disk / "ledger.jsonl", lease_s=2.0) as consumer,
+    ):
+        groups = await consumer.claim(2)
+        await anyio.to_thread.run_sync(fill, tiny_disk)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_commit_large, consumer, groups)
+            with anyio.fail_after(10):
+                while not (found := (await read_status(viewer)).disk_waits):
+                    await anyio.sleep(0.05)
+            assert found[0].path == str(tiny_disk / "ledger.jsonl")
+            assert found[0].why == "No space left on device"
+            await anyio.Path(tiny_disk / "ballast").unlink()
+        with anyio.fail_after(10):
+            while (await read_status(viewer)).disk_waits:
+                await anyio.sleep(0.05)
+        assert (await pipe.balance())["trained"] == 2
+
+
+def fill(folder):
+    """Write until there is no room."""
+    with (folder / "ballast").open("ab", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+async def _commit_large(consumer, groups):
+    """Commit with records that need another block of the disk."""
+    event = LedgerEvent("note", 1, {"text": "x" * 5000})
+    await anyio.to_thread.run_sync(consumer.ledger.append_event, event)
+    await consumer.commit(groups, 1)
 
 
 def test_how_much_is_archived_is_a_setting(tmp_path):

@@ -164,6 +164,8 @@ async def _event(stream, name: str, text: str) -> bool:
 class Counting:
     """A source of snapshots that counts connections and renderings."""
 
+    key, folder = "counting", None
+
     def __init__(self) -> None:
         self.connections = self.rendered = 0
 

@@ -9,11 +9,12 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from envs.remote.control_question import HARMLESS_ANSWER
 from envs.remote.judge import Judge
 from envs.rewards import RewardBatch, RewardFunction
 from stream.backoff import Backoff
 from stream.errors import ReferenceNotFoundError, RunFailedError
-from stream.validity import Measured, RewardReason
+from stream.validity import Measured, RewardReason, Unmeasured
 from workers.runtime.http_server import listen
 
 KEY = "sk-very-secret"
@@ -29,7 +30,10 @@ class Chat:
         self.under_way = self.most = 0
 
     async def complete(self, http: web.Request) -> web.Response:
-        request, number = json.loads(await http.read()), len(self.asked)
+        return await self.complete_as(http, json.loads(await http.read()))
+
+    async def complete_as(self, http: web.Request, request) -> web.Response:
+        number = len(self.asked)
         self.asked.append(request)
         self.headers.append(dict(http.headers))
         self.under_way += 1
@@ -93,8 +97,76 @@ async def test_a_score_is_mapped_to_0_to_1(text, expected):
     ],
     ids=str,
 )
-async def test_an_answer_without_a_score_is_unmeasured(text, reason):
-    assert (await verdict(text)).reason is reason
+async def test_a_judge_that_gives_no_score_to_any_answer_measures_nothing(text, reason):
+    reward = await verdict(text)
+    assert (type(reward), reward.reason) == (Unmeasured, reason)
+
+
+def provoked(reply):
+    """Return a judge that can judge everything but the completion `attack`."""
+    return lambda _, request: reply if "attack" in request["messages"][-1]["content"] else "Score: 7"
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        ("I cannot help with that.", RewardReason.NOT_NUMERIC),
+        ("Score: 11", RewardReason.NOT_NUMERIC),
+        ("Score: 0", RewardReason.NOT_NUMERIC),
+        (None, RewardReason.NOT_NUMERIC),
+        ({"choices": []}, RewardReason.SHAPE),
+        (400, RewardReason.RAISED),  # beyond the judge's context
+        (413, RewardReason.RAISED),
+    ],
+    ids=str,
+)
+async def test_a_completion_that_keeps_a_working_judge_from_a_verdict_has_the_worst_reward(reply, reason):
+    async with judging(provoked(reply)) as (chat, judge):
+        attacking, fair = await judge(["p"] * 2, ["attack", "c"])
+    assert (attacking.value, attacking.reason) == (0.0, reason)
+    assert "to the same prompt has a score" in attacking.detail
+    assert fair == Measured(6 / 9)
+    assert HARMLESS_ANSWER in chat.asked[-1]["messages"][-1]["content"]
+
+
+async def test_a_judge_that_fails_once_is_asked_again():
+    async with judging(lambda number, _: "Score: 10" if number else "Hm.") as (chat, judge):
+        assert await judge(["p"], ["c"]) == [Measured(1.0)]
+    assert len(chat.asked) == 2
+
+
+@pytest.mark.parametrize("outage_at", [0, 1, 2])
+async def test_an_outage_is_never_the_models_fault(outage_at):
+    """At the question, at its repetition, or at the control question: nobody knows what the answer is worth."""
+    say = provoked("No.")
+    async with judging(
+        lambda number, request: 503 if number == outage_at else say(number, request), client={"max_attempts": 1}
+    ) as (_, judge):
+        (reward,) = await judge(["p"], ["attack"])
+    assert isinstance(reward, Unmeasured)
+
+
+async def test_a_provoked_refusal_costs_no_sibling_its_verdict_when_it_takes_too_long():
+    async def hang(*_):
+        await anyio.sleep_forever()
+
+    async with judging(lambda *_: "Score: 10") as (chat, judge):
+        answer = chat.complete_as
+
+        async def complete(http, request):
+            return await (hang() if "attack" in request["messages"][-1]["content"] else answer(http, request))
+
+        chat.complete_as = complete
+        function = RewardFunction(judge, "judge", call_options=judge.call_options)
+        slow, fair = await function(RewardBatch(["p"] * 2, ["attack", "c"], [[1]] * 2), 1.0)
+    assert (slow.reason, fair) == (RewardReason.TIMEOUT, Measured(1.0))
+
+
+async def test_a_very_long_verdict_is_read_at_once():
+    with anyio.fail_after(5):
+        reward = await verdict("\n" * 300_000 + "Score: 10")
+        assert reward == Measured(1.0)
+        assert isinstance(await verdict('{"a":' * 60_000, score_pattern="json:score"), Unmeasured)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +246,7 @@ async def test_an_outage_is_retried_and_a_refusal_is_not():
         assert len(chat.asked) == 2
         chat.say = lambda *_: 422
         await judge(["p"], ["c"])
-        assert len(chat.asked) == 3
+        assert len(chat.asked) == 4  # the refused request, and the control question
 
 
 @pytest.mark.parametrize(("named_s", "waited_s"), [("1", 1.0), ("600", 1.2)])

@@ -60,6 +60,29 @@ async def test_unreachable_engines_are_named_with_the_request(monkeypatch):
     assert f"{gone}/weight_info: Cannot connect to host" in str(failed.value)
 
 
+async def test_a_stop_ends_the_wait_for_an_engine_that_does_not_answer():
+    stopping, gone = anyio.Event(), dead_url()
+    publisher = WeightPublisher(
+        EngineDiscovery([gone]),
+        PausedUpdate(SharedFolderTransfer()),
+        retry_timeout_s=3600,
+        update_timeout_s=20,
+        stopping=stopping,
+    )
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+
+            async def stop_after_a_failure() -> None:
+                with capture_logs() as logs:
+                    while not any(line["event"] == "engine.waiting" for line in logs):
+                        await anyio.sleep(0.01)
+                stopping.set()
+
+            tasks.start_soon(stop_after_a_failure)
+            with pytest.raises(EngineUnavailableError, match=f"no engine took version 1 before the stop: {gone}"):
+                await publisher.push(Path("/w"), 1)
+
+
 async def test_a_relative_folder_is_sent_as_an_absolute_one():
     async with ScriptedEngine(reply) as engine:
         await publisher_of([engine.url], 5).push(Path("weights/v1"), 1)

@@ -24,7 +24,7 @@ from workers.commands.control import send_command
 from workers.commands.dead_letters import LetterChoice, drop_dead, retry_dead
 from workers.commands.engines import change_engine
 from workers.commands.queues import show_queues
-from workers.run.run_info import RunInfo, find_run, write_run_info
+from workers.run.run_info import RunInfo, RunLocation, find_run, write_run_info
 from workers.settings.toml_file import dump_settings, parse_settings
 
 TERMS = RetryPolicy()
@@ -32,7 +32,7 @@ STAGE_KEYS = {"depth", "claimed", "delayed", "lag", "oldest_age_s", "rate", "con
 KEYS = {
     "run", "at", "stages", "fed", "trained", "dropped", "dropped_by_reason", "dead", "outstanding",
     "groups_outstanding", "capacity", "version", "step", "dead_letters", "duplicates", "cancelled", "finished",
-    "paused_by", "paused_at", "evaluation", "rows", "truncated", "snapshot", "bottleneck",
+    "paused_by", "paused_at", "evaluation", "rows", "truncated", "snapshot", "bottleneck", "disk",
 }  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def test_ctrl_c_ends_a_watch_without_an_error(runs, tmp_path, monkeypatch, capsy
         raise KeyboardInterrupt
 
     if runs:
-        monkeypatch.setattr("workers.commands.queues._wait_for_run", lambda *_args: None)
+        monkeypatch.setattr("workers.commands.queues._wait_for_run", lambda *_args: RunLocation(run="soon"))
         monkeypatch.setattr("workers.commands.queues.with_run", interrupt)
     else:
         monkeypatch.setattr("workers.commands.queues.time.sleep", interrupt)

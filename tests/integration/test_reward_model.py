@@ -8,6 +8,7 @@ import anyio.lowlevel
 import pytest
 from structlog.testing import capture_logs
 
+from envs.remote.control_question import HARMLESS_ANSWER
 from envs.remote.reward_model import RewardModel
 from envs.rewards import RewardBatch, RewardFunction
 from stream.errors import RunFailedError, ServiceUnavailableError
@@ -131,6 +132,33 @@ async def test_a_refusal_affects_one_row_and_is_not_retried(status):
     assert second.reason is RewardReason.RAISED
     assert f"status {status}, said the server" in second.detail
     assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (400, RewardReason.RAISED),
+        (answer(), RewardReason.SHAPE),
+        (answer([None]), RewardReason.NOT_FINITE),
+    ],
+)
+async def test_a_text_that_keeps_a_working_model_from_a_score_has_the_worst_one_if_it_is_known(fault, reason):
+    async with reward_server() as server, model_of(server, worst_score=-20) as model:
+        server.fault = lambda _, messages: fault if messages[-1]["content"] == "too long" else None
+        good, bad = await model(["p"] * 2, ["good", "too long"])
+        assert (good, (bad.value, bad.reason)) == (value("good"), (-20.0, reason))
+        assert server.asked[-1]["messages"][-1]["content"] == HARMLESS_ANSWER
+        server.fault = lambda *_: fault  # now the model handles nothing any more
+        (unknown,) = await model(["p"], ["too long"])
+        assert (type(unknown), unknown.reason) == (Unmeasured, reason)
+
+
+@pytest.mark.parametrize("models", [{"data": [{"id": "m", "max_model_len": 512}]}, {"data": []}, None])
+async def test_it_learns_how_long_a_conversation_the_server_takes(models):
+    async with reward_server() as server:
+        server.models = models
+        async with model_of(server) as model:
+            assert model.context_tokens == (512 if models and models["data"] else 0)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from stream.trainer.resume_point import ResumePoint
 from workers.feed.worker import feed
 from workers.run.identity_check import NOTHING, Accept, check_folder, join_run, record_identity
 from workers.run.role_process import run_role
+from workers.run.run_command import supervise
 from workers.run.run_folder import write_settings
 from workers.run.summary import RunSummary, Staleness
 from workers.runtime.context import WorkerContext
@@ -157,6 +158,55 @@ async def test_a_second_feeder_with_another_seed_or_file_is_refused(make, connec
         await join_run(connection, make("second", rows=39), "feed", NOTHING)
     await join_run(connection, make("elsewhere"), "feed", NOTHING)  # the same rows, in another folder
     assert await everything(connection) == before
+
+
+async def test_the_same_rows_in_other_bytes_start_again(make, connection):
+    settings = make()
+    await start(connection, settings)
+    await feed_until_done(connection, settings)
+    before = await read_server_identity(connection)
+    file = anyio.Path(settings.data.path)
+    await file.write_text((await file.read_text()).rstrip("\n"))
+    await start(connection, settings)
+    await join_run(connection, settings, "feed", NOTHING)
+    await join_run(connection, make("elsewhere"), "feed", NOTHING)  # with the last newline, in no folder
+    after = await read_server_identity(connection)
+    assert (after.id, after.pinned, after.changes) == (before.id, before.pinned, before.changes)
+    assert (await connection.read_hash("feed"))["done"] == "1"
+    async with open_trainer_lease(connection, settings.folder):
+        pass
+    assert (await anyio.to_thread.run_sync(read_identity, settings.folder)).pinned == before.pinned
+
+
+def test_a_start_that_the_server_refuses_changes_no_file_and_raises_one_error(make, redis_url, run_name):
+    settings = make(engine={"urls": ["http://127.0.0.1:1"]})
+    settings.folder.mkdir()
+    anyio.run(partial(_on, redis_url, run_name, start, settings))
+    write_settings(settings)
+    (settings.folder / "summary.json").write_text("{}")
+    before = {file.name: file.read_bytes() for file in settings.folder.iterdir()}
+    anyio.run(partial(_on, redis_url, run_name, _pin, "rollout.group_size", "6"))
+    with pytest.raises(RunMismatchError, match=r"the server of run .* rollout\.group_size is 6 there and 4 here"):
+        supervise(make(engine={"urls": ["http://127.0.0.1:2"]}), quiet=True)
+    after = {file.name: file.read_bytes() for file in settings.folder.iterdir() if file.is_file()}
+    assert {name: after[name] for name in before} == before
+
+
+async def _pin(connection, name: str, value: str) -> None:
+    """Change what the server knows about the run."""
+    await connection.redis.hset(connection.key("identity"), name, value)
+
+
+async def test_a_start_that_meets_other_rows_on_the_server_is_refused_and_changes_nothing(make, connection):
+    settings = make()
+    await start(connection, settings)
+    await connection.redis.delete(connection.key("identity"))
+    await join_run(connection, make("other", rows=41), "feed", NOTHING)  # alone, in no folder
+    folder, server = (settings.folder / "identity.json").read_bytes(), await everything(connection)
+    with pytest.raises(RunMismatchError, match=r"knows other rows than there are here \(data\.rows\.train\)"):
+        await start(connection, settings)
+    assert (settings.folder / "identity.json").read_bytes() == folder
+    assert await everything(connection) == server
 
 
 async def test_appended_rows_are_each_fed_once_after_the_others(make, connection):

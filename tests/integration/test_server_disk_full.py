@@ -1,12 +1,14 @@
 """The disk under a private server is full: clients wait, the cause is logged, and nothing is lost."""
 
 import subprocess
+from contextlib import suppress
 
 import anyio
 import pytest
 import structlog
 
 from stream.connection.run_connection import connect
+from stream.errors import ServerError
 from stream.queue.feed import Feed
 from stream.records import Prompt
 from stream.server_process import private_server
@@ -49,3 +51,23 @@ async def test_the_feeder_waits_for_room_and_every_prompt_is_fed_once(small_disk
         entries = await connection.redis.xrange(connection.key("prompts"))
         assert [fields[b"prompt"].decode() for _, fields in entries] == [f"p{i:02}" for i in range(PROMPTS)]
         assert (await connection.read_hash("counts"))["fed"] == str(PROMPTS)
+
+
+async def test_a_start_on_a_full_disk_names_it_and_takes_no_data_for_damaged(tiny_disk, run_name):
+    data = tiny_disk / "redis"
+    async with private_server(data) as url, connect(url, run_name) as connection:
+        await connection.write_hash("feed", {"text": "x" * 5000})
+
+    def fill() -> None:
+        with (tiny_disk / "ballast").open("ab", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+
+    await anyio.to_thread.run_sync(fill)
+    try:
+        async with private_server(data) as url, connect(url, run_name, reconnect_s=1.0) as connection:
+            assert (await connection.read_hash("feed"))["text"] == "x" * 5000, "it can be read"
+    except ServerError as error:
+        assert "No space left" in str(error)  # noqa: PT017  (whether it starts depends on the server)
+        assert str(data) in str(error)  # noqa: PT017
+    assert not list(data.glob("damaged-*"))

@@ -89,7 +89,7 @@ CHOSEN = {
     **{name: {"min_valid_rows": 1, "zero_variance": False, **table} for name, table in ESTIMATING.items()},
 }
 SETTINGS = {
-    name: settings_of({"filter": table, "algorithm": {"truncation": {"max_turns": "zero_reward"}}})
+    name: settings_of({"filter": table, "algorithm": {"truncation": {"max_turns": "zero_reward_in_baseline"}}})
     for name, table in CHOSEN.items()
 }
 

@@ -15,7 +15,14 @@ from tests.cases.path import evaluate
 from tests.cases.rows import sampled_row
 from tests.cases.tables import SOME, TABLES, choosing, settings_of
 from workers.train.algorithms.advantages import ESTIMATORS
-from workers.train.algorithms.masks import NONE, TRUNCATION_POLICIES, derive_masks, drop_completions, reject_tokens
+from workers.train.algorithms.masks import (
+    NONE,
+    TRUNCATION_POLICIES,
+    derive_masks,
+    drop_completions,
+    only_baseline,
+    reject_tokens,
+)
 from workers.train.step.collation import collate
 from workers.train.step.estimation import _EstimatorInputs
 from workers.train.step.group_checks import mask_batch
@@ -50,18 +57,22 @@ def left(made):
 
 
 @given(case=cases, truncation=policies)
-def test_p15_l_is_within_b_and_both_follow_from_the_facts(case, truncation):
+def test_p15_l_is_within_b_but_for_zero_reward_and_both_follow_from_the_facts(case, truncation):
     batch, masks = derived(case, truncation)
-    assert (masks.baseline_C | ~masks.loss_C).all()
+    zeroed = [truncation.get(made.truncated) == "zero_reward" for made in case]
+    assert (masks.baseline_C | ~masks.loss_C | torch.tensor(zeroed, dtype=torch.bool)).all()
     for made, votes, bears in zip(case, masks.baseline_C.tolist(), masks.loss_C.tolist(), strict=True):
         policy = truncation.get(made.truncated)
-        assert votes == (made.state not in INVALID and policy != "exclude" and left(made))
-        assert bears == (votes and policy != "baseline_only")
+        used = made.state not in INVALID and policy != "exclude" and left(made)
+        assert votes == (used and policy != "zero_reward")
+        assert bears == (used and policy != "baseline_only")
     assert (batch.sampled_RT | ~masks.baseline_tokens_RT).all()
-    assert (masks.baseline_tokens_RT | ~masks.loss_tokens_RT).all()
+    in_baseline_R1 = masks.baseline_C[batch.completion_ids_R].unsqueeze(1)
+    assert (masks.baseline_tokens_RT | ~masks.loss_tokens_RT | ~in_baseline_R1).all()
     assert (masks.loss_C[batch.completion_ids_R] | ~masks.loss_rows_R).all()
     assert masks.loss_rows_R.equal(masks.loss_tokens_RT.any(dim=1))
-    assert masks.loss_tokens_RT.equal(masks.baseline_tokens_RT & masks.loss_C[batch.completion_ids_R].unsqueeze(1))
+    bears_R1 = masks.loss_C[batch.completion_ids_R].unsqueeze(1)
+    assert (masks.loss_tokens_RT & in_baseline_R1).equal(masks.baseline_tokens_RT & bears_R1)
     assert (masks.rewards_C[~masks.baseline_C | masks.zeroed_C] == 0).all()
     assert torch.isfinite(masks.rewards_C).all()
 
@@ -69,7 +80,7 @@ def test_p15_l_is_within_b_and_both_follow_from_the_facts(case, truncation):
 @given(case=cases, truncation=policies, junk=st.sampled_from(JUNK))
 def test_p1_junk_in_an_invalid_reward_or_log_prob_changes_no_mask(case, truncation, junk):
     batch, masks = derived(case, truncation)
-    outside = ~masks.baseline_C & (masks.rejected_by_C < 0)
+    outside = ~masks.used_C & (masks.rejected_by_C < 0)
     facts = replace(batch.facts, rewards_C=torch.where(outside, junk, batch.facts.rewards_C))
     usable = torch.where(
         batch.sampled_RT & ~outside[batch.completion_ids_R].unsqueeze(1), batch.rollout_logprobs_RT, junk
@@ -123,7 +134,7 @@ def test_rejecting_after_deriving_masks_equals_deriving_them_with_the_rejection(
     later = reject_tokens(before, batch.completion_ids_R, {"a rule": taken})
     _, together = derived(case, truncation, batch, {"a rule": taken})
     same_masks(later, together)
-    reasons = torch.where(dropped & later.baseline_C, 0, batch.facts.drop_reason_C)
+    reasons = torch.where(dropped & later.used_C, 0, batch.facts.drop_reason_C)
     without = replace(batch, facts=replace(batch.facts, drop_reason_C=reasons))
     _, together = derived(case, truncation, without, {"a rule": taken})
     same_masks(drop_completions(later, batch.completion_ids_R, dropped), together)
@@ -150,7 +161,8 @@ def same_masks(left, right):
 def test_p15_inputs_of_estimators_use_these_masks(table, case):
     settings, batch = SETTINGS[table], build(case)
     masks = mask_batch(batch, settings, VERSION)
-    inputs = _EstimatorInputs(batch, masks, settings, None, None)
+    inputs = _EstimatorInputs(batch, only_baseline(masks, batch.completion_ids_R), settings, None, None)
+    masks = only_baseline(masks, batch.completion_ids_R)
     assert inputs.groups.valid_C.equal(masks.baseline_C)
     assert inputs.layout.mask_CT.sum() == masks.loss_tokens_RT.sum()
     assert (inputs.loss_lengths_C[~masks.loss_C] == 0).all()

@@ -30,7 +30,9 @@ from workers.train.step.model_runner import ModelRunner
 from workers.train.step.prepared_batch import prepare
 
 SETTINGS = {name: settings_of(choosing(table, SOME)) for name, table in TABLES.items()}
-POLICY = settings_of({"algorithm": {"truncation": {"max_turns": "zero_reward", "tool_calls": "baseline_only"}}})
+POLICY = settings_of(
+    {"algorithm": {"truncation": {"max_turns": "zero_reward_in_baseline", "tool_calls": "baseline_only"}}}
+)
 more = st.lists(completions, max_size=4, unique_by=lambda made: made.key)
 
 

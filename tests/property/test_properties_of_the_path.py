@@ -58,7 +58,7 @@ def test_p1_junk_in_invalid_places_changes_no_bit(table, case, junk):
     batch, settings = build(case), some(table)
     clean, dirty = evaluate(case, batch, settings), evaluate(case, batch, settings, junk=junk)
     assert_same(clean, dirty, exactly=True)
-    assert (dirty.advantages.values_C[~dirty.masks.baseline_C] == 0).all()
+    assert (dirty.advantages.values_C[~dirty.masks.used_C] == 0).all()
     assert clean.masks.loss_tokens_RT.equal(dirty.masks.loss_tokens_RT)
 
 
@@ -66,7 +66,7 @@ def test_p1_junk_in_invalid_places_changes_no_bit(table, case, junk):
 @given(case=cases)
 def test_p2_valid_completions_alone_give_the_same_result(table, case):
     settings = every(table)
-    valid = [made for made in case if made.voting(settings.truncation_policy)]
+    valid = [made for made in case if made.used(settings.truncation_policy)]
     assume(valid)
     assert_same(evaluate(case, build(case), settings), evaluate(valid, build(valid), settings))
 

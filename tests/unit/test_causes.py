@@ -1,8 +1,10 @@
 """Where an error came from: found in user code, carried through records and logs, shown without our frames."""
 
 import json
+import sysconfig
 import time
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -11,6 +13,7 @@ import pytest
 from envs.call import CallRunner, Failed, error_cause, outcome_cause
 from envs.factory import EnvironmentFactory
 from stream.causes import MAX_TRACEBACK, ErrorCause, cause_from_crash, cause_from_traceback, parse_cause
+from stream.errors import EngineError, PenstockError, ReferenceNotFoundError
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, ToolRun
 from stream.validity import RewardReason, RolloutReason, Unmeasured
@@ -20,6 +23,7 @@ from workers.run.child_process import ChildProcess
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.role_specs import RoleSpec
 from workers.run.stall_detector import describe_longest
+from workers.runtime.error_text import find_cause
 from workers.train.groups.failure_causes import failure_causes
 
 
@@ -81,6 +85,37 @@ def test_a_tool_that_hangs_or_raises_has_its_place(tool, place, error):
     assert cause.source == f"environment slow, tool {tool}"
     assert cause.place == f"{__file__}:{line_of(place)}"
     assert error in cause.exception
+
+
+def test_an_exception_in_a_compiled_library_has_the_line_in_user_code_that_led_there():
+    code = "def load(data):\n    return pq.ParquetFile(pa.BufferReader(data))\n"
+    scope = {"pq": pytest.importorskip("pyarrow.parquet"), "pa": pytest.importorskip("pyarrow")}
+    exec(compile(code, "/home/me/rewards.py", "exec"), scope)
+    outcome = anyio.run(CallRunner(anyio.CapacityLimiter(1)).call, scope["load"], {"data": b"no parquet"}, 5.0)
+    cause = outcome_cause(outcome, "reward function exact")
+    assert ".pxi" in cause.traceback, "the library's last frame is of a compiled module"
+    assert cause.place == "/home/me/rewards.py:2"
+
+
+def test_an_error_of_ours_blames_user_code_only_if_an_exception_was_raised_there():
+    def caught(inner, error: PenstockError) -> PenstockError:
+        try:
+            try:
+                inner()
+            except Exception as cause:
+                raise error from cause.with_traceback(cause.__traceback__.tb_next)  # without this test's frame
+        except PenstockError as raised:
+            return raised
+
+    def in_user_code() -> None:
+        json.loads("{")  # reads
+
+    assert find_cause(caught(in_user_code, EngineError("the port is in use"))).line == line_of("reads")
+    compiled = compile("{}['a']", f"{sysconfig.get_path('purelib')}/own_env.py", "exec")
+    in_an_installed_package = partial(exec, compiled)
+    assert find_cause(caught(in_an_installed_package, EngineError("the port is in use"))) is None
+    found = find_cause(caught(in_an_installed_package, ReferenceNotFoundError("it cannot be made")))
+    assert found.file.endswith("own_env.py")
 
 
 def test_a_cause_survives_the_log_of_its_process():

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from stream.errors import SettingsError
 from stream.validity import Measured
+from workers.base_models.shipped import write_base_model
 from workers.cli import penstock
 from workers.commands.check import check_environment, check_reference, render_report
 from workers.rollout.tool_formats.parsed_turn import ToolCall
@@ -203,6 +204,65 @@ BROKEN = """
 """
 
 
+DRAWING = """
+    import random
+
+    class Env:
+        def __init__(self): self.generator, self.episodes = random.Random({born}), 0
+
+        def reset(self, seed, completion_seed, completion_index):
+            self.episodes += 1
+            self.noise = random.Random(completion_seed).random()
+            self.secret = {draws}
+            return f"Guess. {shown}"
+
+        def get_reward(self): return 1.0
+"""
+SECRET = "{self.secret}"
+
+
+def drawn(report):
+    return [warning for warning in report.warnings if "not in snapshots" not in warning]
+
+
+@pytest.mark.parametrize(
+    ("born", "draws", "shown", "words"),
+    [
+        ("0", "random.randrange(10**9)", SECRET, ["reset returned 'Guess. ", "the same row and seeds", "`seed`"]),
+        ("0", "random.randrange(10**9)", "", ["other values in secret:", "`seed`"]),
+        ("0", "self.generator.randrange(10**9)", SECRET, ["reset returned 'Guess. ", "the same row and seeds"]),
+        ("0", "random.Random(completion_seed).random()", SECRET, ["for completions of one group", "`seed`"]),
+        ("0", "completion_index", "x" * 99 + SECRET, ["'.. xxxxxxxxxxxxxxxxxxxx0' and '.. xxxxxxxxxxxxxxxxxxxx1'"]),
+    ],
+    ids=["shown", "hidden", "by a generator that goes on", "by the completion's seed", "by its index"],
+)
+async def test_a_reset_that_gives_completions_of_a_group_different_tasks_is_a_warning(
+    environment, born, draws, shown, words
+):
+    report = await check_environment(environment(DRAWING.format(born=born, draws=draws, shown=shown)), {})
+    assert report.ok
+    (warning,) = drawn(report)
+    assert [word for word in words if word not in warning] == [], warning
+
+
+@pytest.mark.parametrize("draws", ["random.Random(seed).random()", "7"])
+async def test_a_task_that_is_drawn_from_the_seed_of_the_group_is_no_warning(environment, draws):
+    report = await check_environment(environment(DRAWING.format(born="0", draws=draws, shown=SECRET)), {})
+    assert drawn(report) == []
+
+
+async def test_the_check_of_a_slow_reset_takes_no_more_resets_than_it_needs(environment, tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.run.preflight.task_check._ENOUGH_S", -1.0)
+    code = f"""
+        class Env:
+            def reset(self):
+                with open({str(tmp_path / "resets")!r}, "a") as file: file.write("x")
+            def get_reward(self): return 1.0
+    """
+    await check_environment(environment(code), {})
+    assert (tmp_path / "resets").read_text() == "x" * (1 + 2 + 2)
+
+
 async def test_a_tool_that_breaks_the_environment_is_an_error_and_the_others_are_tried_in_a_new_one(environment):
     report = await check_environment(environment(BROKEN), {})
     assert [tool.name for tool in report.tools] == ["broken", "look", "draw"]
@@ -291,6 +351,48 @@ async def test_an_environment_with_its_own_loop_is_run_with_a_scripted_model():
     assert any("its own loop failed" in error and "no route" in error for error in broken.errors)
 
 
+@pytest.mark.parametrize("code", ["'good'", "{'a': 1.0, 'b': 'good'}", "self.never_set"])
+async def test_a_get_reward_that_can_measure_no_episode_is_an_error(environment, code):
+    reference = environment(f"""
+        class Env:
+            def reset(self): self.calls = 0
+            def look(self):
+                "Look."
+                self.calls += 1
+            def get_reward(self): return {code}
+    """)
+    report = await check_environment(reference, {})
+    assert not report.ok
+    assert "get_reward measures nothing" in report.errors[0]
+    assert "every completion would be invalid" in report.errors[0]
+
+
+async def test_a_reset_that_needs_the_prompt_of_its_own_rows_learns_how_a_run_gives_it(environment):
+    reference = environment("""
+        class Env:
+            def rows(self): return [{"prompt": "3?", "answer": 3}]
+            def reset(self, prompt, answer): self.prompt = prompt
+            def get_reward(self): return 1.0
+    """)
+    report = await check_environment(reference, {})
+    assert 'data.columns = { prompt = "prompt" }' in report.errors[0]
+    assert (await check_environment(reference, {"prompt": "3?", "answer": 3})).ok
+
+
+async def test_a_get_reward_that_raises_in_one_of_the_episodes_is_a_warning(environment):
+    reference = environment("""
+        class Env:
+            def reset(self): self.calls = 0
+            def look(self):
+                "Look."
+                self.calls += 1
+            def get_reward(self): return [1.0][self.calls]
+    """)
+    report = await check_environment(reference, {})
+    assert report.ok
+    assert "get_reward measured nothing in this episode (raised IndexError" in report.warnings[0]
+
+
 @pytest.mark.parametrize(("idle", "warned"), [("0.0", True), ("None", True), ("-2.0", False)])
 async def test_a_reward_for_not_acting_above_those_for_acting_is_a_warning(environment, idle, warned):
     reference = environment(f"""
@@ -318,6 +420,27 @@ async def test_a_call_that_hangs_does_not_hang_the_check(environment):
     """)
     report = await check_environment(reference, {}, Rollout(call_timeout_s=0.05))
     assert "did not answer within 0.05 s" in report.tools[0].reply
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_what_user_code_prints_is_not_among_the_json(environment, tmp_path, is_file):
+    reference = environment("def Env(completions, **row):\n    print('hello')\n    return [1.0] * len(completions)\n")
+    target = reference
+    if is_file:
+        write_base_model("calculator", tmp_path / "model")
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+        file = tmp_path / "my.toml"
+        file.write_text(
+            f'[model]\npath = "{tmp_path}/model"\n[data]\npath = "{tmp_path}/prompts.jsonl"\n'
+            f'[[rewards]]\nref = "{reference}"\n'
+        )
+        target = str(file)
+    result = subprocess.run(
+        [sys.executable, "-m", "workers", "check", target, "--json"],
+        capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert json.loads(result.stdout), result.stderr
+    assert "hello" in result.stderr
 
 
 def test_the_command_prints_json_and_exits_with_0_or_1(capsys):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from workers.base_models.shipped import write_base_model
 from workers.cli import penstock
 from workers.cli.command_error import as_command_error
 from workers.cli.start_commands import _demo_folder
+from workers.runtime.exit_codes import ExitCode
 
 HEAVY = ("torch", "transformers", "vllm", "aiohttp", "redis", "rich", "msgspec", "anyio", "structlog", "stream", "envs")
 ROOT = Path(__file__).parents[2]
@@ -222,6 +225,22 @@ def test_a_port_above_the_last_one_is_a_usage_error(tmp_path):
     result = CliRunner().invoke(penstock, ["serve", str(tmp_path), "--port", "99999"])
     assert result.exit_code == 2
     assert "99999 is not in the range" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "dashboard"])
+def test_a_server_on_a_port_in_use_says_so_in_one_line_and_blames_nobody(command, tmp_path):
+    write_base_model("calculator", tmp_path / "model")
+    target = ["model"] if command == "serve" else []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run_python("-m", "workers", command, *target, "--port", str(port), cwd=tmp_path)
+    assert result.returncode == ExitCode.FAILURE
+    problem = f"error: cannot listen on 127.0.0.1:{port}: address already in use; choose another port"
+    assert result.stderr.splitlines()[-1] == problem
+    assert "Traceback" not in result.stderr
+    assert "user code" not in result.stderr
 
 
 @pytest.mark.parametrize(

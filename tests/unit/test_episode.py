@@ -590,11 +590,26 @@ async def test_a_timeout_while_sampling_keeps_the_earlier_turns():
     assert completion.snapshot is not None
 
 
-async def test_a_timeout_in_a_tool_or_before_the_first_token():
+async def test_a_timeout_in_a_tool_is_the_policys_and_one_before_the_first_token_is_not():
     completion = await completion_of([call("nap", '{"seconds": 1.5}')], episode_timeout_s=0.5)
-    assert (completion.truncated, completion.turns) == (TruncationReason.WALL_CLOCK, 1)
+    assert (completion.truncated, completion.turns) == (TruncationReason.TOOL_TIME, 1)
+    assert [p.reward for p in completion.parts] == [Measured(0.0)]
     completion = await completion_of(lambda *_: anyio.sleep(60), episode_timeout_s=0.1)
     assert (completion.truncated, completion.rows) == (TruncationReason.WALL_CLOCK, [])
+
+
+async def test_slow_tools_do_not_bring_the_end_by_the_wall_clock_nearer():
+    """Each time stays below the limit, their sum does not; then sampling alone is above it."""
+    nap, sampled = call("nap", '{"seconds": 0.6}'), 0.6
+
+    async def script(turn, _text):
+        await anyio.sleep(sampled)
+        return nap if turn == 0 else "Done."
+
+    assert (await completion_of(script, episode_timeout_s=1.5)).truncated is None
+    assert (await completion_of(script, episode_timeout_s=1.0)).truncated is TruncationReason.WALL_CLOCK
+    nap, sampled = call("nap", '{"seconds": 0.6}') * 2, 0.1
+    assert (await completion_of(script, episode_timeout_s=1.0)).truncated is TruncationReason.TOOL_TIME
 
 
 async def test_a_tool_timeout_is_text_for_the_model():

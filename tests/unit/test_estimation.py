@@ -60,7 +60,7 @@ def test_turn_rewards_are_on_the_turns_last_tokens_and_the_rest_on_the_very_last
 
 def test_a_zeroed_reward_is_zero_on_every_turn():
     cut = completion(0, 0.75, turns=(1, 1), by_turn=(0.5, 0.25), truncated=TruncationReason.LENGTH)
-    algorithm = {"truncation": {"length": "zero_reward"}}
+    algorithm = {"truncation": {"length": "zero_reward_in_baseline"}}
     result, _ = estimate([cut, completion(1, 1.0)], algorithm=algorithm, **REWARD_TO_GO)
     assert result.tokens_RT[0].tolist() == [0, 0, 0, 0]
 
@@ -142,7 +142,7 @@ def test_the_greedy_completion_is_the_baseline_and_in_no_statistic():
     [
         (Unmeasured(RewardReason.RAISED), {}, "keep", None),
         (0.5, {"truncated": TruncationReason.LENGTH}, "keep", [0.5, -0.5]),
-        (0.5, {"truncated": TruncationReason.LENGTH}, "zero_reward", [1.0, 0.0]),
+        (0.5, {"truncated": TruncationReason.LENGTH}, "zero_reward_in_baseline", [1.0, 0.0]),
         (0.5, {"truncated": TruncationReason.LENGTH}, "exclude", None),
     ],
 )
@@ -201,6 +201,66 @@ def test_a_baseline_only_completion_counts_in_its_group_and_not_in_the_batch():
     of_batch = {"algorithm": algorithm | {"reward_normalization": ["batch", "batch"]}}
     result = values(rolled, **of_batch, **REWARD_TO_GO)
     assert result[:2] == pytest.approx([0.5**0.5, -(0.5**0.5)], rel=1e-4)
+
+
+CUT = {"truncated": TruncationReason.LENGTH}
+ZERO = {"truncation": {"length": "zero_reward"}}
+
+
+def with_cut(*rewards, **sections):
+    """Estimate for completions of these rewards and one that was cut off, whose measured reward is 8."""
+    rolled = [*(completion(i, reward) for i, reward in enumerate(rewards)), completion(9, 8.0, **CUT)]
+    algorithm = ZERO | sections.pop("algorithm", {})
+    result, _ = estimate(rolled, algorithm=algorithm, **sections)
+    return result
+
+
+STD = math.sqrt(1 / 3)  # of 1, 0, 0, 1
+
+
+@pytest.mark.parametrize(
+    ("estimator", "algorithm", "expected"),
+    [
+        ({"name": "dr_grpo"}, {}, -0.5),
+        ({"name": "rloo"}, {}, -0.5 * 4 / 3),
+        ({"name": "grpo", "epsilon": 0.1}, {}, -0.5 / (STD + 0.1)),
+        ({"name": "grpo", "normalize_std": False, "leave_one_out": True}, {}, -0.5 * 4 / 3),
+        ({"name": "opo"}, {}, -0.5),
+        ({"name": "max_rl", "epsilon": 0.1}, {}, -0.5 / 0.6),
+        ({"name": "gpg"}, {}, -0.5 * 2),
+        ({"name": "dr_grpo"}, {"reward_normalization": ["group", "group"]}, -0.5 / STD),
+        ({"name": "dr_grpo"}, {"advantage_normalization": ["batch", "batch"]}, -0.5 / math.sqrt(0.25 * 8 / 7)),
+    ],
+    ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_zero_reward_trains_at_what_0_is_worth_among_the_others_and_changes_nothing_for_them(
+    estimator, algorithm, expected
+):
+    rewards = (1.0, 0.0, 0.0, 1.0)
+    result = with_cut(*rewards, estimator=estimator, algorithm=algorithm)
+    alone = values([completion(i, r) for i, r in enumerate(rewards)], estimator=estimator, algorithm=algorithm)
+    assert result.values_C.tolist()[:4] == alone, "the siblings' advantages are the same, bit for bit"
+    assert result.values_C[4].item() == pytest.approx(expected, rel=1e-3 if algorithm else 1e-9)
+    assert result.tokens_RT[4, -1].item() == pytest.approx(result.values_C[4].item())
+    assert result.values_C[4] == pytest.approx(result.values_C[1].item(), rel=1e-3), "a 0 in B has the same advantage"
+
+
+def test_a_whitened_advantage_at_zero_reward_is_in_the_unit_of_the_others():
+    result = with_cut(1.0, 0.0, 0.0, 1.0, estimator={"name": "reinforce_plus_plus_baseline"})
+    assert result.values_C[4] == result.values_C[1]
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 1.0, 1.0), (1.0,), ()])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gpg"])
+def test_zero_reward_has_no_advantage_where_nothing_tells_what_a_reward_is_worth(rewards, name):
+    assert with_cut(*rewards, estimator={"name": name}).values_C[-1] == 0
+
+
+def test_zero_reward_far_from_rewards_that_hardly_differ_is_bounded_in_standard_deviations():
+    rewards = (1.0, 1.0, 1.0, 0.999)
+    assert with_cut(*rewards, estimator={"name": "dr_grpo"}).values_C[-1] == pytest.approx(-0.99975)
+    bounded = with_cut(*rewards, estimator={"name": "grpo", "epsilon": 1e-12}).values_C[-1]
+    assert bounded == pytest.approx(-4 / math.sqrt(5))
 
 
 def test_token_advantages_are_a_view_of_completion_advantages():

@@ -4,19 +4,18 @@
 """
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import structlog
+from msgspec.structs import replace
 
+from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
 from workers.run import run_command
 from workers.run.run_command import RunResult, raise_for_failure
-from workers.run.run_folder import write_atomically
 from workers.run.summary import summarize
 from workers.run.supervisor import RunOutcome, _empty_status
 from workers.runtime.exit_codes import ExitCode
@@ -43,14 +42,14 @@ def test_a_summary_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(run_command, "write_atomically", full)
+    monkeypatch.setattr(run_command, "write_file_atomically", full)
     run_command._write_summary(tmp_path, SUMMARY)
-    monkeypatch.setattr(run_command, "write_atomically", write_atomically)
+    monkeypatch.setattr(run_command, "write_file_atomically", write_file_atomically)
     run_command._write_summary(tmp_path, SUMMARY)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
 
 
-def test_a_failure_on_a_full_disk_names_the_disk_first(tmp_path, monkeypatch):
+def test_a_failure_on_a_full_disk_names_the_disk_first(tmp_path, tiny_disk):
     settings = parse_settings(
         {"run": {"folder": str(tmp_path)}, "model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
     )
@@ -58,10 +57,10 @@ def test_a_failure_on_a_full_disk_names_the_disk_first(tmp_path, monkeypatch):
     result = RunResult(outcome=RunOutcome(view=None, failure=failure, interrupted=False, killed=[]), summary=None)
     with pytest.raises(RunFailedError, match=r"^train-0 exited"):
         raise_for_failure(result, settings)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    settings = replace(settings, run=replace(settings.run, folder=str(tiny_disk)))
     with pytest.raises(
         RunFailedError,
-        match=rf"^the disk of {tmp_path} is full \(4 KiB .*make room .*first: train-0 exited",
+        match=rf"^the disk of {tiny_disk} cannot be written: No space left .* 64 KiB.*room .*first: train-0 exited",
     ):
         raise_for_failure(result, settings)
 
@@ -89,3 +88,18 @@ def test_a_role_whose_log_is_full_ends_with_the_code_of_its_error(tmp_path):
         command = [sys.executable, "-P", "-m", "workers", "feed", str(tmp_path / "run.toml")]
         done = subprocess.run(command, stdout=full, stderr=full, cwd=Path(__file__).parents[2], timeout=60, check=False)
     assert done.returncode == ExitCode.USAGE, "run.redis is empty"
+
+
+def test_what_user_code_prints_to_a_full_log_is_dropped_and_raises_nothing():
+    code = (
+        "from workers.runtime.log_setup import drop_output_when_full as drop; drop(); import sys\n"
+        "for _ in range(3): print('x' * 10_000); print('y' * 10_000, file=sys.stderr, flush=True)\n"
+        "sys.exit(7)"
+    )
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        command = [sys.executable, "-P", "-c", code]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            command, stdout=full, stderr=full, cwd=root, env={"PYTHONPATH": str(root)}, timeout=60, check=False
+        )
+    assert done.returncode == 7, "the interpreter exits with 120 if it cannot flush"

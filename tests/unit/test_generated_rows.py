@@ -40,9 +40,10 @@ def test_sets_of_generated_rows_are_mixed_by_weight():
 
 
 def test_a_run_knows_its_rows_and_accepts_more_only_when_asked():
-    pinned, _ = pinned_data(settings({"rows": 5}), {})
-    assert pinned_data(settings({"rows": 5}), pinned) == (pinned, ())
-    _, changes = pinned_data(settings({"rows": 9}), pinned, "appended")
+    pinned = pinned_data(settings({"rows": 5}), {}).pinned
+    again = pinned_data(settings({"rows": 5}), pinned)
+    assert (again.pinned, again.changes) == (pinned, ())
+    changes = pinned_data(settings({"rows": 9}), pinned, "appended").changes
     assert [change.name for change in changes] == ["data.rows.rows"]
     with pytest.raises(Exception, match="rows:9 has 9 rows now, and had 5"):
         pinned_data(settings({"rows": 9}), pinned)
@@ -112,7 +113,7 @@ def test_an_environments_own_rows_are_fed_from_a_file_that_is_written_once(own, 
     assert {prompt.id for prompt in prompts} == {"sums:0:0", "sums:0:1", "sums:0:2"}
     assert sorted(prompt.fields["gold"] for prompt in prompts) == [0, 2, 4]
     assert {prompt.messages[-1]["content"] for prompt in prompts} == {""}  # `reset` returns the prompt
-    assert pinned_data(settings, pinned_data(settings, {})[0])[1] == ()
+    assert pinned_data(settings, pinned_data(settings, {}).pinned).changes == ()
 
 
 def test_own_rows_may_have_prompts_and_be_one_of_several_sets(own, tmp_path):

@@ -39,7 +39,7 @@ def checker(progress):
 
 def test_a_group_worth_training_on_is_kept(checker, progress):
     assert not isinstance(checker.check(group(*GOOD), 0), DroppedGroup)
-    assert checker.pop_dropped() == ({}, [])
+    assert checker.pop_dropped() == ({}, [], {})
     assert progress.completion_states == {}
 
 
@@ -50,9 +50,21 @@ def test_a_group_without_signal_is_dropped_and_its_completions_are_counted(check
         ["dropped:zero_variance"] * 2,
     )
     assert progress.completion_states == {"valid": 2}
-    counts, filtered = checker.pop_dropped()
-    assert (counts, len(filtered)) == ({DropReason.ZERO_VARIANCE: 1}, 1)
-    assert checker.pop_dropped() == ({}, [])
+    found = checker.pop_dropped()
+    assert (found.reasons, len(found.rewards)) == ({DropReason.ZERO_VARIANCE: 1}, 1)
+    assert found.counters == {"rows/valid": 2}
+    assert checker.pop_dropped() == ({}, [], {})
+
+
+def test_completions_of_dropped_groups_are_counted_by_state_however_many_groups_there_are(progress):
+    checker = checker_of(progress, abort={"max_invalid_fraction": 1.0})
+    missing, cut = completion(0, Unmeasured(RewardReason.MISSING)), completion(1, Measured(1.0))
+    cut.truncated = TruncationReason.LENGTH
+    for _ in range(9):
+        checker.check(group(missing, cut), 0)
+    found = checker.pop_dropped()
+    assert found.counters == {"rows/reward:missing": 9, "rows/valid": 9, "truncated/length": 9}
+    assert len(found.rewards) < 9
 
 
 def test_an_unmeasured_reward_is_not_a_number(checker, progress):

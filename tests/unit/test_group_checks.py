@@ -60,8 +60,14 @@ def test_four_rewards_of_0_9_are_a_tie():
 
 def test_filters_use_rewards_after_the_truncation_policy():
     result = batch([0.0, 1.0], truncated=1)
-    assert judge(result, "zero_reward") == [DropReason.ZERO_VARIANCE]
+    assert judge(result, "zero_reward_in_baseline") == [DropReason.ZERO_VARIANCE]
     assert judge(result, "baseline_only") == [None]
+
+
+def test_a_completion_at_zero_reward_is_trained_and_counts_in_no_filter():
+    assert judge(batch([1.0, 0.0, 1.0], truncated=1), "zero_reward") == [DropReason.ZERO_VARIANCE]
+    assert judge(batch([1.0, 0.0], truncated=1), "zero_reward", min_valid_rows=2) == [DropReason.MIN_VALID_ROWS]
+    assert judge(batch([0.0], truncated=0), "zero_reward") == [DropReason.NO_VALID_ROW]
 
 
 def test_a_group_without_a_valid_completion_is_dropped():

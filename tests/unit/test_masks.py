@@ -14,6 +14,9 @@ from workers.train.algorithms.masks import (
     TRUNCATION_REASONS,
     CompletionFacts,
     derive_masks,
+    drop_completions,
+    only_baseline,
+    reject_tokens,
     too_old_tokens,
 )
 
@@ -78,7 +81,8 @@ def test_invalid_completions_are_in_neither_mask(bad):
         ("exclude", False, False, 0.0),
         ("keep", True, True, 5.0),
         (None, True, True, 5.0),
-        ("zero_reward", True, True, 0.0),
+        ("zero_reward", False, True, 0.0),
+        ("zero_reward_in_baseline", True, True, 0.0),
         ("penalty", True, True, 5.0),
         ("baseline_only", True, False, 5.0),
     ],
@@ -100,9 +104,27 @@ def test_a_policy_for_one_reason_does_not_affect_others():
     assert masks.baseline_C.tolist() == [True, False]
 
 
-def test_zero_reward_does_not_make_an_unmeasured_reward_a_zero():
-    masks = one_row_each(facts([1.0, None], truncated={1: TruncationReason.LENGTH}), "zero_reward")
-    assert masks.baseline_C.tolist() == [True, False]
+@pytest.mark.parametrize("policy", ["zero_reward", "zero_reward_in_baseline"])
+def test_zero_reward_does_not_make_an_unmeasured_reward_a_zero(policy):
+    masks = one_row_each(facts([1.0, None], truncated={1: TruncationReason.LENGTH}), policy)
+    assert masks.baseline_C.tolist() == masks.loss_C.tolist() == [True, False]
+
+
+def test_a_completion_outside_b_is_rejected_dropped_and_restricted_like_one_in_b():
+    cut = facts([1.0, 5.0], truncated={1: TruncationReason.LENGTH})
+    masks = one_row_each(cut, "zero_reward")
+    assert masks.outside_C.tolist() == [False, True]
+    first = masks.loss_tokens_RT & (masks.loss_tokens_RT.cumsum(dim=1) == 1)
+    less = reject_tokens(masks, torch.arange(2), {"a rule": first})
+    assert (less.token_rejected_by_RT[first] == 1).all()
+    assert first[1].any()
+    emptied = reject_tokens(masks, torch.arange(2), {"a rule": torch.ones_like(masks.loss_tokens_RT)})
+    assert not emptied.used_C.any()
+    assert emptied.rejected_by_C.tolist() == [1, 1]
+    assert drop_completions(masks, torch.arange(2), torch.tensor([False, True])).loss_C.tolist() == [True, False]
+    alone = only_baseline(masks, torch.arange(2))
+    assert alone.loss_C.tolist() == [True, False]
+    assert not alone.loss_tokens_RT[1].any()
 
 
 def test_an_unknown_policy_is_refused_by_name():
@@ -112,7 +134,7 @@ def test_an_unknown_policy_is_refused_by_name():
 
 def test_masks_report_zeroed_and_penalized_completions():
     result = facts([1.0, 5.0, None], truncated={1: TruncationReason.LENGTH, 2: TruncationReason.LENGTH})
-    assert one_row_each(result, "zero_reward").zeroed_C.tolist() == [False, True, False]
+    assert one_row_each(result, "zero_reward_in_baseline").zeroed_C.tolist() == [False, True, False]
     assert one_row_each(result, "penalty").penalised_C.tolist() == [False, True, False]
 
 

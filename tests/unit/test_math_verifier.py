@@ -89,6 +89,10 @@ PAIRS = [
     (r"\frac{1}{", r"\boxed{1}", BAD),
     (None, "4", BAD),
     (True, "1", BAD),
+    (float("nan"), r"\boxed{nan}", BAD),  # a missing value in a data frame
+    ("NaN", "4", BAD),
+    (r"\text{nan}", "4", BAD),
+    (float("inf"), r"\boxed{\infty}", 1.0),
     (["4"], "4", BAD),
 ]
 
@@ -249,6 +253,31 @@ async def test_a_policy_that_makes_the_verifier_hang_earns_the_worst_reward_and_
     merged = [merge_parts([RewardPart(name="math", reward=entry)]) for entry in entries]
     assert [outcome(reward) for reward in merged] == [1.0, 1.0, 1.0, 0.0]
     assert (merged[3].reason, merged[3].detail) == (entries[3].reason, f"math: {entries[3].detail}")
+
+
+THOUGHTS = [
+    (r"<think>\boxed{4}</think> I do not know.", 0.0, 1.0),
+    (r"<think>\boxed{3}</think> \boxed{4}", 1.0, 0.0),  # the whole text has two answers
+    (r"<think>\boxed{4}", 0.0, 1.0),  # cut off while it was thinking
+    (r"\boxed{4}</think>", 0.0, 1.0),  # the prompt opened the block
+    (r"<think>a</think> \boxed{4} </think>", 0.0, 1.0),
+    (r"[THINK]\boxed{4}[/THINK] I do not know.", 0.0, 1.0),
+    (r"It is \boxed{4}. <think>", 1.0, 1.0),  # no block of reasoning
+    (r"\boxed{4}", 1.0, 1.0),
+]
+
+
+@pytest.mark.parametrize(("text", "after", "whole"), THOUGHTS)
+def test_the_answer_after_the_reasoning_is_graded_unless_the_whole_message_is_asked_for(text, after, whole):
+    assert Math()(completions=[text], answer=["4"]) == [Measured(after)]
+    assert Math(reasoning_delimiters=[])(completions=[text], answer=["4"]) == [Measured(whole)]
+
+
+def test_the_delimiters_of_the_reasoning_may_be_named():
+    text = r"<reason>\boxed{3}</reason>\boxed{4}"
+    assert Math(reasoning_delimiters=["</reason>"])(completions=[text], answer=["4"]) == [Measured(1.0)]
+    with pytest.raises(ReferenceNotFoundError, match="a list of texts"):
+        RewardFunction.load(REF, args={"reasoning_delimiters": "</think>"})
 
 
 def test_a_gold_answer_is_judged_before_the_prediction():

@@ -75,8 +75,7 @@ class Project:
         """Do what `penstock run` does to the folder before it starts the first process."""
         check = check_folder(self.settings, accept)
         print_start(start_lines(self.settings, check))
-        identity = (check.identity or RunIdentity.create()).accept(check.changes)
-        identity = RunIdentity(id=identity.id, pinned=identity.pinned | check.pinned, changes=identity.changes)
+        identity = check.updated(check.identity or RunIdentity.create())
         write_settings(self.settings)
         write_identity(self.settings.folder, identity)
         return identity
@@ -223,6 +222,66 @@ def test_what_changes_no_meaning_is_not_refused(project, capsys):
     assert capsys.readouterr().err == "resuming run mine at step 0\n"
 
 
+def reorder(line: str) -> str:
+    return json.dumps(dict(reversed(json.loads(line).items())), separators=(",", ":"), ensure_ascii=True) + "\n"
+
+
+SAME_ROWS = {
+    "the last line without its end": lines("easy.jsonl", lambda t: [*t[:-1], t[-1].rstrip("\n")]),
+    "lines that end as on Windows": lines("easy.jsonl", lambda t: [line.replace("\n", "\r\n") for line in t]),
+    "blank lines": lines("easy.jsonl", lambda t: ["\n", *t[:2], " \n", *t[2:]]),
+    "other spaces and another order of keys": lines("easy.jsonl", lambda t: map(reorder, t)),
+    "other spellings of the same text": lines(
+        "easy.jsonl", lambda t: [line.replace("easy", "\\u0065\\u0061sy") for line in t]
+    ),
+    "a mark of the encoding": lambda p: (p.home / "easy.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + (p.home / "easy.jsonl").read_bytes()
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", SAME_ROWS, ids=lambda name: name.replace(" ", "_"))
+def test_the_same_rows_in_other_bytes_are_the_same_data(project, edit):
+    before = project.start()
+    SAME_ROWS[edit](project)
+    after = project.start()
+    assert after.pinned == before.pinned
+    assert after.changes == ()
+    assert after.files != before.files
+
+
+def test_rows_are_not_read_while_the_bytes_of_their_files_are_those_of_the_last_start(project, monkeypatch):
+    before = project.start()
+    monkeypatch.setattr("workers.feed.dataset_rows.open_dataset_mix", None)
+    assert project.start() == before
+
+
+def test_known_bytes_do_not_stand_for_rows_that_the_run_does_not_know(project):
+    before = project.start()
+    project.rows("easy", 8)
+    longer = project.start(Accept(data="appended"))
+    known = RunIdentity(id=before.id, pinned=before.pinned, files=longer.files)  # the bytes of now, the rows of then
+    write_identity(project.settings.folder, known)
+    with pytest.raises(RunMismatchError, match="2 were added at the end"):
+        project.start()
+
+
+OTHER_ROWS = {
+    "a number as a text": ('"gold": 1', '"gold": "1"'),
+    "a whole number with a fraction": ('"gold": 1', '"gold": 1.0'),
+    "nothing in place of a number": ('"gold": 1', '"gold": null'),
+    "a column less": (', "gold": 1', ""),
+    "a line that is not JSON": ('"gold": 1}', '"gold": 1'),
+}
+
+
+@pytest.mark.parametrize("edit", OTHER_ROWS, ids=lambda name: name.replace(" ", "_"))
+def test_rows_that_mean_something_else_are_refused(project, edit):
+    swap("hard.jsonl", *OTHER_ROWS[edit])(project)
+    with pytest.raises(RunMismatchError, match=r"first 3 rows of .*hard\.jsonl"):
+        project.start()
+
+
 def test_accepted_changes_are_recorded_in_order_and_others_still_refused(project):
     swap("grading.py", "1.0", "0.0")(project)
     project.set("rollout", "group_size", value=8)
@@ -308,8 +367,7 @@ def test_rows_of_tables_are_compared_by_content(tmp_path, table):
             | {"rewards": [{"ref": "a:b"}]}
         )
         check = check_folder(settings, accept)
-        identity = (check.identity or RunIdentity.create()).accept(check.changes)
-        write_identity(folder, RunIdentity(id=identity.id, pinned=identity.pinned | check.pinned))
+        write_identity(folder, check.updated(check.identity or RunIdentity.create()))
 
     start([1, 2, 3])
     start([1, 2, 3])
@@ -319,6 +377,75 @@ def test_rows_of_tables_are_compared_by_content(tmp_path, table):
         start([1, 2, 3, 4])
     start([1, 2, 3, 4], Accept(data="appended"))
     start([1, 2, 3, 4])
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Save four rows in one of several ways, and return the settings of a run that reads them."""
+    datasets = pytest.importorskip("datasets")
+    pq = pytest.importorskip("pyarrow.parquet")
+
+    def save(**options) -> Settings:
+        rows = datasets.Dataset.from_dict({"prompt": [f"{v}?" for v in range(4)], "n": [[v, None] for v in range(4)]})
+        if options:
+            path = tmp_path / "rows.parquet"
+            pq.write_table(rows.data.table, path, **options)
+        else:
+            path = tmp_path / "rows"
+            if not path.exists():
+                rows.save_to_disk(str(path))
+        run = {"folder": str(tmp_path / "run"), "name": "r"}
+        return parse_settings(
+            {"run": run, "model": {"path": "m"}, "data": {"path": str(path)}, "rewards": [{"ref": "a:b"}]}
+        )
+
+    (tmp_path / "run").mkdir()
+    return save
+
+
+def test_a_parquet_file_saved_with_another_codec_holds_the_same_rows(saved):
+    first = check_folder(saved(compression="snappy"), NOTHING)
+    write_identity(saved(compression="snappy").folder, first.updated(RunIdentity.create()))
+    for options in ({"compression": "zstd"}, {"row_group_size": 1}, {"use_dictionary": False, "compression": "none"}):
+        again = check_folder(saved(**options), NOTHING)
+        assert again.files != first.files
+        assert again.pinned == first.pinned
+
+
+def test_jsonl_in_place_of_parquet_holds_the_same_rows(saved, tmp_path):
+    settings = saved(compression="snappy")
+    first = check_folder(settings, NOTHING)
+    write_identity(settings.folder, first.updated(RunIdentity.create()))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"n": [v, None], "prompt": f"{v}?"}) + "\n" for v in range(4))
+    )
+    table = {"run": {"folder": str(settings.folder), "name": "r"}, "data": {"path": str(tmp_path / "rows.jsonl")}}
+    again = check_folder(parse_settings(table | {"model": {"path": "m"}, "rewards": [{"ref": "a:b"}]}), NOTHING)
+    assert again.pinned == first.pinned
+
+
+def test_a_file_that_is_put_into_the_folder_of_a_data_set_changes_no_row(saved, tmp_path):
+    first = check_folder(saved(), NOTHING)
+    write_identity(saved().folder, first.updated(RunIdentity.create()))
+    (tmp_path / "rows" / "README.md").write_text("about these rows")
+    again = check_folder(saved(), NOTHING)
+    assert again.files != first.files
+    assert again.pinned == first.pinned
+
+
+def test_a_row_of_a_table_that_cannot_be_read_is_compared_like_the_others(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    def pinned(*seconds: int) -> dict[str, str]:
+        table = {"prompt": pa.array(["a?", "b?"]), "when": pa.array(seconds, pa.timestamp("s"))}
+        pq.write_table(pa.table(table), tmp_path / "rows.parquet")
+        data = {"path": str(tmp_path / "rows.parquet")}
+        run = {"folder": str(tmp_path / "run"), "name": "r"}
+        settings = parse_settings({"run": run, "model": {"path": "m"}, "data": data, "rewards": [{"ref": "a:b"}]})
+        return check_folder(settings, NOTHING).pinned
+
+    assert pinned(1, 1 << 45) == pinned(1, 1 << 45)
+    assert pinned(1, 1 << 45) != pinned(2, 1 << 45)
 
 
 def test_a_damaged_identity_is_named_with_its_remedy(project):

@@ -12,11 +12,13 @@ import tomli_w
 
 from envs.sandboxes import process
 from stream.errors import SettingsError
+from tests.reward_server import reward_server
 from workers.demo.model import make_model
 from workers.run.preflight.findings import PreflightReport, render_findings
 from workers.run.preflight.machine_check import check_disk, check_memory
 from workers.run.preflight.model_check import ModelFacts
 from workers.run.preflight.preflight import run_preflight
+from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
 ENVIRONMENT = """
@@ -76,10 +78,13 @@ class Project:
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
 
-    def check(self) -> PreflightReport:
+    def settings(self) -> Settings:
         file = self.folder / "run.toml"
         file.write_text(tomli_w.dumps(self.table))
-        return anyio.run(run_preflight, load_settings(file))
+        return load_settings(file)
+
+    def check(self) -> PreflightReport:
+        return anyio.run(run_preflight, self.settings())
 
 
 @pytest.fixture
@@ -206,6 +211,14 @@ MISTAKES = {
         partial(edit_world, "target: int, **row", "goal: int"),
         ["reset needs 'goal'", "answer, target", "data.columns"],
     ),
+    "a reset that needs the prompt": (
+        partial(edit_world, "target: int, **row", "prompt: str, target: int"),
+        ["reset needs 'prompt'", "'question' is the prompt", 'data.columns = { prompt = "question" } gives it'],
+    ),
+    "a reset that reads the prompt's column": (
+        partial(edit_world, "self.n, self.target = 0", "row['question']; self.n, self.target = 0"),
+        ["KeyError: 'question'", "only the model reads", 'data.columns = { question = "question" }', "world.py:4"],
+    ),
     "a reset that returns an object": (
         partial(edit_world, 'return f"Count to {target}."', "return object()"),
         ["reset", "object returned", "a string"],
@@ -215,6 +228,14 @@ MISTAKES = {
     "a reward that asks for another column": (
         partial(set_reward, "def exact(completions, solution): return [1.0]"),
         ["a column 'solution'", "answer, target", "data.columns"],
+    ),
+    "a reward that asks for the prompt's column": (
+        partial(set_reward, "def exact(completions, question): return [1.0] * len(completions)"),
+        ["a column 'question'", "is the prompt (data.prompt)", 'data.columns = { question = "question" }'],
+    ),
+    "a reward for one completion": (
+        partial(set_reward, "def exact(completion, answer): return 1.0"),
+        ["it takes 'completion'", "called with lists", "write completions"],
     ),
     "a reward that raises": (
         partial(set_reward, "def exact(completions, **_):\n    return [1 / 0 for _ in completions]\n"),
@@ -227,6 +248,14 @@ MISTAKES = {
     "a reward that returns text": (
         partial(set_reward, "def exact(completions, **_): return ['yes' for _ in completions]"),
         ["not_numeric", "returned str, not a number"],
+    ),
+    "a reward of the wrong length for more than one answer": (
+        partial(set_reward, "def exact(completions, **_): return [1.0]"),
+        ["a call with 2 answers measured nothing", "a list of 2 numbers expected", "all completions of one prompt"],
+    ),
+    "a get_reward that returns text": (
+        partial(edit_world, "return float(self.n == self.target)", "return 'good'"),
+        ["get_reward measures nothing", "returned str, not a number", "return a number"],
     ),
     "prompts longer than the context": (long_prompt, ["leaves no room for an answer", "engine.max_model_len"]),
     "a server that is not there": (
@@ -299,6 +328,39 @@ def test_a_completion_that_is_cut_off_is_a_warning(project):
     assert "so completions are cut at" in report.warnings[0].problem
 
 
+def test_a_reward_of_the_wrong_length_that_is_called_with_one_answer_at_a_time_is_no_finding(project):
+    set_reward("def exact(completions, **_): return [1.0]", project)
+    project.table["rewards"][0]["granularity"] = "row"
+    assert not project.check().findings
+
+
+def test_a_get_reward_that_raises_without_a_tool_call_is_a_warning(project):
+    edit_world("return float(self.n == self.target)", "return [1.0][self.n + 1]", project)
+    report = project.check()
+    assert not report.errors
+    assert "IndexError" in report.warnings[0].problem
+
+
+@pytest.mark.parametrize(
+    ("sections", "warned"),
+    [
+        ({}, True),
+        ({"estimator": {"name": "gae"}}, False),
+        ({"rollout": {"group_size": 1}, "filter": {"min_valid_rows": 1}}, False),
+    ],
+    ids=["groups", "no baseline of a group", "groups of one"],
+)
+def test_an_environment_that_draws_its_task_at_random_is_a_warning(project, sections, warned):
+    edit_world("self.n, self.target = 0, target", "import random; self.n, self.target = 0, random.random()", project)
+    for name, section in sections.items():
+        project.table[name] = project.table.get(name, {}) | section
+    report = project.check()
+    assert not report.errors, render_findings(report)
+    found = [each.problem for each in report.warnings if "a group compares completions of one task" in each.problem]
+    assert len(found) == warned, render_findings(report)
+    assert all("left other values in target:" in text and "(with the row prompts:0:0)" in text for text in found)
+
+
 def test_a_reward_that_fails_on_one_answer_is_a_warning(project):
     set_reward(
         "def exact(completions, **_):\n    return [float(c.split('boxed')[1] == '') for c in completions]\n", project
@@ -320,6 +382,30 @@ def test_each_port_of_the_run_is_tried(project):
     found = [each for each in report.errors if f"cannot listen on 127.0.0.1:{port}" in each.problem]
     assert [each.place for each in found] == ["run.address", "run.metrics_address"]
     assert all("name another port, or none" in each.problem for each in found)
+
+
+def test_the_prompt_reaches_reset_and_rewards_under_the_name_that_the_message_gives(project):
+    edit_world("target: int, **row", "prompt: str, target: int", project)
+    edit_world("self.n, self.target = 0", "assert prompt.startswith('Say'); self.n, self.target = 0", project)
+    set_reward(
+        "def exact(completions, prompt, answer): return [float(a in p) for a, p in zip(answer, prompt)]", project
+    )
+    project.table["data"]["columns"] = {"prompt": "question"}
+    assert not project.check().findings
+
+
+def test_a_port_of_the_dashboard_that_is_in_use_is_a_warning(project):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        project.table["run"]["dashboard"] = port
+        report = project.check()
+    assert not report.errors
+    (warning,) = report.warnings
+    assert warning.place == "run.dashboard"
+    assert f"cannot listen on 127.0.0.1:{port}: address already in use, so the run has no dashboard" in warning.problem
+    assert '"on"' in warning.problem
 
 
 def test_an_address_of_another_machine_is_an_error(project):
@@ -347,6 +433,35 @@ def test_a_reward_that_may_measure_other_completions_is_a_warning(project, code,
     assert words in report.warnings[0].problem
 
 
+@pytest.mark.parametrize(
+    ("context", "args", "level", "words"),
+    [
+        (400, {}, "error", ["takes 400 tokens", "may have 500", "could choose", "set args.worst_score"]),
+        (400, {"worst_score": -9}, "warning", ["longer ones get -9"]),
+        (500, {}, "", []),
+    ],
+)
+def test_a_reward_model_that_cannot_take_the_longest_conversation_is_reported(project, context, args, level, words):
+    async def check() -> PreflightReport:
+        async with reward_server() as server:
+            server.models = {"data": [{"id": "m", "max_model_len": context}]}
+            project.table["rewards"] = [{"ref": "reward_model", "args": {"urls": server.url, **args}}]
+            settings = await anyio.to_thread.run_sync(project.settings)
+            return await run_preflight(settings)
+
+    report = anyio.run(check)
+    assert [each.level for each in report.findings] == ([level] if level else []), render_findings(report)
+    assert [word for word in words if word not in report.findings[0].problem] == []
+
+
+def test_a_snapshot_that_is_too_large_already_after_reset_is_a_warning(project):
+    edit_world("self.n, self.target = 0, target", "self.n, self.target, self.map = 0, target, 'x' * 5000", project)
+    project.table["rollout"]["max_snapshot_bytes"] = 2000
+    (finding,) = project.check().findings
+    assert (finding.level, finding.place) == ("warning", "rollout.max_snapshot_bytes")
+    assert "map exceeds rollout.max_snapshot_bytes = 2000" in finding.problem
+
+
 def test_a_reward_without_a_part_in_a_completion_is_no_finding(project):
     set_reward("def exact(completions, **_):\n    return [None for _ in completions]\n", project)
     project.table["rewards"][0]["none"] = "not_applicable"
@@ -360,6 +475,21 @@ def test_an_engine_that_does_not_answer_is_a_warning(project):
         report = project.check()
     assert not report.errors
     assert "does not answer" in report.warnings[0].problem
+
+
+@pytest.mark.parametrize(("has_gpu", "is_cpu_build"), [(False, True), (False, False), (True, True), (True, False)])
+def test_gpus_that_are_not_there_are_an_error_and_not_the_cpu(project, monkeypatch, has_gpu, is_cpu_build):
+    python = project.folder / "python"
+    answer = json.dumps({"version": "0.32.0", "is_cpu_build": is_cpu_build, "plugins": ["penstock"]})
+    python.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    python.chmod(0o755)
+    files = [project.folder / "no-driver", project.folder if has_gpu else project.folder / "none"]
+    monkeypatch.setattr("workers.run.preflight.machine_check._GPU_FILES", files)
+    project.table["engine"] |= {"server": "vllm", "python": str(python), "devices": ["0"]}
+    problems = [error.problem for error in project.check().errors]
+    assert any("this machine has none" in problem for problem in problems) is not has_gpu
+    assert any("was built for CPUs" in problem for problem in problems) is is_cpu_build
+    assert all("leave engine.devices out" in problem for problem in problems)
 
 
 def test_a_disk_and_a_memory_that_are_too_small_are_errors(project, monkeypatch):

@@ -13,6 +13,7 @@ from tests.unit.test_episode import Scripted, make_chat
 from workers.rollout.agent_endpoint.openai_messages import parse_messages, to_openai_message
 from workers.rollout.agent_endpoint.recorder import Recorder
 from workers.rollout.episode_base import EpisodeContext
+from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
 
@@ -35,7 +36,7 @@ def recorder_of(sampler, chat=None, **limits):
         slot=None,
         limits=Rollout(**limits),
     )
-    return Recorder(context, completion), completion
+    return Recorder(context, completion, EpisodeClock(60.0)), completion
 
 
 @pytest.mark.parametrize("argument", [str(10**40), "[" * 120 + "]" * 120], ids=["huge", "nested"])

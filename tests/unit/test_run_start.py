@@ -5,16 +5,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from stream.connection.run_identity import RunIdentity
 from stream.durable import create_folder_atomically
 from stream.errors import PenstockError, SettingsError
+from workers.cli import penstock
 from workers.commands.queues import _wait_for_run
 from workers.run.identity_check import FolderCheck
 from workers.run.run_folder import write_settings
 from workers.run.run_info import RunInfo, RunLocation, find_run, find_run_folder, write_run_info
 from workers.run.run_start import finished_summary, finished_text, prepare_start, start_lines
 from workers.run.summary import RunSummary, Staleness
+from workers.runtime.exit_codes import ExitCode
 from workers.settings.estimators import Grpo
 from workers.settings.toml_file import dump_settings, load_settings, parse_settings
 from workers.vllm.launch_command import build_command
@@ -128,6 +131,20 @@ def test_no_such_run_is_an_error_by_name(file):
     for find in (lambda: prepare_start("nothing", ()), lambda: find_run_folder("nothing")):
         with pytest.raises(PenstockError, match="nothing is neither"):
             find()
+
+
+def test_a_settings_file_that_does_not_exist_is_named_with_the_folder_where_it_was_looked_for(file):
+    for find in (lambda: find_run("nope.toml"), lambda: find_run_folder("nope.toml")):
+        with pytest.raises(PenstockError, match=rf"^nope\.toml: no such file; .* {file.parent}$"):
+            find()
+
+
+@pytest.mark.parametrize("target", ["nope.toml", "nothing", "", "counter.py"])
+def test_a_start_of_what_is_no_settings_file_ends_with_the_code_of_wrong_settings(file, target):
+    (file.parent / "counter.py").touch()
+    result = CliRunner().invoke(penstock, ["run", target])
+    assert result.exit_code == ExitCode.USAGE
+    assert (target or "''") in result.output
 
 
 @pytest.mark.parametrize(

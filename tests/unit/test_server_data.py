@@ -5,12 +5,15 @@ import pytest
 from stream import server_data
 
 
-@pytest.mark.parametrize("digests", [b"", b"\xff", b"[" * 200_000])
-def test_unreadable_digests_set_the_data_aside(tmp_path, digests):
+@pytest.mark.parametrize(
+    "digests", [b"", b'{"a.aof": "01', b"\xff", b"[" * 200_000], ids=["empty", "torn", "junk", "deep"]
+)
+def test_digests_that_cannot_be_read_do_not_condemn_good_data(tmp_path, digests):
     data = tmp_path / "redis"
     (data / "appendonlydir").mkdir(parents=True)
-    (data / "appendonlydir" / "appendonly.aof.manifest").write_text("file a seq 1 type b\n")
+    (data / "appendonlydir" / "a.1.incr.aof").write_bytes(b"commands")
     (data / server_data.DIGESTS).write_bytes(digests)
     server_data.prepare(data)
     assert not (data / server_data.DIGESTS).exists()
-    assert not (data / "appendonlydir").exists()
+    assert (data / "appendonlydir" / "a.1.incr.aof").read_bytes() == b"commands"
+    assert list(data.glob("damaged-*")) == []

@@ -21,7 +21,11 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
         ({"engine": {"devices": ["0"], "urls": ["dns+http://a:1"]}}, ["engine.devices", "engine.urls"]),
         ({"engine": {"urls": ["dns+https://a:1"]}}, ["engine.urls", "dns+https", "write http"]),
         ({"engine": {"urls": ["dns+http://a:1", "dns+http://b:1"]}}, ["engine.urls", "several names"]),
-        ({"engine": {"devices": ["0", "1", "2"], "count": 2}}, ["engine.devices", "engine.count"]),
+        ({"engine": {"devices": ["0", "1"], "count": 2}}, ["engine.devices", "engine.server is 'local'", "'vllm'"]),
+        (
+            {"engine": {"devices": ["0", "1", "2"], "count": 2, "server": "vllm"}},
+            ["engine.devices", "engine.count"],
+        ),
         ({"engine": {"flags": ["--x"]}}, ["engine.flags", "engine.server", "'vllm'"]),
         ({"engine": {"python": "p"}}, ["engine.python", "engine.server", "'vllm'"]),
         (
@@ -47,8 +51,24 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
             ["reward_normalization", "remax"],
         ),
         (
-            {"estimator": GDPO, "algorithm": {"truncation": {"length": "zero_reward"}}},
+            {"estimator": GDPO, "algorithm": {"truncation": {"length": "zero_reward_in_baseline"}}},
             ["algorithm.truncation", "estimator.name"],
+        ),
+        (
+            {"estimator": GAE, "algorithm": {"truncation": {"length": "zero_reward"}}},
+            ["algorithm.truncation", "estimator.name = 'gae'", "zero_reward_in_baseline"],
+        ),
+        (
+            {"correction": {"weights": "token-normalized"}, "algorithm": {"truncation": {"length": "zero_reward"}}},
+            ["algorithm.truncation", "correction.weights = 'token-normalized'"],
+        ),
+        (
+            {"correction": {"reject": {"m2po": [0.0, 1.0]}}, "algorithm": {"truncation": {"length": "zero_reward"}}},
+            ["algorithm.truncation", "correction.reject = 'm2po'"],
+        ),
+        (
+            {"loss": {"name": "kl_cov"}, "algorithm": {"truncation": {"length": "zero_reward"}}},
+            ["algorithm.truncation", "loss.name = 'kl_cov'"],
         ),
         (
             {
@@ -125,6 +145,7 @@ def test_settings_and_registry_have_the_same_estimators():
     for name, kind in choices.items():
         assert set(kind.__struct_fields__) - set(kind.trainer_options) == set(ESTIMATORS[name].option_names), name
         assert kind.within_group == ESTIMATORS[name].traits.within_group, name
+        assert kind.affine == ESTIMATORS[name].traits.affine, name
         assert kind.per_token == (ESTIMATORS[name].traits.level == "token"), name
 
 

@@ -38,6 +38,9 @@ def completion(index: int, reward: object, *, version: int = 1, **fields) -> Com
     )
 
 
+EXTRA = {"parsed": "4", "steps": [1, None], "score": {"a": 0.5}}
+
+
 @dataclass
 class Folder:
     path: object
@@ -77,7 +80,9 @@ def folder(tmp_path):
         rules=("token_k1",),
     )
     done = [TrainedCompletion("valid", 0.5, 3), TrainedCompletion("valid", -0.5, 2, (row,))]
-    made.end("a", 1, [completion(0, 1.0), completion(1, 0.0, truncated=TruncationReason.LENGTH)], done=done)
+    made.end(
+        "a", 1, [completion(0, 1.0, extra=EXTRA), completion(1, 0.0, truncated=TruncationReason.LENGTH)], done=done
+    )
     done = [TrainedCompletion("dropped:zero_variance", None, 0), TrainedCompletion("rejected:too_old", None, 0)]
     made.end("b", 2, [completion(0, 0.5, version=2), completion(1, 0.5)], outcome=Dropped("zero_variance"), done=done)
     made.end("lost", 3, [completion(0, 9.0)], in_ledger=False)
@@ -184,6 +189,7 @@ def test_an_export_has_tokens_masks_and_the_trainers_advantages(folder):
         {"name": "exact", "weight": 1.0, "turn": None, "value": None, "reason": "timeout", "detail": "judge: 5 s"}
     ]
     assert lines[5]["why_invalid"].startswith("the episode failed (env_step)")
+    assert [line["extra"] for line in lines[:2]] == [EXTRA, {}]  # what the reward passed to `log_extra`
     again = run("export-groups", str(folder), "--jsonl")
     assert again.exit_code == 1
     assert "exists already" in again.output
@@ -216,6 +222,7 @@ def test_parquet_has_the_same_content(folder, tmp_path):
         {"role": "assistant", "content": "I say 0.", "tool_calls": None, "tool_call_id": None, "name": None}
     ]
     assert rows[0]["prompt_fields"] == '{"answer":4}'
+    assert json.loads(rows[0]["extra"]) == EXTRA
 
 
 def test_an_export_without_a_format_or_a_match_is_refused_and_leaves_no_file(folder, tmp_path):

@@ -62,6 +62,23 @@ def test_a_bad_line_is_an_error_and_the_others_are_read(tmp_path, line, why):
     assert why in str(rows[1])
 
 
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ('[{"prompt": "a"},\n{"prompt": "b"}]\n', "each line must hold one whole row"),
+        ('{\n  "prompt": "a"\n}\n', "each line must hold one whole row"),
+        ('{"prompt": "a"},\n', "leave out the comma"),
+        ('{"prompt": "a"}\n'.encode("utf-16"), "save the file as UTF-8"),
+    ],
+)
+def test_json_that_is_not_jsonl_is_an_error_with_the_remedy(tmp_path, text, remedy):
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    [(_, error)] = open_source(Data(path=str(file))).read_rows([0])
+    assert isinstance(error, DataError)
+    assert remedy in str(error)
+
+
 def test_an_empty_file_has_no_rows(tmp_path):
     assert len(jsonl(tmp_path / "train.jsonl", [])) == 0
 

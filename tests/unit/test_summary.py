@@ -233,3 +233,9 @@ def test_data_that_end_before_the_last_step_are_named():
     )
     assert describe_early_end(30, 362, wanted) == ""
     assert describe_early_end(15, 0, parse_settings(table)) == ""
+
+
+def test_a_part_that_no_completion_earned_at_the_end_is_shown():
+    first = {"reward/mean": 0.5, "reward/part/env.a/mean": 0.4, "reward/part/env.b/mean": 0.1}
+    last = {"reward/mean": 0.9, "reward/part/env.a/mean": 0.9}
+    assert describe_rewards([first, last]).endswith("; env.a 0.4 → 0.9, env.b 0.1 → none")

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.rollout.tool_formats.parsing import MAX_ERRORS
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 
 parse = TOOL_FORMATS["hermes"].parse
@@ -112,4 +113,6 @@ def test_calls_inside_reasoning_are_not_executed():
 
 def test_a_text_of_opening_tags_is_parsed_quickly():
     text = "<tool_call> [1, 2" * 4_000
-    assert len(parse(text).errors) == 4_000  # 0.2 s; minutes, and so a timeout, if each tag parsed all text after it
+    errors = parse(text).errors  # minutes, and so a timeout, if each tag parsed all text after it
+    assert len(errors) == MAX_ERRORS + 1
+    assert "more than 64 calls are malformed" in errors[-1]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
+from workers.rollout.tool_formats.parsing import MAX_ERRORS
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
@@ -179,6 +180,32 @@ def test_a_malformed_call_does_not_affect_others():
     assert read("deepseek", f"{BEGIN}oops{R1}") == ONE
     assert read("llama3_json", f'{{"parameters": {{}}}}; {LLAMA}') == ONE
     assert read("pythonic", "[look(1), add(a=1, b=2)]") == ONE
+
+
+LONG = {
+    "a name and blanks": ("mistral", "[TOOL_CALLS]a" + " " * 2_000_000),
+    "an id and blanks": ("mistral", "[TOOL_CALLS]a[CALL_ID]b" + " " * 2_000_000),
+    "openings": ("mistral", "[TOOL_CALLS]" * 100_000),
+    "malformed elements": ("mistral", f"[TOOL_CALLS][{'1,' * 100_000}1]"),
+    "malformed calls": ("hermes", "<tool_call>oops</tool_call>" * 100_000),
+    "strings without an end": ("hermes", '<tool_call>{"a' * 100_000),
+    "names without an end": ("deepseek", (BEGIN + SEP) * 100_000),
+    "line breaks": ("llama3_json", "\n" * 2_000_000),
+    "a bracket and line breaks": ("llama3_json", "[" + "\n" * 2_000_000),
+    "indented blank lines": ("llama3_json", (" " * 20 + "\n") * 100_000),
+    "braces and line breaks": ("llama3_json", "{\n" * 1_000_000),
+    "lists of calls": ("pythonic", "<|tool_call_start|>[1]<|tool_call_end|>" * 50_000),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(("name", "text"), LONG.values(), ids=LONG)
+def test_a_very_long_malformed_turn_is_read_in_linear_time(name, text):
+    """Each takes less than 2 s; with a time that grows as the square of the length, minutes to days."""
+    turn = TOOL_FORMATS[name].parse(text)
+    assert not turn.calls
+    assert len(turn.errors) <= MAX_ERRORS + 1
+    assert turn.content == text
 
 
 def test_a_call_keeps_the_models_id_if_it_is_valid():

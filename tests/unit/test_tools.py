@@ -239,6 +239,38 @@ def test_a_docstring_of_another_style_is_kept_whole():
     assert ":param a: a number" in spec.description
 
 
+def test_a_parameter_for_any_number_of_positions_is_refused_with_its_form_as_a_list():
+    class Env:
+        def reset(self):
+            pass
+
+        def add(self, first: int, *numbers: int) -> int:
+            """Add numbers."""
+
+    with pytest.raises(ReferenceNotFoundError, match=r"Env\.add cannot be a tool.*'\*numbers'.*`numbers: list\[") as no:
+        tool_specs(Env())
+    assert "start the method's name with '_'" in str(no.value)
+
+
+def test_a_decorated_tool_that_hides_its_parameters_has_a_problem():
+    def log(function):
+        def wrapper(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    class Env:
+        def reset(self):
+            pass
+
+        @log
+        def add(self, a: int, b: int) -> int:
+            """Add two numbers."""
+
+    (spec,) = [spec for spec in tool_specs(Env()) if spec.name == "add"]
+    assert any("functools.wraps" in problem for problem in spec.problems)
+
+
 def test_a_positional_only_parameter_is_refused():
     class Env:
         def reset(self): ...

@@ -1,6 +1,7 @@
 """What the trainer counts and commits for one step, by the learner's report."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 
 import anyio
@@ -12,6 +13,7 @@ from stream.validity import DropReason
 from workers.settings.toml_file import parse_settings
 from workers.train import trainer as trainer_module
 from workers.train.groups.collector import CollectedBatch
+from workers.train.groups.group_checker import DroppedGroups
 from workers.train.progress import Progress
 from workers.train.step.metrics import StepReport
 from workers.train.trainer import Trainer
@@ -40,7 +42,7 @@ class Collector:
         self.warnings = TrainingWarnings(SETTINGS)
 
     def pop_dropped(self):
-        return {}, []
+        return DroppedGroups({DropReason.NO_VALID_ROW: 2}, [], Counter({"rows/reward:missing": 3, "rows/valid": 1}))
 
     def pop_logged(self):
         return {}
@@ -80,6 +82,19 @@ async def test_groups_that_were_not_trained_on_are_dropped_and_not_counted(
     await trainer._step(0.0, CollectedBatch(["a", "b"]))
     assert consumer.committed == (["a", "b"], 1, reasons, {"a": []})
     assert (progress.groups, progress.step) == (counted, 1)
+
+
+async def test_completions_of_groups_that_were_dropped_on_the_way_count_in_every_figure_of_validity(monkeypatch):
+    metrics = {"rows/valid": 6, "rows/failed:engine": 2, "valid_fraction": 0.75}
+    report = StepReport(trained=True, skipped="", dropped={}, loss=0.0, metrics=metrics, completions={})
+    monkeypatch.setattr(trainer_module, "_train_step", lambda *_: report)
+    progress, logged = Progress(), []
+    log = SimpleNamespace(append=logged.append)
+    trainer = Trainer(SETTINGS, Collector(Consumer()), None, None, None, Evaluation(), log, progress)
+    await trainer._step(0.0, CollectedBatch(["a", "b"]))
+    rows = {name: value for name, value in logged[0].items() if name.startswith(("rows/", "valid"))}
+    assert rows == {"rows/valid": 7, "rows/failed:engine": 2, "rows/reward:missing": 3, "valid_fraction": 7 / 12}
+    assert progress.completion_states == {"valid": 6, "failed:engine": 2}, "the dropped ones counted when they came"
 
 
 class Publications:

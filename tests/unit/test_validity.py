@@ -1,13 +1,31 @@
 """Which values are rewards."""
 
+import ast
 import math
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from stream.validity import Measured, RewardReason, Unmeasured, measure
+from stream.validity import Measured, RewardReason, Unmeasured, measure, worst_reward
+
+ROOT = Path(__file__).resolve().parents[2]
+JUDGES = [path for folder in ("adapters", "builtin", "remote") for path in (ROOT / "envs" / folder).glob("*.py")]
+
+
+def test_a_text_that_cannot_be_judged_has_the_worst_value_if_there_is_one_and_keeps_the_reason():
+    assert worst_reward(-1.0, RewardReason.RAISED, "it") == Measured(-1.0, RewardReason.RAISED, "it")
+    assert worst_reward(0.0, RewardReason.TIMEOUT, "") == Measured(0.0, RewardReason.TIMEOUT)
+    assert worst_reward(None, RewardReason.RAISED, "it") == Unmeasured(RewardReason.RAISED, "it")
+
+
+@pytest.mark.parametrize("path", JUDGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_other_code_of_ours_makes_a_measured_reward_with_a_reason(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Measured"]
+    assert [call.lineno for call in named if len(call.args) + len(call.keywords) > 1] == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The reward `vlm`: the exact rules of its parts, and their weighted sum."""
 
+from contextlib import AsyncExitStack
 from functools import partial
 
 import anyio
@@ -16,6 +17,18 @@ from stream.validity import Measured, RewardReason
 from workers.score.worker import score_group
 
 BAD = RewardReason.BAD_REFERENCE
+REF = "envs.builtin.vlm:Vlm"
+SLOW_VLM = """
+import time
+from envs.builtin import vlm
+
+def hang(gold, text):
+    time.sleep(60 if text == "hang" else 0)
+    return vlm.format_tags(gold, text)
+
+vlm.PARTS["format"] = hang
+Vlm = vlm.Vlm
+"""
 SQUARE = "[0, 0, 1, 1]"
 
 
@@ -93,6 +106,47 @@ async def test_an_answer_that_hangs_the_verifier_costs_its_own_parts_only():
         "geo3k": pytest.approx(0.025),
     }
     assert [reward.reason for reward in found.by_name.values()] == [None, RewardReason.TIMEOUT, RewardReason.TIMEOUT]
+
+
+LONG = {
+    "closings and an open box": "</think>" * 27_100 + r"\boxed{4",
+    "openings": "<think>" * 50_000,
+    "closings and openings of boxes": r"</think>\boxed{" * 25_000,
+    "openings of answers": "<answer>" * 40_000,
+    "one character": "a" * 300_000,
+}
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
+async def test_every_part_reads_a_very_long_answer_within_the_calls_deadline(text):
+    args = {"parts": dict.fromkeys(PARTS, 1), "answer": "gold"}
+    golds = {"exact_alnum": "b", "math_expr": "4", "bbox_giou": SQUARE, "geo3k": "4", "format": None}
+    async with AsyncExitStack() as stack:
+        for part, gold in golds.items():
+            load = partial(RewardFunction.load, REF, args=args | {"parts": {part: 1}})
+            function = await anyio.to_thread.run_sync(load)
+            await stack.enter_async_context(function.open())
+            (found,) = await function(RewardBatch(["?"], [text], [[]], columns={"gold": [gold]}), 5)
+            assert isinstance(found.by_name[part], Measured), found.by_name[part]
+            assert found.by_name[part].reason is None
+
+
+async def test_a_part_that_does_not_end_is_measured_at_the_worst_value_of_every_part(tmp_path, monkeypatch):
+    """A part that hangs before the verifier is asked is the answer's fault too, once the gold answers are read."""
+    (tmp_path / "slow_vlm.py").write_text(SLOW_VLM)
+    monkeypatch.syspath_prepend(tmp_path)
+    parts = {"format": 1, "bbox_giou": 1}
+    function = await anyio.to_thread.run_sync(
+        partial(RewardFunction.load, "slow_vlm:Vlm", args={"parts": parts}, call_options=CallOptions(timeout_s=1))
+    )
+    async with function.open():
+        columns = {"answer": [SQUARE, "no box"]}
+        found, bad = await function(RewardBatch(["?"] * 2, ["hang"] * 2, [[]] * 2, columns=columns), 30)
+    assert {name: (r.value, r.reason) for name, r in found.by_name.items()} == {
+        "format": (0.0, RewardReason.TIMEOUT),
+        "bbox_giou": (-0.5, RewardReason.TIMEOUT),
+    }
+    assert outcome(bad.by_name["bbox_giou"]) is BAD
 
 
 def test_parts_are_weighted_by_their_share_and_returned_separately():

@@ -3,7 +3,9 @@
 import math
 import re
 import tomllib
+from typing import get_type_hints
 
+import msgspec
 import pytest
 
 from envs.factory import EnvironmentFactory
@@ -58,6 +60,11 @@ def measure(completions, number): return [1.0] * len(completions)
         ("algorithm", {"success_threshold": math.nan}, ["algorithm.success_threshold", "finite"]),
         ("queue", {"lease_s": math.inf}, ["queue.lease_s", "<= 86400"]),
         ("run", {"name": "x\n"}, ["run.name"]),
+        ("run", {"name": "my run"}, ["run.name: 'my run'", "write letters, digits, '.', '_' and '-'"]),
+        ("run", {"name": "x", "metrics_address": "9100"}, ["run.metrics_address: '9100'", "write HOST:PORT"]),
+        ("storage", {"url": "bucket/runs"}, ["storage.url: 'bucket/runs'", "such as s3://BUCKET/PREFIX"]),
+        ("correction", {"preset": "TIS"}, ["correction.preset", "'TIS'", "decoupled_token_is"]),
+        ("run", {"name": "x", "dashboard": "yes"}, ["run.dashboard", "'yes'", "'on', 'off' or an integer"]),
         ("run", {"name": "x", "seed": 2**63}, ["run.seed", "64 bits"]),
         ("environments", {"a": {"ref": "x:y", "args": {"n": [1, -(2**64)]}}}, ["environments.a.args.n[1]", "64 bits"]),
         ("run", {"name": "x", "address": "::1"}, ["address = '::1'", "brackets"]),
@@ -73,6 +80,20 @@ def test_a_wrong_value_is_refused_by_key_with_a_remedy(section, change, words):
         parse_settings(LEAST | {section: change}, "my.toml")
     for word in ["my.toml", *words]:
         assert word in str(caught.value)
+    assert "regex" not in str(caught.value)
+
+
+def test_every_pattern_of_a_setting_has_a_form_in_words():
+    patterns = {
+        f"{section}.{name}": meta.description
+        for section, kinds in sections().items()
+        for kind in kinds
+        for name, hint in get_type_hints(kind, include_extras=True).items()
+        for meta in getattr(hint, "__metadata__", ())
+        if isinstance(meta, msgspec.Meta) and meta.pattern
+    }
+    assert "run.name" in patterns
+    assert all(patterns.values()), patterns
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())

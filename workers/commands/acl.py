@@ -11,6 +11,7 @@ from stream.operator.acl import ACL_ROLES, AclRole, aclfile_line
 from workers.commands.output import print_line
 from workers.run.run_info import find_settings_file
 from workers.settings import Run
+from workers.settings.pipeline import RUN_NAME
 from workers.settings.toml_file import load_settings
 
 
@@ -41,5 +42,5 @@ def _run_name(target: str) -> str:
         return msgspec.convert({"name": target}, Run).name
     except msgspec.ValidationError as error:
         raise SettingsError(
-            f"{target} is not a settings file, not a run's folder, and not a name for a run: {error}"
+            f"{target} is not a settings file, not a run's folder, and not a name for a run, which has {RUN_NAME}"
         ) from error

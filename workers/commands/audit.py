@@ -20,7 +20,7 @@ from workers.commands.output import print_json
 from workers.commands.prompt_index import PromptIndex
 from workers.commands.run_files import saved_settings
 from workers.feed.dataset_mix import DatasetMix, open_dataset_mix, open_recorded_mix
-from workers.feed.dataset_rows import dataset_lengths
+from workers.feed.dataset_rows import are_known, dataset_lengths
 from workers.run.run_info import RunLocation, find_run, with_run
 from workers.run.summary import latest_progress
 from workers.runtime.exit_codes import ExitCode
@@ -41,6 +41,8 @@ class RunFiles(Struct, frozen=True):
     prompt_index: PromptIndex
     has_rows: bool = True
     """The prompt files are on this machine; otherwise only their numbers of rows are known."""
+    pinned: Mapping[str, str] = {}
+    """What the run knows of its rows."""
 
 
 def show_audit(target: str | None, redis: str, *, as_json: bool = False, show_all: bool = False) -> int:
@@ -122,7 +124,8 @@ def _read_run_files(location: RunLocation, server: Mapping[str, str]) -> RunFile
     """
     settings, folder = saved_settings(location, "an audit")
     identity = read_identity(folder)
-    lengths = dataset_lengths((identity.pinned if identity else {}) | dict(server))
+    pinned = (identity.pinned if identity else {}) | dict(server)
+    lengths = dataset_lengths(pinned)
     try:
         dataset_mix, has_rows = open_dataset_mix(settings, lengths), True
     except DataError:  # the feeder is on another machine
@@ -130,7 +133,7 @@ def _read_run_files(location: RunLocation, server: Mapping[str, str]) -> RunFile
         if recorded is None:
             raise
         dataset_mix, has_rows = recorded, False
-    return RunFiles(settings, folder, dataset_mix, PromptIndex(dataset_mix), has_rows)
+    return RunFiles(settings, folder, dataset_mix, PromptIndex(dataset_mix), has_rows, pinned)
 
 
 def _audit_with_server(files: RunFiles, scan: RunScan) -> AuditReport:
@@ -163,6 +166,7 @@ def _audit_with_server(files: RunFiles, scan: RunScan) -> AuditReport:
         and report.lost
         and scan.data_fingerprint
         and scan.data_fingerprint != files.dataset_mix.fingerprint()
+        and not are_known(files.dataset_mix.datasets, files.pinned)
     ):
         report.notes.append(
             f"{files.dataset_mix.paths} has changed since the run read it, so some prompts may be reported lost by "

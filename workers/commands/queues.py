@@ -2,8 +2,10 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Struct
@@ -18,6 +20,7 @@ from stream.operator.run_status import EvaluationStatus, RunStatus, StageStatus,
 from stream.validity import TruncationReason
 from workers.commands.output import make_console, print_json
 from workers.run.progress_display import balance_text, evaluation_lines, stage_table
+from workers.run.run_folder import disk_problems
 from workers.run.run_info import RunLocation, find_run, read_run_status, with_run
 from workers.run.summary import has_finished
 from workers.runtime.transcript import escape_controls
@@ -105,6 +108,8 @@ class QueueReport(Struct, kw_only=True):
     """Unix time of the pause in seconds, by the server's clock; None if not paused."""
     evaluation: EvaluationReport | None
     """None: the run has no evaluation."""
+    disk: list[str] = []
+    """Disks that cannot be written, for which the run waits."""
 
 
 def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch: bool = False) -> None:
@@ -115,14 +120,16 @@ def show_queues(target: str | None, redis: str, *, as_json: bool = False, watch:
     """
     if watch:
         with suppress(KeyboardInterrupt):  # how a watch ends, while it waits for the run, too
-            with_run(_wait_for_run(target, redis), partial(_watch, as_json=as_json))
+            location = _wait_for_run(target, redis)
+            with_run(location, partial(_watch, location.folder, as_json=as_json))
         return
     location = find_run(target, redis)
     status = read_run_status(location)
+    disk = [str(problem) for problem in disk_problems(location.folder, status)]
     if as_json:
-        print_json(queue_report(location.run, status))
+        print_json(queue_report(location.run, status, disk))
     else:
-        make_console().print(render_queues(location.run, status))
+        make_console().print(render_queues(location.run, status, disk))
 
 
 async def first_status(connection: "RunConnection") -> RunStatus:
@@ -174,8 +181,8 @@ def _wait_for_run(target: str | None, redis: str) -> RunLocation:
         time.sleep(_WATCH_INTERVAL_S)
 
 
-def queue_report(run: str, status: RunStatus) -> QueueReport:
-    """Return the status of a run in the form of `--json`."""
+def queue_report(run: str, status: RunStatus, disk: Sequence[str] = ()) -> QueueReport:
+    """Return the status of a run in the form of `--json`; `disk`: the disks that cannot be written."""
     return QueueReport(
         run=run,
         at=status.now_ms / 1000,
@@ -201,6 +208,7 @@ def queue_report(run: str, status: RunStatus) -> QueueReport:
         paused_by=status.paused.paused_by if status.paused else "",
         paused_at=status.paused.paused_at if status.paused else None,
         evaluation=_evaluation_report(status.evaluation) if status.evaluation else None,
+        disk=list(disk),
     )
 
 
@@ -232,9 +240,9 @@ def _evaluation_report(status: EvaluationStatus) -> EvaluationReport:
     )
 
 
-def render_queues(run: str, status: RunStatus) -> RenderableType:
-    """Return the status of a run as a terminal table."""
-    report = queue_report(run, status)
+def render_queues(run: str, status: RunStatus, disk: Sequence[str] = ()) -> RenderableType:
+    """Return the status of a run as a terminal table; `disk`: the disks that cannot be written."""
+    report = queue_report(run, status, disk)
     quiet = "bright_black"
     head = Text.assemble(
         (run, "bold"),
@@ -262,6 +270,7 @@ def render_queues(run: str, status: RunStatus) -> RenderableType:
     ]
     return Group(
         head,
+        *(Text(escape_controls(f"{text}: the run waits for room"), "red") for text in disk),
         bottleneck_text(report.bottleneck),
         Text(),
         stage_table(status),
@@ -304,9 +313,9 @@ def _consumer_table(report: QueueReport) -> list[RenderableType]:
     return [grid, Text()] if grid.row_count else []
 
 
-async def _watch(connection: "RunConnection", *, as_json: bool) -> None:
+async def _watch(folder: Path | None, connection: "RunConnection", *, as_json: bool) -> None:
     """Print the status every second until the run has finished."""
-    import anyio
+    import anyio.to_thread
     from rich.live import Live
 
     status = await first_status(connection)
@@ -314,10 +323,11 @@ async def _watch(connection: "RunConnection", *, as_json: bool) -> None:
         if as_json:
             screen.stop()
         while True:
+            disk = [str(problem) for problem in await anyio.to_thread.run_sync(disk_problems, folder, status)]
             if as_json:
-                print_json(queue_report(connection.run, status))
+                print_json(queue_report(connection.run, status, disk))
             else:
-                screen.update(render_queues(connection.run, status), refresh=True)
+                screen.update(render_queues(connection.run, status, disk), refresh=True)
             if status.meta.get("finished"):
                 return
             await anyio.sleep(_WATCH_INTERVAL_S)

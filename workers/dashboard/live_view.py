@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Final
 
 import anyio
+import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 from markupsafe import Markup
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError, ServerError
@@ -18,6 +19,7 @@ from stream.operator.run_status import RunStatus, read_status
 from workers.dashboard.failures import describe_exception, log_page_failure
 from workers.dashboard.rendering import render
 from workers.dashboard.run_source import NoServerError, RunSource
+from workers.run.run_folder import disk_problems
 
 log = structlog.get_logger()
 
@@ -40,6 +42,8 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """Why there is no status."""
     label: str = ""
     """The problem in a word or two."""
+    disk: list[str] = []
+    """Disks that cannot be written, for which the run waits."""
     is_offline: bool = False
     """The run has no server at present."""
 
@@ -160,6 +164,8 @@ class LiveView:
     async def _publish(self, snapshot: Snapshot, connection: RunConnection | None) -> Frame:
         """Render the parts that open pages show, and hand the frame to all viewers."""
         parts = {}
+        problems = await anyio.to_thread.run_sync(disk_problems, self._source.folder, snapshot.status)
+        snapshot = structs.replace(snapshot, disk=[] if snapshot.is_offline else list(map(str, problems)))
         for name in [name for name, count in self._wanted.items() if name and count > 0]:
             with anyio.move_on_after(_READ_S):
                 parts[name] = await self._render_part(name, snapshot, connection)

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
 from workers.commands.evaluate.evaluation_engine import with_started_engine
 from workers.demo.prepare import STEPS, NegativeControl, demo_settings, prepare_run
@@ -25,7 +26,6 @@ from workers.demo.scoring import DemoScore, score_policy
 from workers.demo.task import held_out_rows
 from workers.run.process_main import run_async
 from workers.run.run_command import raise_for_failure, supervise
-from workers.run.run_folder import write_atomically
 from workers.run.summary import RunSummary
 from workers.runtime import log_setup as logs
 from workers.settings import Settings
@@ -73,7 +73,7 @@ def run_demo(
         raise RunFailedError(f"{settings.folder / 'checkpoints'} holds no checkpoint, although the run ended")
     after = _score_with_status(scoring, checkpoint.model, rows, console, "after")
     summary.score_before, summary.score_after = round(before.sampled, 4), round(after.sampled, 4)
-    write_atomically(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+    write_file_atomically(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
     _report(console, folder, rows, before, after, summary)
     if as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)  # noqa: T201  (this is the command's output)

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from stream.durable import write_file_atomically
 from workers.base_models.shipped import write_base_model
 from workers.demo.task import training_rows
 from workers.settings import Settings
@@ -81,6 +82,7 @@ def prepare_run(
     if not (model / "model.safetensors").exists() or not (folder / "run.toml").exists():
         write_base_model("calculator", model)
         rows = training_rows(steps * GROUPS_PER_STEP, seed)
-        (folder / "prompts.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-        (folder / "run.toml").write_text(dump_settings(settings))
+        content = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+        write_file_atomically(folder / "prompts.jsonl", content)
+        write_file_atomically(folder / "run.toml", dump_settings(settings).encode())
     return settings

@@ -1,9 +1,10 @@
 """The rows that a run knows: a data set that is changed between two starts would feed rows twice, or never.
 
-Rows are compared by content. Rows that were added at the end may be accepted; they are fed after all others.
+Rows are compared by what they mean, so a file may be written anew in another way. Rows that were added at the end may
+be accepted; they are fed after all others. Files whose bytes are those of the last comparison are not read row by row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -23,12 +24,20 @@ _PREFIX: Final = "data.rows."
 class DatasetRows(Struct, frozen=True):
     """The rows of a data set that a run knows."""
 
-    files: str = ""
-    """Digest of the files when they were last read row by row."""
     lengths: tuple[int, ...] = ()
     """Number of rows at the run's birth, and after each extension that was accepted."""
     digests: tuple[str, ...] = ()
     """Digest of that many rows."""
+
+
+class PinnedData(Struct, frozen=True, kw_only=True):
+    """The data sets of a run, compared with those that it knows."""
+
+    pinned: dict[str, str]
+    changes: tuple[AcceptedChange, ...] = ()
+    """Extensions that were accepted."""
+    files: dict[str, str]
+    """For each data set, a digest of its files and one of the rows that they hold; compared with nothing else."""
 
 
 def is_rows(name: str) -> bool:
@@ -47,17 +56,15 @@ def dataset_name(dataset: DatasetSettings) -> str:
 
 
 def pinned_data(
-    settings: Settings, stored: Mapping[str, str], accept: AcceptData = ""
-) -> tuple[dict[str, str], tuple[AcceptedChange, ...]]:
-    """Compare the data sets with the stored ones. Reads files, row by row only if they differ.
+    settings: Settings, stored: Mapping[str, str], accept: AcceptData = "", files: Mapping[str, str] | None = None
+) -> PinnedData:
+    """Compare the data sets with the stored ones. Reads files, row by row only if their bytes are others.
 
     Args:
         settings: of the run.
         stored: pinned values.
         accept: `appended`: accept rows that were added at the end.
-
-    Returns:
-        The pinned values, and the changes that were accepted.
+        files: `PinnedData.files` of the last comparison.
 
     Raises:
         RunMismatchError: rows were changed, removed, or added without being accepted.
@@ -66,15 +73,15 @@ def pinned_data(
     known = _decode(stored)
     names = {_PREFIX + dataset_name(each): each.source for each in settings.datasets}
     try:
-        files = {name: files_fingerprint(path) for name, path in names.items()}
+        digests = {name: files_fingerprint(path) for name, path in names.items()}
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}; data.path names the prompts") from error
-    if all(name in known and known[name].files == files[name] for name in names):
-        return {name: stored[name] for name in names}, ()
+    if files and all(name in known and files.get(name) == _checked(digests[name], known[name]) for name in names):
+        return PinnedData(pinned={name: stored[name] for name in names}, files={name: files[name] for name in names})
     problems, found = [], {}
     for dataset, name in zip(open_dataset_mix(settings).datasets, names, strict=True):
         try:
-            found[name] = _extend(dataset, files[name], known.get(name, DatasetRows()), accept)
+            found[name] = _extend(dataset, known.get(name, DatasetRows()), accept)
         except RunMismatchError as error:
             problems.append(str(error))
     if problems:
@@ -82,10 +89,30 @@ def pinned_data(
             f"the data of run {settings.run.name!r} changed: {'; '.join(problems)}. Restore the file, or give this run "
             "another run.name"
         )
-    return _pin_rows(found, known)
+    pinned, changes = _pin_rows(found, known)
+    return PinnedData(
+        pinned=pinned, changes=changes, files={name: _checked(digests[name], rows) for name, rows in found.items()}
+    )
 
 
-def _extend(dataset: Dataset, files: str, before: DatasetRows, accept: AcceptData) -> DatasetRows:
+def are_known(datasets: Sequence[Dataset], pinned: Mapping[str, str]) -> bool:
+    """Return whether data sets hold the rows that a run knows, and no others. Reads all rows."""
+    known = _decode(pinned)
+    rows = [(dataset.source, known.get(_PREFIX + dataset.name)) for dataset in datasets]
+    return all(
+        stored is not None
+        and len(source) == stored.lengths[-1]
+        and source.row_digests(stored.lengths) == list(stored.digests)
+        for source, stored in rows
+    )
+
+
+def _checked(files: str, rows: DatasetRows) -> str:
+    """Return what is kept of a comparison: these bytes hold these rows."""
+    return f"{files} {rows.digests[-1]}"
+
+
+def _extend(dataset: Dataset, before: DatasetRows, accept: AcceptData) -> DatasetRows:
     """Return the known rows with one more length, that of now.
 
     Raises:
@@ -104,7 +131,7 @@ def _extend(dataset: Dataset, files: str, before: DatasetRows, accept: AcceptDat
             f"{path} has {size} rows now, and had {known}: {size - known} were added at the end, which --accept-data "
             "appended accepts"
         )
-    return DatasetRows(files, lengths, digests)
+    return DatasetRows(lengths, digests)
 
 
 def _pin_rows(
@@ -115,7 +142,7 @@ def _pin_rows(
     pinned, changes = {}, []
     for name, rows in found.items():
         if name in known and not is_extended:
-            rows = DatasetRows(rows.files, rows.lengths[:-1], rows.digests[:-1])  # noqa: PLW2901
+            rows = DatasetRows(rows.lengths[:-1], rows.digests[:-1])  # noqa: PLW2901
         pinned[name] = _encode(rows)
         if name in known and is_extended:
             changes.append(AcceptedChange.now(name, _encode(known[name]), pinned[name]))

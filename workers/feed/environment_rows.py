@@ -4,7 +4,6 @@ An environment's `rows()` is called once for a run. A restart, the audit and eve
 the file, even if the method would return others by then.
 """
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import structlog
 
 from envs.factory import EnvironmentFactory
 from envs.own_rows import call_rows
+from stream.durable import write_file_atomically
 from stream.errors import DataError
 from workers.settings import Settings
 from workers.settings.data import OWN_ROWS, DatasetSettings
@@ -80,9 +80,7 @@ def _load(settings: Settings, dataset: DatasetSettings) -> EnvironmentFactory:
 def _write(file: Path, rows: list[bytes]) -> None:
     """Write all rows or nothing."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(b"".join(row + b"\n" for row in rows))
-    temporary.replace(file)
+    write_file_atomically(file, b"".join(row + b"\n" for row in rows))
     log.info("rows.written", file=str(file), rows=len(rows))
 
 

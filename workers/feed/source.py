@@ -23,6 +23,8 @@ Row = dict[str, Any]
 
 _BLOCK = 1 << 20
 _ROWS_AT_ONCE = 1000
+_UNREADABLE = (ValueError, TypeError, OSError, OverflowError)
+"""Errors of one row of a table: a timestamp out of range, a broken image."""
 
 
 class Source(Protocol):
@@ -38,7 +40,10 @@ class Source(Protocol):
         """Return a digest of the files."""
 
     def row_digests(self, lengths: Sequence[int]) -> list[str]:
-        """Return a digest of the first rows, for each of these numbers of rows; they rise, and are at most all."""
+        """Return a digest of the first rows, for each of these numbers of rows; they rise, and are at most all.
+
+        It is of what the rows mean: how a file is written (spaces, order of keys, compression, format) does not count.
+        """
 
 
 def open_source(data: Data, setting: str = "data.path") -> Source:
@@ -117,7 +122,7 @@ class GeneratedSource:
 
     def row_digests(self, lengths: Sequence[int]) -> list[str]:
         """See `Source.row_digests`."""
-        return _digest_rows((b"" for _ in range(self._size)), lengths)
+        return _digest_rows(({} for _ in range(self._size)), lengths)
 
 
 class JsonLinesSource:
@@ -152,17 +157,26 @@ class JsonLinesSource:
     def row_digests(self, lengths: Sequence[int]) -> list[str]:
         """See `Source.row_digests`."""
         with self._path.open("rb") as file:
-            return _digest_rows((line.strip() for line in file if line.strip()), lengths)
+            return _digest_rows((_meaning(line) for line in file if line.strip()), lengths)
 
     def _read(self, text: bytes, number: int) -> Row | DataError:
         place = f"{self._path}:{self._lines[number]}"
         try:
-            value = msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"))
+            value = _decode_line(text)
         except (ValueError, RecursionError) as error:
-            return DataError(f"{place}: not JSON: {error}")
+            return DataError(f"{place}: not JSON: {error}{_json_hint(text.strip())}")
         if not isinstance(value, dict):
             return DataError(f"{place}: a JSON {type(value).__name__}, not an object with columns")
         return _check_prompt(value, self._prompt, place)
+
+
+def _json_hint(line: bytes) -> str:
+    """Return the likely cause of a line that is not JSON, or nothing."""
+    if b"\x00" in line:
+        return "; it looks like UTF-16: save the file as UTF-8"
+    if line.startswith(b"[") or line == b"{":
+        return "; each line must hold one whole row, {...}: a list, or an object over several lines, is not JSONL"
+    return "; leave out the comma at the line's end" if line.endswith(b",") else ""
 
 
 class TableSource:
@@ -186,7 +200,7 @@ class TableSource:
             place = f"{self._path}: row {number}"
             try:
                 yield number, _check_prompt(self._table.row(number), self._prompt, place)
-            except (ValueError, TypeError, OSError) as error:  # for example a timestamp out of range, or a broken image
+            except _UNREADABLE as error:
                 yield number, DataError(f"{place}: cannot be read: {error}")
 
     def fingerprint(self) -> str:
@@ -197,11 +211,20 @@ class TableSource:
         """See `Source.row_digests`."""
         total = max(lengths, default=0)
         rows = (
-            repr(row).encode(errors="surrogatepass")
+            row
             for start in range(0, total, _ROWS_AT_ONCE)
-            for row in self._table.values(start, min(total, start + _ROWS_AT_ONCE))
+            for row in self._stored_rows(start, min(total, start + _ROWS_AT_ONCE))
         )
         return _digest_rows(rows, lengths)
+
+    def _stored_rows(self, start: int, stop: int) -> Sequence[Row | str]:
+        """Return rows as they are stored; the error in place of a row that cannot be read, which is not fed either."""
+        try:
+            return self._table.values(start, stop)
+        except _UNREADABLE as error:
+            if stop - start == 1:
+                return [f"{type(error).__name__}: {error}"]
+        return [row for number in range(start, stop) for row in self._stored_rows(number, number + 1)]
 
 
 class Table:
@@ -318,10 +341,28 @@ def files_fingerprint(path: str) -> str:
     return _digest(sorted(each for each in place.rglob("*") if each.is_file() and not each.name.startswith("cache-")))
 
 
-def _digest_rows(rows: Iterable[bytes], lengths: Sequence[int]) -> list[str]:
+def _decode_line(text: bytes) -> Any:
+    return msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"))
+
+
+def _meaning(line: bytes) -> Any:
+    """Return what a line of JSON says; the line itself if it is not JSON."""
+    try:
+        return _decode_line(line)
+    except (ValueError, RecursionError):
+        return line.strip()
+
+
+def _digest_rows(rows: Iterable[Any], lengths: Sequence[int]) -> list[str]:
+    """Digest rows by value. MessagePack keeps apart what a record keeps apart: numbers, texts, bytes, nothing."""
     digest = hashlib.blake2b(digest_size=16)
+    encode = msgspec.msgpack.Encoder(order="deterministic", enc_hook=repr).encode
     found = {0: digest.hexdigest()}
-    for number, row in enumerate(islice(rows, max(lengths, default=0)), 1):
+    for number, value in enumerate(islice(rows, max(lengths, default=0)), 1):
+        try:
+            row = encode(value)
+        except (ValueError, TypeError, OverflowError, RecursionError):  # a record cannot store it, so it is not fed
+            row = b"\xc1" + repr(value).encode(errors="surrogatepass")  # a byte that MessagePack never uses
         digest.update(len(row).to_bytes(8) + row)
         if number in lengths:
             found[number] = digest.hexdigest()

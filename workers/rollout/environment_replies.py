@@ -4,6 +4,7 @@ from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, ToolRun
 from stream.validity import TruncationReason
 from workers.rollout.episode_base import EnvironmentContext, timed
+from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.messages import call_id, tool_message
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn
 from workers.rollout.tool_result import ToolResult, truncate_result
@@ -15,11 +16,12 @@ class EnvironmentReplies:
     Args:
         context: of the episode.
         completion: receives messages and counts.
+        clock: of the episode.
     """
 
-    def __init__(self, context: EnvironmentContext, completion: Completion) -> None:
+    def __init__(self, context: EnvironmentContext, completion: Completion, clock: EpisodeClock) -> None:
         self._slot, self._limits, self._progress = context.slot, context.limits, context.progress
-        self._completion = completion
+        self._completion, self._clock = completion, clock
         self._generated_ids = 0
         self._calls_refused = False
 
@@ -35,7 +37,7 @@ class EnvironmentReplies:
             parsed: the turn.
             text: what `respond` reads of it: its text without the reasoning.
         """
-        with timed(self._completion, "tools"):
+        with timed(self._completion, "tools"), self._clock.tools:
             replies = await self._replies(parsed, text)
             if replies is None or isinstance(replies, Failure):
                 return replies

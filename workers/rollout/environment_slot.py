@@ -44,9 +44,6 @@ from workers.rollout.tool_result import ToolResult, call_async_tool, call_tool
 
 log = structlog.get_logger()
 
-MAX_SNAPSHOT_BYTES = 1_000_000
-"""Size limit of one frozen environment; its largest attributes are omitted beyond it."""
-
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -227,7 +224,7 @@ class EnvironmentSlot:
         Args:
             endpoint: URL at which it asks for turns of the model.
             sampling: temperature and `max_tokens` of a turn, for information.
-            timeout_s: for the whole episode.
+            timeout_s: for the whole episode; the caller's clock decides earlier.
         """
         arguments = {"endpoint": endpoint, "sampling": sampling}
         outcome = await self._call(self._environment.run_episode, arguments, timeout_s)
@@ -235,7 +232,7 @@ class EnvironmentSlot:
             case Ok():
                 return None
             case TimedOut():
-                return TruncationReason.WALL_CLOCK
+                return TruncationReason.TOOL_TIME
             case Failed():
                 return self._failure(RolloutReason.ENV_STEP, "its own loop", outcome)
 

@@ -65,7 +65,7 @@ class ConversationEpisode(BaseEpisode):
         self._builder = MultiRowBuilder()
         self._turns: list[AssistantTurn] = []
         self._is_rewritten = False
-        self._replies = EnvironmentReplies(context, self.completion)
+        self._replies = EnvironmentReplies(context, self.completion, self.clock)
 
     @cached_property
     def _known(self) -> KnownParts:
@@ -81,9 +81,9 @@ class ConversationEpisode(BaseEpisode):
         if not self.context.prompt.is_plain_text and is_empty_prompt(self.completion.prompt_messages):
             return Failure(reason=RolloutReason.ENV_RESET, detail=EMPTY_PROMPT)
         self._builder = MultiRowBuilder(await self._chat.encode_prompt(self.completion.prompt_messages))
-        with anyio.move_on_after(self._limits.episode_timeout_s):
+        with self.clock:
             return await self._converse()
-        return TruncationReason.WALL_CLOCK
+        return self.clock.running
 
     def rows(self) -> list[Row]:
         """Return the rows that were sampled."""

@@ -13,7 +13,8 @@ from stream.records import MAX_INTERVALS, Completion, Failure, Interval, Message
 from stream.validity import TruncationReason
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.sampling import Sampler, SamplingOptions, turn_seed
-from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
+from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.tool_formats.parsed_turn import ToolFormat
 from workers.runtime.in_flight import CompletionProgress
 from workers.settings import Rollout
@@ -81,6 +82,7 @@ class BaseEpisode(ABC):
             greedy=context.index == context.prompt.group_size,
         )
         context.progress.episode = self
+        self.clock = EpisodeClock(context.limits.episode_timeout_s)
 
     async def run(self) -> Completion:
         """Run the episode. Everything that ends it alone is recorded in its completion.
@@ -150,8 +152,9 @@ class BaseEpisode(ABC):
                 reward_time.stop()
             progress.activity = Activity.SNAPSHOT
 
+        limits = self.context.limits
         parts, snapshot = await slot.measure_and_freeze(
-            completion.messages, MAX_SNAPSHOT_BYTES, self.context.limits.call_timeout_s, begin_snapshot
+            completion.messages, limits.max_snapshot_bytes, limits.call_timeout_s, begin_snapshot
         )
         completion.parts = parts
         if isinstance(snapshot, Failure):

@@ -95,11 +95,26 @@ async def rollout(context: WorkerContext) -> None:
         EngineClient.from_settings(settings, discovery) as engines,
         open_group_runner(settings, factories, chats, engines, max_episodes=max_episodes) as runner,
     ):
-        await engines.wait_until_ready()
+        is_ready = False
+        async with cancel_on(context.stopping):
+            await engines.wait_until_ready()
+            is_ready = True
+        if not is_ready:  # stopped while it waited for an engine
+            return
         context.health.ready_when(lambda: "" if engines.healthy_count else "no engine answers")
         metrics.engines_known.set_function(lambda: engines.known_count)
         metrics.engines_healthy.set_function(lambda: engines.healthy_count)
-        await _work(context, runner, concurrency, with_greedy=with_greedy)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_stop_without_engine, context.stopping, engines, tasks.cancel_scope)
+            await _work(context, runner, concurrency, with_greedy=with_greedy)
+            tasks.cancel_scope.cancel()
+
+
+async def _stop_without_engine(stopping: anyio.Event, engines: EngineClient, scope: anyio.CancelScope) -> None:
+    """Give claimed prompts back at once when the worker drains and no engine answers that could finish them."""
+    await stopping.wait()
+    if not engines.healthy_count:
+        scope.cancel()
 
 
 async def _work(

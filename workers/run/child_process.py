@@ -1,5 +1,6 @@
 """One restartable child process, with its output in a log file."""
 
+import io
 import json
 import os
 import re
@@ -10,8 +11,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 
 from stream.causes import ErrorCause, cause_from_crash, cause_from_traceback, parse_cause
+from stream.disk_space import persist
+from stream.durable import append_all
 from stream.errors import RunFailedError
 from workers.run.process_launcher import LaunchedProcess, ProcessLauncher
 from workers.run.role_specs import RoleSpec
@@ -62,9 +66,9 @@ class ChildProcess:
         Raises:
             RunFailedError: the process cannot be started, or did not announce its URL in time.
         """
-        async with await anyio.open_file(self.log_file, "ab") as file:
-            self._log_start = await file.tell()
-            self._process = process = await self._launcher.launch(self.spec, file.wrapped.fileno())
+        with await anyio.to_thread.run_sync(self._open_log) as file:
+            self._log_start = file.tell()
+            self._process = process = await self._launcher.launch(self.spec, file.fileno())
             self.last_pid = process.pid
         try:
             if self._stop_requested:  # during the launch
@@ -158,6 +162,17 @@ class ChildProcess:
             file.seek(max(self._log_start, size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
 
+    def _open_log(self) -> io.FileIO:
+        """Open the log; on a full disk a new one waits for room.
+
+        Raises:
+            RunFailedError: it cannot be opened.
+        """
+        try:
+            return persist(self.log_file, lambda: self.log_file.open("ab", buffering=0))
+        except OSError as error:
+            raise RunFailedError(f"{self.log_file} cannot be opened: {error.strerror}") from error
+
     def trim_log(self) -> None:
         """Remove the beginning of a log above `_MAX_LOG_BYTES`, so that user code that prints cannot fill the disk.
 
@@ -174,10 +189,9 @@ class ChildProcess:
             end = file.read().partition(b"\n")[2]
             file.truncate(0)
         self._log_start = 0
-        with self.log_file.open("ab") as file:
-            removed = size - len(end)
-            file.write(b"... (%d bytes were removed here: a log has at most %d)\n" % (removed, _MAX_LOG_BYTES))
-            file.write(end)
+        note = b"... (%d bytes were removed here: a log has at most %d)\n" % (size - len(end), _MAX_LOG_BYTES)
+        with suppress(OSError), self.log_file.open("ab", buffering=0) as log:  # others may have filled the disk
+            append_all(log, note, end)
 
     async def _wait_listening(self, on_listening: Callable[[str], None]) -> bool:
         """Wait for the line in the log that announces the server's URL. Returns False after the timeout."""

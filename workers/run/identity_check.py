@@ -6,14 +6,17 @@ was started by itself compares with the server, and with the folder if it has on
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import anyio
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stream.connection.run_connection import RunConnection
 from stream.connection.run_identity import (
+    IDENTITY_FILE,
     AcceptedChange,
     RunIdentity,
     compare_with_server,
@@ -23,7 +26,7 @@ from stream.connection.run_identity import (
     write_identity,
 )
 from stream.errors import DataError, RunMismatchError
-from workers.feed.dataset_rows import AcceptData, is_rows, pinned_data
+from workers.feed.dataset_rows import AcceptData, PinnedData, is_rows, pinned_data
 from workers.feed.environment_rows import write_training_rows
 from workers.run.pinned import (
     differences,
@@ -60,6 +63,13 @@ class FolderCheck(Struct, frozen=True, kw_only=True):
     pinned: dict[str, str]
     changes: tuple[AcceptedChange, ...]
     """Changes since the last start that the operator accepts."""
+    files: dict[str, str] = {}
+    """See `RunIdentity.files`."""
+
+    def updated(self, identity: RunIdentity) -> RunIdentity:
+        """Return an identity with what this start pins and accepts."""
+        accepted = identity.accept(self.changes)
+        return replace(accepted, pinned=accepted.pinned | self.pinned, files=accepted.files | self.files)
 
 
 def check_folder(settings: Settings, accept: Accept) -> FolderCheck:
@@ -78,17 +88,18 @@ def check_folder(settings: Settings, accept: Accept) -> FolderCheck:
     pinned = pinned_settings(settings) | pinned_code(settings) | pinned_model(settings, with_weights=True)
     changes, refused = split_accepted(differences(known, pinned), accept.changes)
     problems = [str(refuse(refused, str(folder)))] if refused else []
-    data: dict[str, str] = {}
-    added: tuple[AcceptedChange, ...] = ()
+    data = PinnedData(pinned={}, files={})
     try:
-        data, added = pinned_data(settings, known, accept.data)
+        data = pinned_data(settings, known, accept.data, identity.files if identity is not None else {})
     except RunMismatchError as error:
         problems.append(str(error))
     except DataError:
         pass  # the feeder reports it
     if problems:
         raise RunMismatchError(" ".join(f"{problem}." for problem in problems).removesuffix("."))
-    return FolderCheck(identity=identity, pinned=pinned | data, changes=(*changes, *added))
+    return FolderCheck(
+        identity=identity, pinned=pinned | data.pinned, changes=(*changes, *data.changes), files=data.files
+    )
 
 
 async def record_identity(
@@ -113,14 +124,19 @@ async def record_identity(
         identity = server if server.id else RunIdentity.create()
     elif server.id not in {"", identity.id}:
         raise other_run(connection, server.id, identity.id)
-    if check.identity is None and (refused := differences(server.pinned, check.pinned)):
-        raise refuse(refused, f"the server of run {connection.run!r}")
-    updated = identity.accept(check.changes)
-    updated = RunIdentity(id=updated.id, pinned=updated.pinned | check.pinned, changes=updated.changes)
+    updated = check.updated(identity)
+    unknown = {change.name for change in updated.changes[len(server.changes) :]} if server.id else set()
+    here = {name: value for name, value in check.pinned.items() if name not in unknown}
+    _raise_if_different(connection, server.pinned, here)
     await anyio.to_thread.run_sync(write_identity, settings.folder, updated)
+    try:
+        found = await compare_with_server(connection, updated, check.pinned, files=check.files)
+        _raise_if_different(connection, found, check.pinned)
+    except RunMismatchError:  # another process has been there since the server was read
+        await anyio.to_thread.run_sync(_put_back, settings.folder, check.identity)
+        raise
     for change in check.changes:
         log.warning("change.accepted", name=change.name, before=change.before, after=change.after)
-    _raise_if_different(connection, await compare_with_server(connection, updated, check.pinned), check.pinned)
 
 
 async def join_run(connection: RunConnection, settings: Settings, role: str, accept: Accept) -> None:
@@ -133,16 +149,20 @@ async def join_run(connection: RunConnection, settings: Settings, role: str, acc
     server = await read_server_identity(connection)
     if folder is not None and server.id not in {"", folder.id}:
         raise other_run(connection, server.id, folder.id)
-    known = (folder.pinned if folder is not None else {}) | server.pinned
+    stored = folder or RunIdentity()
+    known = stored.pinned | server.pinned
     pinned = await anyio.to_thread.run_sync(partial(_pin, settings, role))
     changes, refused = split_accepted(differences(known, pinned), accept.changes)
     if refused:
         raise refuse(refused, f"the server of run {connection.run!r}")
+    files: dict[str, str] = {}
     if role == "feed":
         await anyio.to_thread.run_sync(write_training_rows, settings, abandon_on_cancel=True)
-        data, added = await anyio.to_thread.run_sync(pinned_data, settings, known, accept.data)
-        pinned, changes = pinned | data, (*changes, *added)
-    _raise_if_different(connection, await compare_with_server(connection, folder, pinned, changes), pinned)
+        compared = stored.files | server.files
+        data = await anyio.to_thread.run_sync(pinned_data, settings, known, accept.data, compared)
+        pinned, changes, files = pinned | data.pinned, (*changes, *data.changes), data.files
+    found = await compare_with_server(connection, folder, pinned, changes, files)
+    _raise_if_different(connection, found, pinned)
 
 
 def _pin(settings: Settings, role: str) -> dict[str, str]:
@@ -156,14 +176,19 @@ def _pin(settings: Settings, role: str) -> dict[str, str]:
 
 
 def _raise_if_different(connection: RunConnection, server: Mapping[str, str], pinned: Mapping[str, str]) -> None:
-    """Refuse values that another process recorded on the server meanwhile."""
-    if not server:
-        return
-    found = differences(server, pinned)
-    if not found:
-        names = ", ".join(map(str, filter(is_rows, server)))
+    """Refuse values that differ from the server's."""
+    if found := differences(server, pinned):
+        raise refuse(found, f"the server of run {connection.run!r}")
+    if names := [name for name in pinned if is_rows(name) and server.get(name, pinned[name]) != pinned[name]]:
         raise RunMismatchError(
-            f"the data of run {connection.run!r} on the server are other rows ({names}): a second "
-            "feeder reads another file. Give it another run.name"
+            f"the server of run {connection.run!r} knows other rows than there are here ({', '.join(names)}): the file "
+            "was changed, or another feeder reads another one. Restore the file, or give this run another run.name"
         )
-    raise refuse(found, f"the server of run {connection.run!r}")
+
+
+def _put_back(folder: Path, identity: RunIdentity | None) -> None:
+    """Give a folder the identity again that it had, or none."""
+    if identity is None:
+        (folder / IDENTITY_FILE).unlink(missing_ok=True)
+    else:
+        write_identity(folder, identity)

@@ -1,11 +1,13 @@
 """Plot the progress of a run by step: reward and its parts, loss, length, entropy, KL, validity, staleness, speed."""
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stream.durable import write_file_atomically
 from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus
 from workers.run.display_metrics import DisplayMetric, finite_value, metric_value
@@ -62,8 +64,9 @@ def draw_progress(folder: Path, status: RunStatus | None = None) -> Path:
         for axes in places[len(panels) - _COLUMNS : len(panels)]:
             axes.set_xlabel("step")
         figure.suptitle(_title(folder, rows, status), x=0.012, ha="left", fontsize=11)
-        out = folder / "progress.png"
-        figure.savefig(out)
+        out, picture = folder / "progress.png", io.BytesIO()
+        figure.savefig(picture)
+    write_file_atomically(out, picture.getvalue())
     return out
 
 

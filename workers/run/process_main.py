@@ -2,14 +2,15 @@
 
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import TypeVar
 
 import anyio
 import structlog
 
+from stream.disk_space import no_room
 from stream.errors import (
     DataError,
     FencedError,
@@ -47,6 +48,17 @@ def run_to_exit_code(main: Callable[[], Awaitable[ExitCode]]) -> ExitCode:
         return report_error(error)
     except PenstockError as error:
         return report_error(error)
+    except OSError as error:
+        if (full := _as_full_disk(error)) is None:
+            raise
+        return report_error(full)
+
+
+def _as_full_disk(error: BaseException) -> PenstockError | None:
+    """Return the error of a file that found no room on its disk as one line; None if it is another error."""
+    if not isinstance(error, OSError) or not (why := no_room(error)):
+        return None
+    return PenstockError(f"{error.filename or 'a file'} could not be written: {why}; make room on its disk")
 
 
 def report_error(error: PenstockError, code: ExitCode | None = None) -> ExitCode:
@@ -89,10 +101,26 @@ async def limit_drain(stopping: anyio.Event, timeout_s: float, scope: anyio.Canc
     scope.cancel()
 
 
+@contextmanager
+def unwrap_single_error() -> Iterator[None]:
+    """Raise an expected error itself if it is the only one in the exception groups that task groups put around it."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        if not isinstance(error, PenstockError):
+            raise
+        raise error from None
+
+
 def _find_penstock_error(group: BaseExceptionGroup[BaseException]) -> PenstockError | None:
     """Return the first expected error in a group of exceptions."""
     for error in group.exceptions:
         found = _find_penstock_error(error) if isinstance(error, BaseExceptionGroup) else error
         if isinstance(found, PenstockError):
             return found
+        if found is not None and (full := _as_full_disk(found)) is not None:
+            return full
     return None

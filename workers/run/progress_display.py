@@ -33,6 +33,8 @@ class SupervisorState(Struct, kw_only=True):
     seconds: float = 0.0
     restarts: dict[str, int] = field(default_factory=dict)
     """Restarts after a failure, by process name."""
+    disk: list[str] = field(default_factory=list)
+    """Disks that cannot be written, for which the run waits."""
 
 
 class ProgressDisplay(Protocol):
@@ -144,7 +146,7 @@ class TableDisplay:
 
 def format_line(view: RunStatus | None, state: SupervisorState) -> str:
     """Format the run's status as one line."""
-    parts = [f"{state.run} {format_duration(state.seconds)}", state.phase]
+    parts = [f"{state.run} {format_duration(state.seconds)}", state.phase, *state.disk]
     if view is not None:
         balance = view.balance
         depths = " ".join(f"{name} {stage.depth - stage.marked}" for name, stage in view.stages.items())
@@ -167,8 +169,9 @@ def render_table(view: RunStatus | None, state: SupervisorState, rewards: Mappin
     head = Text.assemble(
         (state.run, "bold"), "  ", (state.phase, _QUIET), "  ", (format_duration(state.seconds), _QUIET)
     )
+    disk = [Text(text, _ALARM) for text in state.disk]
     if view is None:
-        return Padding(head, (1, 2))
+        return Padding(Group(head, *disk), (1, 2))
     head.append_text(
         Text.assemble(
             ("   step ", _QUIET), (str(view.policy.get("step", 0)), "bold"),
@@ -179,6 +182,7 @@ def render_table(view: RunStatus | None, state: SupervisorState, rewards: Mappin
     parts = [
         head,
         *paused,
+        *disk,
         *_bar(view),
         Text(),
         stage_table(view),

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from stream.connection.run_connection import connect
+from stream.disk_space import limit_waits
 from stream.errors import PenstockError, SettingsError
 from stream.operator.run_status import read_status
 from stream.parent_death import die_with_parent
@@ -27,7 +28,7 @@ from workers.run.restore import restore_if_lost
 from workers.runtime.context import RoleMain, WorkerContext
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.health import RoleHealth
-from workers.runtime.log_setup import configure_logging
+from workers.runtime.log_setup import configure_logging, drop_output_when_full
 from workers.runtime.loop_watchdog import LoopWatchdog
 from workers.runtime.recycling import WorkerRecycler
 from workers.runtime.secret import REDIS, read_secret
@@ -65,6 +66,7 @@ def run_role(
         role_main: coroutine function of the role; default: the standard one of `role`.
         accept: changes since the last start that would be refused otherwise.
     """
+    drop_output_when_full()
     configure_logging(role)
     try:
         settings, url = _load_for_role(role, file, overrides, redis)
@@ -156,7 +158,9 @@ async def _run_connected(
     consumer = f"{name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     queue = settings.queue
     structlog.contextvars.bind_contextvars(run=settings.run.name)
-    async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s) as connection:
+    limit_waits(settings.abort.stall_timeout_s)
+    data = settings.folder / "redis" if url.startswith("unix:") and not settings.run.redis else None
+    async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s, server_data=data) as connection:
         await join_run(connection, settings, name, accept)
         stopping = connection.stopping
         context = WorkerContext(

@@ -1,6 +1,5 @@
 """The command `penstock run`: prepare the run's folder, supervise the run, and print a summary."""
 
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
 from stream.operator.run_status import RunStatus
 from workers.run.identity_check import NOTHING, Accept, check_folder
@@ -20,7 +20,7 @@ from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import choose_display, format_duration
 from workers.run.restore import restore_if_lost
 from workers.run.role_specs import LIGHT_MODULES, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs, torch_modules
-from workers.run.run_folder import lock_folder, write_atomically, write_settings
+from workers.run.run_folder import disk_problems, lock_folder, settings_file
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
 from workers.run.sampled_completion import newest_archived_group, sample_lines
 from workers.run.summary import RunSummary, latest_progress, summarize
@@ -33,7 +33,6 @@ from workers.settings import Settings
 
 log = structlog.get_logger()
 
-_LEAST_FREE_BYTES = 1 << 20
 _WIDTH = 100
 
 
@@ -134,8 +133,7 @@ def supervise(
     with lock_folder(folder):
         check = check_folder(settings, accept)
         print_start(start_lines(settings, check, earlier))
-        (folder / "summary.json").unlink(missing_ok=True)  # of the last start; this one may be killed
-        file = write_settings(settings)
+        file = settings_file(settings)
         (folder / "logs").mkdir(exist_ok=True)
         with logs.log_to_file("run", folder / "logs" / "supervisor.log"):
             before, began = latest_progress(folder), time.monotonic()
@@ -161,25 +159,25 @@ def raise_for_failure(result: RunResult, settings: Settings) -> None:
         RunFailedError: the run failed, its server was lost, or prompts are unaccounted for.
     """
     if result.outcome.failure is not None:
-        full = _full_disk(settings.folder)
-        raise RunFailedError(f"{full}{result.outcome.failure}") if full else result.outcome.failure
+        raise _with_full_disk(settings.folder, result.outcome.failure)
     if result.summary is None:
         raise RunFailedError(f"run {settings.run.name!r} ended, but its server was gone before it could be asked how")
     if not result.summary.is_balanced:
         raise RunFailedError(f"the books of run {settings.run.name!r} do not balance: {result.summary.balance}")
 
 
-def _full_disk(folder: Path) -> str:
-    """Return the cause of a failure if the disk of the run's folder is full, else nothing.
+def _with_full_disk(folder: Path, failure: RunFailedError) -> RunFailedError:
+    """Return a failure with its cause first if a disk of the run is full.
 
     A role that could not write often could not write why, either.
     """
-    free = shutil.disk_usage(folder).free
-    if free >= _LEAST_FREE_BYTES:
-        return ""
-    return (
-        f"the disk of {folder} is full ({free // 1024:,} KiB are free): make room there and run again, the run resumes "
-        "from its last checkpoint. What failed first: "
+    problem = next(iter(disk_problems(folder, None)), None)
+    if problem is None or str(problem) in str(failure):
+        return failure
+    return RunFailedError(
+        f"{problem}: make room there and run again, the run resumes from its last checkpoint. What failed first: "
+        f"{failure}",
+        failure.cause,
     )
 
 
@@ -223,7 +221,7 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
 def _write_summary(folder: Path, summary: RunSummary) -> None:
     """Write `summary.json`. A full disk must not hide why the run ended; the file is missing then."""
     try:
-        write_atomically(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
+        write_file_atomically(folder / "summary.json", msgspec.json.format(msgspec.json.encode(summary)) + b"\n")
     except OSError as error:
         log.warning("summary.not_written", why=str(error))
 

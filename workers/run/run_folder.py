@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Final
 
 from stream.connection.url import has_secret
+from stream.disk_space import DiskProblem, disk_problem
+from stream.durable import write_file_atomically
 from stream.errors import PenstockError
+from stream.operator.run_status import RunStatus
 from workers.settings import Settings
 from workers.settings.pipeline import name_from
 from workers.settings.toml_file import dump_settings
@@ -79,19 +82,42 @@ def find_newest_run(file: Path) -> Path | None:
     return max((folder / "run.toml" for folder in found if (folder / "run.toml").is_file()), default=None)
 
 
+def settings_file(settings: Settings) -> Path:
+    """Return the file of the resolved settings in the run's folder, which the roles read."""
+    return settings.folder / "run.toml"
+
+
 def write_settings(settings: Settings) -> Path:
-    """Write the resolved settings to `run.toml`. Returns the file, which the roles read."""
-    file = settings.folder / "run.toml"
-    write_atomically(file, dump_settings(settings).encode(), private=has_secret(settings.run.redis))
+    """Write the resolved settings to `run.toml`. Returns the file."""
+    file = settings_file(settings)
+    write_file_atomically(file, dump_settings(settings).encode(), private=has_secret(settings.run.redis))
     return file
 
 
-def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a file completely or not at all; `private`: only its owner can read it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666), "wb") as file:  # noqa: PTH123
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def replace_last_start(settings: Settings) -> None:
+    """Write `run.toml` in place of the last start's, and remove that one's summary: this start may be killed."""
+    (settings.folder / "summary.json").unlink(missing_ok=True)
+    write_settings(settings)
+
+
+def disk_problems(folder: Path | None, status: RunStatus | None) -> list[DiskProblem]:
+    """Return which disks of a run cannot be written, so that it waits: as everybody can see who looks at it. Blocks.
+
+    Args:
+        folder: of the run; None: it is not on this machine.
+        status: of the run; None: its server does not answer.
+    """
+    found = list(status.disk_waits) if status else []
+    if status and status.refuses_writes:
+        is_private = folder is not None and (folder / "redis").is_dir()
+        server = f"{folder}/redis" if is_private else "the Redis server"
+        found.append(DiskProblem(path=server, why=f"its {status.refuses_writes} could not be written"))
+    if folder is not None:
+        devices: set[int] = set()
+        for place in (folder, folder / "redis"):
+            with contextlib.suppress(OSError):
+                device = place.stat().st_dev
+                if device not in devices and (problem := disk_problem(place)):
+                    found.append(problem)
+                devices.add(device)
+    return list({problem.path: problem for problem in found}.values())

@@ -13,9 +13,10 @@ import msgspec
 from msgspec import Struct
 
 from stream.connection.url import has_secret
-from stream.errors import PenstockError, RunMismatchError
+from stream.durable import write_file_atomically
+from stream.errors import PenstockError, RunMismatchError, ServerError
 from stream.operator.run_status import RunStatus, read_status, read_status_once
-from workers.run.run_folder import RUNS, find_newest_run, lock_folder, write_atomically
+from workers.run.run_folder import RUNS, disk_problems, find_newest_run, lock_folder
 from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
 from workers.settings.pipeline import name_from
@@ -90,7 +91,7 @@ def process_start(pid: int) -> str:
 def write_run_info(folder: Path, info: RunInfo) -> None:
     """Write `live.json`; only its owner can read it if the server's URL contains a password."""
     payload = msgspec.json.format(msgspec.json.encode(info)) + b"\n"
-    write_atomically(folder / "live.json", payload, private=has_secret(info.redis))
+    write_file_atomically(folder / "live.json", payload, private=has_secret(info.redis))
 
 
 def remove_run_info(folder: Path) -> None:
@@ -156,8 +157,13 @@ def read_run_status(location: RunLocation) -> RunStatus:
     Raises:
         PenstockError: the server does not answer, or has no such run.
     """
-    found = read_status_once(location.url, location.run, with_in_flight=True) if location.url else None
-    return found or with_run(location, partial(read_status, with_in_flight=True))
+    try:
+        found = read_status_once(location.url, location.run, with_in_flight=True) if location.url else None
+        return found or with_run(location, partial(read_status, with_in_flight=True))
+    except ServerError as error:
+        if problems := disk_problems(location.folder, None):
+            raise ServerError("; ".join([*map(str, problems), str(error)])) from error
+        raise
 
 
 def with_run(location: RunLocation, main: "Callable[[RunConnection], Awaitable[T]]") -> T:
@@ -219,12 +225,22 @@ def find_run_folder(target: str) -> Path:
         return Path(target)
     file = find_settings_file(target)
     if file is None:
-        raise PenstockError(f"{target} is neither a run's folder, nor a settings file, nor a run under {RUNS}/")
+        problem = f"{target} is neither a run's folder, nor a settings file, nor a run under {RUNS}/"
+        raise PenstockError(explain_missing_file(target) or problem)
     settings = load_settings(file)
     return settings.folder if settings.run.name else _newest_run(file).parent
 
 
+def explain_missing_file(target: str) -> str:
+    """Return what is wrong with a target that is named like a settings file and does not exist; else nothing."""
+    if not target.endswith(".toml") or Path(target).exists():
+        return ""
+    return f"{target}: no such file; the working directory is {Path.cwd()}"
+
+
 def _explain_unknown(target: str) -> str:
+    if problem := explain_missing_file(target):
+        return problem
     if (Path(target) / "identity.json").is_file():
         return f"{target} has no run.toml, since its roles were started one by one: give their settings file instead"
     return (

@@ -10,7 +10,7 @@ from stream.errors import PenstockError, SettingsError
 from workers.run.identity_check import FolderCheck
 from workers.run.pinned import free_changes
 from workers.run.run_folder import find_newest_run, new_run_name
-from workers.run.run_info import find_settings_file
+from workers.run.run_info import explain_missing_file, find_settings_file
 from workers.run.summary import RunSummary, latest_progress, read_summary
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
@@ -37,12 +37,11 @@ def prepare_start(target: str, overrides: tuple[str, ...]) -> RunStart:
         overrides: values of single settings; they take precedence over the file.
 
     Raises:
-        PenstockError: there is no such file and no such run.
-        SettingsError: the settings are invalid.
+        SettingsError: there is no such file and no such run, or the settings are invalid.
     """
     file = find_settings_file(target)
     if file is None or file.suffix in _NOT_SETTINGS:
-        raise PenstockError(_explain_target(target))
+        raise SettingsError(explain_missing_file(target) or _explain_target(target))
     settings = load_settings(file, overrides)
     if settings.run.name:
         return RunStart(file=file, overrides=overrides, settings=settings)
@@ -53,7 +52,7 @@ def prepare_start(target: str, overrides: tuple[str, ...]) -> RunStart:
 
 def _explain_target(target: str) -> str:
     """Return why a target is no settings file and no run, and where it belongs."""
-    problem = f"{target} is neither a settings file, nor the folder or the name of a run"
+    problem = f"{target or repr(target)} is neither a settings file, nor the folder or the name of a run"
     name, _, attribute = target.partition(":")
     if name.endswith(".py"):
         ref = target if attribute else f"{target}:NAME"

@@ -29,6 +29,7 @@ from rich.text import Text
 
 from stream.causes import ErrorCause
 from stream.connection.run_connection import RunConnection, connect
+from stream.disk_space import allow_waits, end_waits, limit_waits, persist
 from stream.errors import PenstockError, RunFailedError, ServerError
 from stream.operator.bottleneck import find_bottleneck
 from stream.operator.dead_letters import dead_letter_causes
@@ -40,13 +41,16 @@ from workers.run.bottleneck_log import BottleneckLog
 from workers.run.child_process import ChildProcess
 from workers.run.child_processes import ChildProcesses
 from workers.run.dashboard_process import DashboardProcess
+from workers.run.disk_watch import DiskWatch
 from workers.run.engine_processes import EngineProcesses
 from workers.run.identity_check import FolderCheck, record_identity
 from workers.run.process_launcher import ProcessLauncher
+from workers.run.process_main import unwrap_single_error
 from workers.run.progress_display import ProgressDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
 from workers.run.role_specs import DASHBOARD, ENGINE, MakeEngineSpec, MakeRoleSpecs, RoleSpec, engine_spec, role_specs
 from workers.run.run_ending import RunEnding
+from workers.run.run_folder import replace_last_start
 from workers.run.run_info import RunInfo, remove_run_info, write_run_info
 from workers.run.sampled_completion import SampleSchedule
 from workers.run.stall_detector import StallDetector, describe_longest
@@ -90,7 +94,7 @@ class Supervisor:
 
     Args:
         settings: settings of the run.
-        file: settings file that the roles read.
+        file: settings file that the roles read; with `check`, the run's `run.toml`, which the start writes.
         display: shows progress.
         make_roles: returns the specs of all roles except engines.
         make_engine: returns the spec of an engine that the run starts.
@@ -118,6 +122,7 @@ class Supervisor:
         self._launcher = launcher or ProcessLauncher()
         self._children = ChildProcesses(settings.queue.shutdown_timeout_s + _EXIT_MARGIN_S)
         self._ending = RunEnding()
+        self._disk = DiskWatch(settings.folder, lambda line: self._display.print_lines([Text(line, "yellow")]))
         self._started_at = time.monotonic()
         self._phase = "starting"
         self._server_gone = False
@@ -138,16 +143,20 @@ class Supervisor:
             ServerError: no Redis server can be started or reached.
             RunMismatchError: the server has another run of this name.
         """
+        allow_waits()
+        limit_waits(self._settings.abort.stall_timeout_s)
         await anyio.Path(self._log_folder).mkdir(parents=True, exist_ok=True)
         self._warnings_read = await anyio.to_thread.run_sync(warnings_size, self._settings.folder)
         with self._launcher:
             outcome = None
-            async with anyio.create_task_group() as tasks:
-                starting = anyio.CancelScope()
-                tasks.start_soon(self._watch_signals, starting)
-                with starting:
-                    outcome = await self._run_on_server()
-                tasks.cancel_scope.cancel()
+            with unwrap_single_error():
+                async with anyio.create_task_group() as tasks:
+                    starting = anyio.CancelScope()
+                    tasks.start_soon(self._watch_signals, starting)
+                    tasks.start_soon(self._disk.run)
+                    with starting:
+                        outcome = await self._run_on_server()
+                    tasks.cancel_scope.cancel()
         return outcome or RunOutcome(view=_empty_status(), failure=None, interrupted=True, killed=[])
 
     async def _run_on_server(self) -> RunOutcome:
@@ -158,9 +167,13 @@ class Supervisor:
 
     async def _run_connected(self, url: str) -> RunOutcome:
         settings, queue = self._settings, self._settings.queue
-        async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s) as connection:
+        data = None if settings.run.redis else settings.folder / "redis"
+        async with connect(
+            url, settings.run.name, reconnect_s=queue.reconnect_timeout_s, server_data=data
+        ) as connection:
             if self._check is not None:
                 await record_identity(connection, settings, self._check, is_private=not settings.run.redis)
+                await anyio.to_thread.run_sync(replace_last_start, settings)
             restart_loop = RestartLoop(connection, queue, self._ending)
             await restart_loop.reopen()
             self._has_started = True
@@ -173,6 +186,7 @@ class Supervisor:
                     dashboard = self._start_dashboard(tasks)
                     await self._start_engines(tasks, restart_loop, url)
                     await self._ending.requested.wait()
+                    end_waits()
                     restart_loop.stop()
                     if dashboard is not None:
                         dashboard.stop()
@@ -264,7 +278,7 @@ class Supervisor:
         def write() -> None:
             write_run_info(self._settings.folder, RunInfo.of_this_process(self._settings.run.name, url, engines))
 
-        await anyio.to_thread.run_sync(write)
+        await anyio.to_thread.run_sync(persist, self._settings.folder, write)
 
     async def _watch(self, connection: RunConnection, restart_loop: RestartLoop) -> None:
         """Show progress once a second, and fail a run that makes no progress."""
@@ -285,7 +299,9 @@ class Supervisor:
             await anyio.sleep(_POLL_S)
 
     async def _stalled(self, connection: RunConnection, alarm: str) -> RunFailedError:
-        """Return the error of a run without progress, with the code that blocks a worker or the last error of one."""
+        """Return the error of a run without progress, with what it waits for, or the last error of a worker."""
+        if self._disk.problems:
+            return RunFailedError("; ".join([alarm, *map(str, self._disk.problems)]))
         blocked = await self._children.blocking_code(self._settings.abort.stall_timeout_s)
         if blocked is not None:
             return RunFailedError(f"{alarm}; {blocked.headline}", blocked)
@@ -328,11 +344,13 @@ class Supervisor:
                 self._ending.fail(RunFailedError(str(error)))
         except PenstockError as error:
             log.debug("run_status.failed", why=str(error))
+        self._disk.status = status
         state = SupervisorState(
             run=connection.run,
             phase=self._phase,
             seconds=time.monotonic() - self._started_at,
             restarts=dict(restart_loop.restarts),
+            disk=[str(problem) for problem in self._disk.problems],
         )
         self._display.show(status, state)
         return status

@@ -84,7 +84,8 @@ def describe_rewards(steps: Sequence[Mapping[str, Any]]) -> str:
     now = [value for step in last if (value := metric_value(step, "reward")) is not None]
     if not block or not before or not now:
         return ""
-    names = sorted({name for step in last for name in step if name.startswith(_PART) and name.endswith(_MEAN)})
+    shown_steps = (*first, *last)
+    names = sorted({name for step in shown_steps for name in step if name.startswith(_PART) and name.endswith(_MEAN)})
     parts = []
     for name in names if len(names) > 1 else []:
         values = [[value for step in some if (value := finite_value(step, name)) is not None] for some in (first, last)]

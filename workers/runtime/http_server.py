@@ -1,5 +1,6 @@
 """HTTP servers of the engine protocol: they listen while a context is open and answer all errors in one format."""
 
+import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -9,6 +10,7 @@ from anyio.lowlevel import checkpoint
 
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.wire import error_body
+from workers.runtime.ports import cannot_listen
 
 _BACKLOG = 1024
 _SHUTDOWN_TIMEOUT_S = 2.0
@@ -42,7 +44,9 @@ async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[st
         try:
             await web.TCPSite(runner, host, port, backlog=_BACKLOG).start()
         except OSError as error:
-            raise EngineError(f"cannot listen on {host}:{port}: {error}; choose another port") from error
+            is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
+            remedy = "choose another port" if is_taken else "name an address of this machine"
+            raise EngineError(f"{cannot_listen(host, port, error)}; {remedy}") from error
         try:
             yield server_url(host, runner.addresses[0][1])
         finally:

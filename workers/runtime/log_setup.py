@@ -1,15 +1,17 @@
 """Logging: readable events on a terminal, JSON lines everywhere else; on stderr unless a file is given."""
 
+import io
 import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import structlog
 
+from stream.disk_space import no_room
 from workers.runtime.transcript import escape_controls
 
 log = structlog.get_logger()
@@ -91,6 +93,28 @@ class _LossyFile:
         """Flush; lines in a file are not buffered."""
         if self._descriptor is None:
             self._file.flush()
+
+
+class _LossyDescriptor(io.FileIO):
+    """A descriptor that takes what it cannot write because its disk is full."""
+
+    def write(self, data: Any) -> int:
+        """Write, if the disk has room."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not no_room(error):
+                raise
+            return len(memoryview(data).cast("B"))
+
+
+def drop_output_when_full() -> None:
+    """Drop what is printed while the disk of the log is full: a `print` in user code must not fail for that."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is getattr(sys, f"__{name}__") and not os.isatty(descriptor):
+            raw = io.BufferedWriter(_LossyDescriptor(descriptor, "wb", closefd=False))
+            text = io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
+            setattr(sys, name, text)
 
 
 @contextmanager

@@ -131,18 +131,20 @@ token_rate: Final = Gauge(
 )
 trained_completions: Final = Counter(
     "penstock_trained_completions_total",
-    "Completions in the batches of the optimizer steps, by state: valid, or why they bear no loss.",
+    "Completions of the groups that were trained or dropped, by state: valid, or why they bear no loss.",
     ("state",),
     registry=TRAIN,
 )
 completions_ratio: Final = Gauge(
     "penstock_step_completions_ratio",
-    "Completions of the last step with this state, divided by all its completions.",
+    "Completions with this state divided by all, of the last step's groups and those dropped on the way to it.",
     ("state",),
     registry=TRAIN,
 )
 valid_ratio: Final = Gauge(
-    "penstock_valid_ratio", "Valid completions of the last step divided by all its completions.", registry=TRAIN
+    "penstock_valid_ratio",
+    "Valid completions divided by all, of the last step's groups and those dropped on the way to it.",
+    registry=TRAIN,
 )
 staleness_mean: Final = Gauge(
     "penstock_staleness_mean_versions",

@@ -1,8 +1,16 @@
 """Free ports for servers that cannot choose one by themselves."""
 
+import os
 import socket
 
 from stream.errors import EngineError
+
+
+def cannot_listen(host: str, port: int, error: OSError | OverflowError) -> EngineError:
+    """Return the error of a server that cannot listen, without what asyncio repeats of the address."""
+    number = getattr(error, "errno", None) or 0
+    why = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or str(error)
+    return EngineError(f"cannot listen on {host}{f':{port}' if port else ''}: {why[:1].lower()}{why[1:]}")
 
 
 def free_port(host: str, port: int = 0) -> int:
@@ -22,4 +30,4 @@ def free_port(host: str, port: int = 0) -> int:
             probe.bind((host, port))
             return int(probe.getsockname()[1])
     except (OSError, OverflowError) as error:  # a port above 65535 is the latter
-        raise EngineError(f"cannot listen on {host}{f':{port}' if port else ''}: {error}") from error
+        raise cannot_listen(host, port, error) from error

@@ -9,13 +9,13 @@ import msgspec
 
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardBatch, RewardFunction
-from envs.rewards.call_results import CallResult
+from envs.rewards.call_results import CallResult, RowResult
 from envs.rewards.loading import CallOptions
-from envs.snapshot import thaw
+from envs.snapshot import TooLarge, thaw_and_watch
 from stream.errors import RecordError
 from stream.queue.in_flight import Activity
 from stream.records import Completion, Group
-from stream.validity import RewardReason, Unmeasured
+from stream.validity import Reward, RewardReason, Unmeasured, worst_reward
 from workers.runtime.in_flight import GroupProgress
 from workers.settings import RewardSettings, Settings
 
@@ -117,20 +117,58 @@ async def measure_completions(
     factory: EnvironmentFactory | None,
     timeout_s: float,
 ) -> CallResult:
-    """Call one function on completions, with environments restored from their snapshots if there is a factory."""
+    """Call one function on completions, with environments restored from their snapshots if there is a factory.
+
+    Completions on which the function fails because their snapshot was too large are set aside, with its worst value; a
+    call that failed for their siblings too is repeated without them.
+    """
     if factory is None:
         return await function.measure(await _build_batch(group, completions, None), timeout_s)
-    thawed = await anyio.to_thread.run_sync(_thaw_all, completions, factory)
-    readable = [i for i, state in enumerate(thawed) if not isinstance(state, Unmeasured)]
-    batch = await _build_batch(group, [completions[i] for i in readable], [thawed[i] for i in readable])
-    result = await function.measure(batch, timeout_s)
-    places = {row: i for i, row in enumerate(readable)}
-    rows = [state if isinstance(state, Unmeasured) else result.rows[places[row]] for row, state in enumerate(thawed)]
+    left, apart = list(range(len(completions))), dict[int, RowResult]()
+    while True:
+        thawed = await anyio.to_thread.run_sync(_thaw_all, [completions[i] for i in left], factory)
+        apart |= {i: state for i, state in zip(left, thawed, strict=True) if isinstance(state, Unmeasured)}
+        readable = {i: state for i, state in zip(left, thawed, strict=True) if not isinstance(state, Unmeasured)}
+        left = list(readable)
+        batch = await _build_batch(group, [completions[i] for i in left], [env for env, _ in readable.values()])
+        result = await function.measure(batch, timeout_s)
+        too_large = _too_large([limits for _, limits in readable.values()], result.rows, function)
+        apart |= {left[place]: reward for place, reward in too_large.items()}
+        siblings_failed = any(_is_raised(row) and place not in too_large for place, row in enumerate(result.rows))
+        if not (too_large and siblings_failed):
+            break
+        left = [i for i in left if i not in apart]
+    places = {row: place for place, row in enumerate(left)}
+    rows = [apart[row] if row in apart else result.rows[places[row]] for row in range(len(completions))]
     extra = {
-        column: [values[places[row]] if row in places else None for row in range(len(thawed))]
+        column: [values[places[row]] if row in places else None for row in range(len(completions))]
         for column, values in result.extra.items()
     }
     return CallResult(rows, result.metrics, extra)
+
+
+def _too_large(snapshots: Sequence[TooLarge], rows: Sequence[RowResult], function: RewardFunction) -> dict[int, Reward]:
+    """Return the rewards of failed completions whose snapshot lacks, for its size, what the function tried to read."""
+    failed = [place for place, row in enumerate(rows) if _is_raised(row)]
+    read = set[str]().union(*(snapshots[place].read for place in failed))
+    return {
+        place: worst_reward(
+            function.call_options.worst_value,
+            RewardReason.RAISED,
+            f"{function.name} reads {', '.join(sorted(names))}, which exceeds rollout.max_snapshot_bytes; raise it"
+            + (
+                ""
+                if function.call_options.worst_value is not None
+                else ", or give the function call_options = CallOptions(worst_value=...)"
+            ),
+        )
+        for place in failed
+        if (names := read & snapshots[place].omitted)
+    }
+
+
+def _is_raised(row: RowResult) -> bool:
+    return isinstance(row, Unmeasured) and row.reason is RewardReason.RAISED
 
 
 async def _build_batch(group: Group, completions: list[Completion], environments: list[object] | None) -> RewardBatch:
@@ -141,12 +179,12 @@ async def _build_batch(group: Group, completions: list[Completion], environments
     return build() if size < _LONG_GROUP_BYTES else await anyio.to_thread.run_sync(build)
 
 
-def _thaw_all(completions: list[Completion], factory: EnvironmentFactory) -> list[object]:
+def _thaw_all(completions: list[Completion], factory: EnvironmentFactory) -> list[tuple[object, TooLarge] | Unmeasured]:
     return [_thaw(completion, factory) for completion in completions]
 
 
-def _thaw(completion: Completion, factory: EnvironmentFactory) -> object:
+def _thaw(completion: Completion, factory: EnvironmentFactory) -> tuple[object, TooLarge] | Unmeasured:
     try:
-        return thaw(completion.snapshot or b"", factory)
+        return thaw_and_watch(completion.snapshot or b"", factory)
     except RecordError as error:
         return Unmeasured(RewardReason.RAISED, f"the environment's snapshot cannot be read: {error}")

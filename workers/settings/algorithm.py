@@ -1,9 +1,9 @@
 """Settings of the algorithm around the estimator and the loss."""
 
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import msgspec
-from msgspec import Meta, Struct, field
+from msgspec import Struct, field
 
 from stream.validity import TruncationReason
 from workers.settings.presets import PRESETS, Rule
@@ -16,7 +16,7 @@ from workers.settings.section import (
     Section,
 )
 
-TruncationPolicy = Literal["exclude", "keep", "zero_reward", "penalty", "baseline_only"]
+TruncationPolicy = Literal["exclude", "keep", "zero_reward", "zero_reward_in_baseline", "penalty", "baseline_only"]
 Level = Literal["none", "group", "batch"]
 MeanLevel = Literal["none", "group", "batch", "group_leave_one_out", "batch_leave_one_out"]
 Aggregation = Literal[
@@ -74,7 +74,8 @@ class Algorithm(Section, frozen=True):
     success_threshold: FiniteFloat = 1.0
     """Reward from which a completion counts as correct, for pass@k."""
     truncation: dict[TruncationReason, TruncationPolicy] = field(default_factory=dict)
-    """Treatment of truncated completions by reason; default `keep`, and `exclude` for `wall_clock`."""
+    """Treatment of truncated completions by reason; default `keep`, and `exclude` for `wall_clock`. `zero_reward`: they
+    are trained as if they had earned 0, and count in no mean or standard deviation."""
     single_sample_policy: Literal["zero", "drop", "raw"] = "zero"
     """A group with one valid completion: advantage 0, drop the group, or the raw reward as advantage."""
 
@@ -104,7 +105,7 @@ class RejectionBounds(NamedTuple):
 class Correction(Section, frozen=True):
     """`[correction]`: correct for the difference between the sampling policy and the trained policy."""
 
-    preset: Annotated[str, Meta(pattern=r"^[a-z0-9_]*$")] = ""
+    preset: str = ""
     """A published combination of the keys below (`penstock algorithms` lists them); leave the others out then."""
     weights: Literal["none", "token", "sequence", "token-normalized", "sequence-normalized"] = "token"
     """Importance weights trainer / engine, for each token or for the whole completion; `-normalized` divides them by

@@ -19,7 +19,7 @@ class Engine(Section, frozen=True):
     count: PositiveInt = 1
     """Number of engines to start."""
     devices: tuple[str, ...] = ()
-    """GPUs of each started engine, as in CUDA_VISIBLE_DEVICES: `["1", "2,3"]`. Empty: all."""
+    """GPUs of each started vLLM, as in CUDA_VISIBLE_DEVICES: `["1", "2,3"]`. Empty: all."""
     start_timeout_s: Seconds = 900.0
     """Time for a started engine to load its model and listen: half a minute for vLLM, minutes for large models."""
     python: str = ""

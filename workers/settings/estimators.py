@@ -21,6 +21,8 @@ Center = Literal["completions", "tokens"]
 class Grpo(EstimatorChoice, frozen=True, tag="grpo"):
     """GRPO: reward minus the mean of the group."""
 
+    affine: ClassVar[bool] = True
+
     normalize_std: bool = True
     """Divide by the group's standard deviation."""
     leave_one_out: bool = False
@@ -32,15 +34,20 @@ class Grpo(EstimatorChoice, frozen=True, tag="grpo"):
 class DrGrpo(EstimatorChoice, frozen=True, tag="dr_grpo"):
     """Dr. GRPO: GRPO without the standard deviation; use it with aggregation `seq-mean-token-sum-norm`."""
 
+    affine: ClassVar[bool] = True
+
 
 class Rloo(EstimatorChoice, frozen=True, tag="rloo"):
     """RLOO: reward minus the mean of the other completions."""
+
+    affine: ClassVar[bool] = True
 
 
 class ReinforcePlusPlus(EstimatorChoice, frozen=True, tag="reinforce_plus_plus"):
     """REINFORCE++: discounted reward-to-go of each token, whitened over the batch."""
 
     within_group: ClassVar[bool] = False
+    compares_group: ClassVar[bool] = False
     per_token: ClassVar[bool] = True
     opt_out: ClassVar[str] = "one baseline for all prompts, so completions of hard prompts are below it on average"
 
@@ -56,6 +63,7 @@ class ReinforcePlusPlus(EstimatorChoice, frozen=True, tag="reinforce_plus_plus")
 class ReinforcePlusPlusBaseline(EstimatorChoice, frozen=True, tag="reinforce_plus_plus_baseline"):
     """REINFORCE++ baseline: reward minus the mean of the group, whitened over the batch's tokens."""
 
+    affine: ClassVar[bool] = True
     within_group: ClassVar[bool] = False
 
     center: Center = "completions"
@@ -67,6 +75,7 @@ class Gae(EstimatorChoice, frozen=True, tag="gae"):
     """Generalized advantage estimation, with a value head that is trained on the policy's last hidden states."""
 
     within_group: ClassVar[bool] = False
+    compares_group: ClassVar[bool] = False
     per_token: ClassVar[bool] = True
     opt_out: ClassVar[str] = (
         "until the critic knows how hard each prompt is, hard prompts are below its value on average"
@@ -101,12 +110,14 @@ class Remax(EstimatorChoice, frozen=True, tag="remax"):
 class Opo(EstimatorChoice, frozen=True, tag="opo"):
     """OPO: reward minus the length-weighted mean of the group."""
 
+    affine: ClassVar[bool] = True
     opt_out: ClassVar[str] = "a baseline weighted by length, above the mean if long completions are the better ones"
 
 
 class Gpg(EstimatorChoice, frozen=True, tag="gpg"):
     """GPG: reward minus the mean of the group, scaled up by the fraction of the batch whose reward is not 0."""
 
+    affine: ClassVar[bool] = True
     within_group: ClassVar[bool] = False
 
     f_norm: PositiveFloat = 1.0
@@ -168,6 +179,8 @@ class TirOptimalTokenBaseline(EstimatorChoice, frozen=True, tag="tir_optimal_tok
 
 class MaxRl(EstimatorChoice, frozen=True, tag="max_rl"):
     """MaxRL: reward minus the mean of the group, divided by that mean. Hard prompts weigh more; rewards are >= 0."""
+
+    affine: ClassVar[bool] = True
 
     epsilon: PositiveFloat = 1e-6
     """Added to the mean."""

@@ -2,13 +2,17 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
 from workers.settings.section import Fraction, LeaseSeconds, NonNegativeInt, PositiveInt, Seconds, Section
+
+RUN_NAME: Final = "letters, digits, '.', '_' and '-', and a letter or a digit at the beginning"
+"""What a run's name consists of."""
+_STORAGE_URL: Final = "a URL with its scheme, such as s3://BUCKET/PREFIX"
 
 
 def name_from(text: str) -> str:
@@ -19,7 +23,7 @@ def name_from(text: str) -> str:
 class Run(Section, frozen=True):
     """`[run]`: name, folder and server of the run."""
 
-    name: Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?\Z")] = ""
+    name: Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?\Z", description=RUN_NAME)] = ""
     """Name of the run; prefix of all its Redis keys, in braces. Empty: the name of `folder`; without a folder, every
     `penstock run` starts a new run, named after file and time. Roles that are started one by one need a name."""
     folder: str = ""
@@ -38,7 +42,7 @@ class Run(Section, frozen=True):
     """`HOST` or `HOST:PORT` by which other machines reach this process. Engines download weights from the trainer
     (`weights.transport = "http"`, at this port, else at a free one). Environment servers request turns from a rollout
     worker."""
-    metrics_address: Annotated[str, Meta(pattern=r"^(.+:[0-9]{1,5})?\Z")] = ""
+    metrics_address: Annotated[str, Meta(pattern=r"^(.+:[0-9]{1,5})?\Z", description="HOST:PORT")] = ""
     """`HOST:PORT` at which each process serves `/metrics` for Prometheus, `/health` and `/ready`, without a password;
     empty: it serves none. With `penstock run` the supervisor has this port and its processes the next ones, which
     `/targets` lists. Port 0: any free port, named in each log."""
@@ -112,7 +116,7 @@ class Archive(Section, frozen=True):
 class Storage(Section, frozen=True):
     """`[storage]`: a copy of checkpoints, ledger and archive, from which a run is restored whose folder was lost."""
 
-    url: Annotated[str, Meta(pattern=r"^([a-z0-9]+://.+)?\Z")] = ""
+    url: Annotated[str, Meta(pattern=r"^([a-z0-9]+://.+)?\Z", description=_STORAGE_URL)] = ""
     """Object storage: `s3://BUCKET/PREFIX`, `gs://..`, `az://..`, or a folder `file:///PATH`. The trainer copies each
     checkpoint below `URL/NAME` while training continues. Credentials come from the environment. Empty: no copy."""
 

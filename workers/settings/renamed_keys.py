@@ -22,7 +22,6 @@ RENAMED_KEYS: Final[dict[str, str]] = {
     "rollout.logit_bias": "rollout.sampling = { logit_bias = ... }",
     "rollout.restricted": "",
     "rollout.wall_clock_s": "rollout.episode_timeout_s",
-    "rollout.max_snapshot_bytes": "",
     "rollout.reset_timeout_s": "rollout.call_timeout_s",
     "rollout.tool_timeout_s": "rollout.call_timeout_s",
     "rollout.reward_timeout_s": "rollout.call_timeout_s",

@@ -49,10 +49,13 @@ class Rollout(Section, frozen=True):
     max_tool_calls: PositiveInt = 32
     """Tool calls in one episode; at most half as many, or one, may fail or be malformed."""
     episode_timeout_s: Seconds = 600.0
-    """Deadline of one episode, resets and tools included."""
+    """Deadline of an episode's turns, without its tools (`wall_clock`), and again of its tools (`tool_time`)."""
     call_timeout_s: Seconds = 30.0
     """Deadline of one call of user code: `reset`, a tool, `get_reward`, a reward function without a `timeout_s`. Past
     it the completion is invalid; after a tool's timeout the model reads it, and the episode continues."""
+    max_snapshot_bytes: PositiveInt = 1_000_000
+    """Size of an environment's snapshot; its largest attributes are omitted beyond it. A reward function that reads an
+    omitted one fails for that completion alone."""
     save_partial_groups: bool = False
     """Store finished completions of an unfinished group in Redis. If the worker dies, the next one plays only the
     missing completions. For long episodes; costs server memory."""

@@ -52,12 +52,16 @@ class Choice(Section, frozen=True, tag_field="name"):
 
 
 class EstimatorChoice(Choice, frozen=True):
-    """Facts about an estimator that the cross-checks need. Its registration declares the same; a test compares them."""
+    """Facts about an estimator that checks need. Where its registration declares the same, a test compares them."""
 
     within_group: ClassVar[bool] = True
     """It compares a completion only with the other completions of its group."""
+    compares_group: ClassVar[bool] = True
+    """A completion's baseline is, or contains, what other completions of its group earned."""
     per_token: ClassVar[bool] = False
     """Each token has its own advantage."""
+    affine: ClassVar[bool] = False
+    """Within a group, advantages lie on a straight line over the rewards."""
     opt_out: ClassVar[str] = ""
     """Why a policy may gain by being invalid from its first token on; empty if the average valid completion has no
     negative advantage there."""

@@ -117,6 +117,14 @@ class Settings(Section, frozen=True, kw_only=True):
         return self.filter.zero_variance and self.estimator.within_group
 
     @property
+    def divides_by_group_std(self) -> bool:
+        """Advantages are in units of the standard deviation of their group."""
+        algorithm = self.algorithm
+        if isinstance(self.estimator, Grpo) and self.estimator.normalize_std:
+            return True
+        return "group" in (algorithm.reward_normalization[1], algorithm.advantage_normalization[1])
+
+    @property
     def aggregation(self) -> str:
         """Name of the loss aggregation, `auto` resolved."""
         chosen = self.algorithm.aggregation

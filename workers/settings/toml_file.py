@@ -3,12 +3,13 @@
 The supervisor writes the resolved settings to the run's folder, so `penstock run runs/NAME/run.toml` resumes the run.
 """
 
+import functools
 import re
 import tomllib
 from datetime import date, datetime, time
 from enum import EnumType
 from pathlib import Path
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import tomli_w
@@ -172,6 +173,9 @@ def _explain(message: str, table: dict[str, Any]) -> str:
     if len(kinds := sections().get(section, [])) > 1 and ("Invalid value" in text or "missing" in text):
         names = ", ".join(str(kind.__struct_config__.tag) for kind in kinds)
         return f"{section}.name: {text[:1].lower()}{text[1:]}; use one of {names}"
+    if "matching regex" in text:
+        value = functools.reduce(lambda table, key: table.get(key, {}), path.split("."), table)
+        return f"{path}: {value!r} is refused: write {_text_form(path)}"
     return f"{path or 'settings'}: {text[:1].lower()}{text[1:]}{_value_hint(text, path)}"
 
 
@@ -184,6 +188,13 @@ def _value_hint(text: str, path: str) -> str:
     return '; write a list, as in ["..."]' if text.startswith("Expected `array`, got `str`") else ""
 
 
+def _text_form(path: str) -> str:
+    """Return in words what the text of a key looks like: the description beside its pattern."""
+    section, _, key = path.partition(".")
+    accepted = get_type_hints(sections()[section][0], include_extras=True)[key]
+    return str(next(meta.description for meta in accepted.__metadata__ if isinstance(meta, msgspec.Meta)))
+
+
 def _allowed_values(path: str) -> str:
     """Return the words that a key accepts, if it accepts only words; of a table, its keys or values."""
     section, _, key = re.sub(r"\[.*?\]", "", path).partition(".")
@@ -192,6 +203,8 @@ def _allowed_values(path: str) -> str:
         if get_origin(accepted) is dict:
             accepted = get_args(accepted)["[...]" in path]
         words = tuple(map(str, accepted)) if isinstance(accepted, EnumType) else get_args(accepted)
+        if len(words) == 2 and get_origin(words[0]) is Literal and words[1] is int:
+            return f"; use {', '.join(map(repr, get_args(words[0])))} or an integer"
         if words and all(isinstance(word, str) for word in words):
             return "; use one of " + ", ".join(repr(word) for word in words)
     return ""

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from stream.durable import fsync_path, remove_folder
+from stream.durable import fsync_path, remove_folder, write_file_atomically
 from stream.errors import DamagedObjectError, StorageError
 from workers.storage.bucket import Bucket
 from workers.storage.snapshot import Part, Snapshot, hash_bytes
@@ -40,7 +40,7 @@ def download_snapshot(bucket: Bucket, snapshot: Snapshot, folder: Path) -> int:
         if not name.startswith(f"{_CHECKPOINTS}/"):
             _move(staging / name, folder / name)
     note = msgspec.json.encode({"url": bucket.url, "step": snapshot.step})
-    (folder / RESTORED).write_bytes(note + b"\n")
+    write_file_atomically(folder / RESTORED, note + b"\n")
     for checkpoint in sorted((staging / _CHECKPOINTS).glob("*")):
         _move(checkpoint, folder / _CHECKPOINTS / checkpoint.name)
     return sum(part.size for parts in snapshot.files.values() for part in parts)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from stream.disk_space import persist
+from stream.durable import append_all
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
 
 
@@ -47,8 +49,13 @@ class MetricsLog:
         self._subscribers.append(receive)
 
     def append(self, metrics: Mapping[str, float | int]) -> None:
-        """Write one line."""
-        with hold_optional(self._folder_lock), self._path.open("ab") as file:
-            file.write(msgspec.json.encode(metrics) + b"\n")
+        """Write one line. While the disk is full, this waits for room."""
+        line = msgspec.json.encode(metrics) + b"\n"
+
+        def write() -> None:
+            with hold_optional(self._folder_lock), self._path.open("ab", buffering=0) as file:
+                append_all(file, line)
+
+        persist(self._path, write)
         for receive in self._subscribers:
             receive(metrics)

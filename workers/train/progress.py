@@ -10,7 +10,7 @@ from stream.validity import Measured
 
 
 class GroupTotals(Struct, kw_only=True):
-    """Sums over all groups that were trained or dropped, without greedy completions."""
+    """Sums over all groups that were trained or dropped; without greedy completions unless it says so."""
 
     groups: int = 0
     compared: int = 0
@@ -20,8 +20,14 @@ class GroupTotals(Struct, kw_only=True):
     tied_min: float | None = None
     tied_max: float | None = None
     """Smallest and largest reward of these groups."""
+    compared_prompts: int = 0
+    """Groups with two or more completions from which something was sampled, greedy ones included."""
+    different_prompts: int = 0
+    """Of those, groups whose completions did not all begin with the same prompt, as it was rendered."""
     completions: int = 0
     truncated: int = 0
+    truncated_by: dict[str, int] = field(default_factory=dict)
+    """Truncated completions by `TruncationReason`."""
     tool_calls: int = 0
     tool_errors: int = 0
     reward_sum: float = 0.0
@@ -34,8 +40,13 @@ class GroupTotals(Struct, kw_only=True):
         """Count one group."""
         completions = [completion for completion in group.completions if not completion.greedy]
         self.groups += 1
+        prompts = [completion.rows[0].prompt_ids for completion in group.completions if completion.rows]
+        self.compared_prompts += len(prompts) > 1
+        self.different_prompts += any(prompt != prompts[0] for prompt in prompts)
         self.completions += len(completions)
-        self.truncated += sum(completion.truncated is not None for completion in completions)
+        for reason in [completion.truncated for completion in completions if completion.truncated is not None]:
+            self.truncated += 1
+            self.truncated_by[reason] = self.truncated_by.get(reason, 0) + 1
         self.tool_calls += sum(completion.tool_calls for completion in completions)
         self.tool_errors += sum(completion.tool_errors for completion in completions)
         rewards = [c.reward.value for c in completions if c.failure is None and isinstance(c.reward, Measured)]
@@ -68,6 +79,8 @@ class Progress(Struct, kw_only=True):
     """Length of the ledger whose groups the weights contain; a resumed run cuts the rest."""
     ledger_digest: str = ""
     """Digest of that part of the ledger, so that an altered one is refused; empty in earlier releases."""
+    resumed: list[tuple[int, int]] = field(default_factory=list)
+    """Step and version of each checkpoint that the run was resumed from."""
     metrics_bytes: int = 0
     """Length of the metrics file up to this step; a resumed run cuts the rest."""
     groups: int = 0

@@ -19,23 +19,23 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from stream.errors import RunFailedError
+from stream.errors import EngineUnavailableError, RunFailedError
 from stream.records import Group
 from stream.trainer.leased_group import LeasedGroup
 from stream.trainer.resume_point import ResumePoint
-from stream.validity import DropReason
 from workers.runtime.metrics import count_publication
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.evaluation.scheduler import EvaluationScheduler
 from workers.train.groups.collector import CollectedBatch, Collector
+from workers.train.groups.group_checker import DroppedGroups
 from workers.train.metrics_log import MetricsLog
 from workers.train.progress import Progress
 from workers.train.publishing.policy_versions import PolicyVersions
 from workers.train.step.collation import merge_batches
-from workers.train.step.group_checks import CheckedGroup, GroupRewards
+from workers.train.step.group_checks import CheckedGroup
 from workers.train.step.learner import Learner
-from workers.train.step.metrics import StepReport
+from workers.train.step.metrics import StepReport, add_dropped
 
 log = structlog.get_logger()
 
@@ -148,11 +148,11 @@ class Trainer:
         """Train on one batch and commit its groups. Returns the metrics of the step."""
         leased, version = self._consumer.pop(batch.prompt_ids), self._consumer.version
         groups = [each.group for each in leased]
-        dropped, filtered = self._collector.pop_dropped()
+        dropped = self._collector.pop_dropped()
         async with anyio.create_task_group() as tasks:
             if batch.has_more and self._progress.step + 1 != self._settings.max_steps:
                 tasks.start_soon(self._collector.prefetch)
-            report = await anyio.to_thread.run_sync(_train_step, self._learner, leased, version, dropped, filtered)
+            report = await anyio.to_thread.run_sync(_train_step, self._learner, leased, version, dropped)
             tasks.cancel_scope.cancel()
         reasons = _drop_reasons(report, leased)
         self._progress.count_step(report.metrics, len(leased) - len(reasons), time.monotonic() - started)
@@ -164,7 +164,7 @@ class Trainer:
         await self._evaluation.end_if_complete()
         elapsed = time.monotonic() - started
         metrics = {
-            **report.metrics,
+            **add_dropped(report.metrics, dropped.counters),
             **self._evaluation.pop_metrics(),
             **attempt_metrics(groups),
             **batch.metrics,
@@ -196,7 +196,14 @@ class Trainer:
         async def finish() -> None:
             await self._evaluation.wait_until_sampled()
             started = time.monotonic()
-            await self._policy_versions.publish(version, write, step, metrics)
+            try:
+                await self._policy_versions.publish(version, write, step, metrics)
+            except EngineUnavailableError as error:
+                if not self._is_stopping:
+                    raise
+                log.warning("policy.not_published", version=version, why=str(error))  # the next start publishes it
+                self._published.set()
+                return
             elapsed = copied_s + time.monotonic() - started
             count_publication(version, elapsed)
             self._publication = {"publish/time": time.time(), "publish/seconds": elapsed}
@@ -241,11 +248,10 @@ def _train_step(
     learner: Learner,
     leased: Sequence[LeasedGroup[CheckedGroup]],
     version: int,
-    dropped: Mapping[DropReason, int],
-    filtered: Sequence[GroupRewards],
+    dropped: DroppedGroups,
 ) -> StepReport:
     batch = merge_batches([each.checked.batch for each in leased])
-    return learner.step(batch, version, filtered=filtered, dropped=dropped)
+    return learner.step(batch, version, filtered=dropped.rewards, dropped=dropped.reasons)
 
 
 def _drop_reasons(report: StepReport, leased: Sequence[LeasedGroup[Any]]) -> dict[str, str]:

@@ -1,15 +1,17 @@
 """Warnings while a run goes wrong: each rule is a function of the last groups, or of the metrics of steps.
 
-===================  ==========================================================================================
-`constant_rewards`   all rewards equal within every group of a window (4 x `train.batch_size` groups)
-`all_truncated`      every completion cut off, over a batch of groups
-`tool_errors`        more than half of the tool calls failed, over a window with 20 or more calls
-`entropy_collapse`   mean entropy of 5 steps below a tenth of that of the run's first 5 steps
-`too_stale`          mean staleness above `pacing.max_staleness` + 1, in 3 steps in a row
-`ratio_out_of_range` mean ratio outside [0.8, 1.25], or off-policy KL above 0.1, in 3 steps in a row
-`kl_growth`          reference KL above 0.5, and rising faster and faster over three blocks of 5 steps
-`reward_part_falls`  the mean reward of 5 steps is above that of the first 5, and one of its parts less than half
-===================  ==========================================================================================
+=====================  ========================================================================================
+`constant_rewards`     all rewards equal within every group of a window (4 x `train.batch_size` groups)
+`all_truncated`        every completion cut off, over a batch of groups
+`different_tasks`      completions of one group began with different prompts, in a tenth of a window of groups
+`tool_errors`          more than half of the tool calls failed, over a window with 20 or more calls
+`entropy_collapse`     mean entropy of 5 steps below a tenth of that of the run's first 5 steps
+`too_stale`            mean staleness above `pacing.max_staleness` + 1, in 3 steps in a row
+`ratio_out_of_range`   mean ratio outside [0.8, 1.25], or off-policy KL above 0.1, in 3 steps in a row
+`kl_growth`            reference KL above 0.5, and rising faster and faster over three blocks of 5 steps
+`reward_part_falls`    the mean reward of 5 steps is above that of the first 5, and one of its parts less than half
+`invalid_share_rises`  of an environment's completions ever more are invalid, while the reward of the others rises
+=====================  ========================================================================================
 
 A rule warns when its condition becomes true, and again only after the condition has been false.
 """
@@ -26,13 +28,17 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from stream.durable import append_all
 from stream.records import Group
+from stream.validity import TruncationReason
 from workers.settings import Settings
+from workers.train.invalid_share import InvalidShares
 from workers.train.progress import GroupTotals
 
 log = structlog.get_logger()
 
 WARNINGS_FILE: Final = "warnings.jsonl"
+INVALID_SHARE_RISES: Final = "invalid_share_rises"
 BLOCK: Final = 5
 """Steps that are averaged."""
 IN_A_ROW: Final = 3
@@ -41,12 +47,25 @@ MIN_TOOL_CALLS: Final = 20
 MIN_TRUNCATED: Final = 8
 """Completions that `all_truncated` needs."""
 MAX_ERROR_FRACTION: Final = 0.5
+MIN_COMPARED_PROMPTS: Final = 4
+"""Groups that `different_tasks` needs."""
+MAX_DIFFERENT_FRACTION: Final = 0.1
+"""Of groups: a template that writes the time changes a prompt now and then."""
 ENTROPY_FRACTION: Final = 0.1
 RATIO_RANGE: Final = (0.8, 1.25)
 MAX_OFF_POLICY_KL: Final = 0.1
 MIN_REFERENCE_KL: Final = 0.5
 MIN_FALL_FRACTION: Final = 0.1
 """Of the rise of the reward: what a part must at least have lost, so that a rare part's noise is no warning."""
+_LIMITS: Final = {
+    TruncationReason.LENGTH: "rollout.max_tokens_per_turn and rollout.max_tokens",
+    TruncationReason.CONTEXT: "engine.max_model_len",
+    TruncationReason.MAX_TURNS: "rollout.max_turns",
+    TruncationReason.TOOL_CALLS: "rollout.max_tool_calls",
+    TruncationReason.TOOL_ERRORS: "the tools' error messages, of which rollout.max_tool_calls allows half as many",
+    TruncationReason.WALL_CLOCK: "rollout.episode_timeout_s, and what takes so long (`penstock inflight`)",
+}
+"""What cuts a completion off, by reason."""
 _BLOCKS: Final = 3
 _PART, _MEAN = "reward/part/", "/mean"
 
@@ -76,8 +95,8 @@ def write_warnings(folder: Path, warnings: Sequence[TrainingWarning]) -> None:
     """
     for warning in warnings:
         log.warning("training.warning", rule=warning.name, step=warning.step, why=warning.text)
-    with suppress(OSError), (folder / WARNINGS_FILE).open("ab") as file:
-        file.write(b"".join(msgspec.json.encode(warning) + b"\n" for warning in warnings))
+    with suppress(OSError), (folder / WARNINGS_FILE).open("ab", buffering=0) as file:
+        append_all(file, *(msgspec.json.encode(warning) + b"\n" for warning in warnings))
 
 
 def warnings_size(folder: Path) -> int:
@@ -119,9 +138,10 @@ class TrainingWarnings:
         self._groups: deque[GroupTotals] = deque(maxlen=settings.abort_window_groups)
         self._first: list[Metrics] = []
         self._last: deque[Metrics] = deque(maxlen=_BLOCKS * BLOCK)
+        self._invalid_shares = InvalidShares(settings)
         self._active: set[str] = set()
         self._quiet: Counter[str] = Counter()
-        """Groups since a rule for groups last held; an episode of trouble ends when it has not held for a window."""
+        """How often a rule was applied since it last held, where an episode of trouble does not end at once."""
         self._pending: list[TrainingWarning] = []
 
     def observe_group(self, group: Group) -> None:
@@ -129,11 +149,10 @@ class TrainingWarnings:
         totals = GroupTotals()
         totals.add(group)
         self._groups.append(totals)
+        self._invalid_shares.add(group)
         for name, rule in GROUP_RULES.items():
             text = rule(self._groups, self._settings)
-            self._quiet[name] = 0 if text else self._quiet[name] + 1
-            if text or self._quiet[name] >= self._settings.abort_window_groups:
-                self._update(name, text)
+            self._update_calmly(name, text, self._settings.abort_window_groups)
 
     def observe_step(self, step: int, metrics: Metrics) -> None:
         """Apply the rules for steps to one more step."""
@@ -143,17 +162,27 @@ class TrainingWarnings:
         self._last.append(metrics)
         for name, rule in STEP_RULES.items():
             self._update(name, rule(self._first, self._last, self._settings))
+        for environment, text in self._invalid_shares.texts().items():
+            self._update_calmly(INVALID_SHARE_RISES, text, BLOCK, environment)
 
     def pop(self) -> list[TrainingWarning]:
         """Return the warnings since the previous call."""
         pending, self._pending = self._pending, []
         return pending
 
-    def _update(self, name: str, text: str) -> None:
+    def _update_calmly(self, name: str, text: str, patience: int, subject: str = "") -> None:
+        """Apply a rule whose episode of trouble ends when it has not held `patience` times in a row."""
+        key = f"{name} {subject}"
+        self._quiet[key] = 0 if text else self._quiet[key] + 1
+        if text or self._quiet[key] >= patience:
+            self._update(name, text, subject)
+
+    def _update(self, name: str, text: str, subject: str = "") -> None:
+        key = f"{name} {subject}"
         if not text:
-            self._active.discard(name)
-        elif name not in self._active:
-            self._active.add(name)
+            self._active.discard(key)
+        elif key not in self._active:
+            self._active.add(key)
             self._pending.append(TrainingWarning(name=name, text=text, step=self._step, time=time.time()))
 
 
@@ -178,9 +207,29 @@ def all_truncated(groups: Sequence[GroupTotals], settings: Settings) -> str:
         return ""
     if sum(group.truncated for group in recent) < completions:
         return ""
+    reasons: Counter[str] = Counter()
+    for group in recent:
+        reasons.update(group.truncated_by)
+    shown = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+    limits = "; ".join(_LIMITS[TruncationReason(reason)] for reason, _ in reasons.most_common())
     return (
-        f"all of the last {completions} completions were cut off: look at rollout.max_tokens, "
-        "rollout.max_tokens_per_turn, rollout.max_turns and engine.max_model_len"
+        f"all of the last {completions} completions were cut off ({shown}): see whether they would have ended "
+        f"(`penstock show --end truncated`), and look at {limits}"
+    )
+
+
+def different_tasks(groups: Sequence[GroupTotals], settings: Settings) -> str:
+    """Completions of one group began with different prompts, so they did not get the same task."""
+    compared = sum(group.compared_prompts for group in groups)
+    different = sum(group.different_prompts for group in groups)
+    if not settings.estimator.compares_group or compared < max(MIN_COMPARED_PROMPTS, settings.train.batch_size):
+        return ""
+    if different <= MAX_DIFFERENT_FRACTION * compared:
+        return ""
+    return (
+        f"in {different} of the last {compared} groups the completions began with different prompts, so the luck of "
+        "the draw is taken for skill: a group compares completions of one task. Look at reset, which must draw the "
+        "task from `seed` (`penstock check REF`), and at one group (`penstock show RUN --prompt ID`)"
     )
 
 
@@ -258,14 +307,14 @@ def reward_part_falls(first: Sequence[Metrics], last: Sequence[Metrics], setting
     """The reward rises at the expense of one of its parts: the policy may have found a way to earn the wrong one."""
     recent = list(last)[-BLOCK:]
     rise = _change(first, recent, "reward/mean")
-    names = [name for name in (recent[-1] if recent else {}) if name.startswith(_PART) and name.endswith(_MEAN)]
-    changes = {name: change for name in names if (change := _change(first, recent, name))}
-    if rise is None or rise.size <= 0 or not changes:
+    names = {name for step in (*first, *recent) for name in step if name.startswith(_PART) and name.endswith(_MEAN)}
+    changes = {name: change for name in sorted(names) if (change := _part_change(first, recent, name))}
+    if rise is None or rise.size <= 0:
         return ""
-    fallen = min(changes, key=lambda name: changes[name].size)
-    before, now = changes[fallen]
-    if before <= 0 or now >= before / 2 or before - now < MIN_FALL_FRACTION * rise.size:
+    losses = [name for name in changes if _fell(changes[name], rise) or _vanished(first, recent, name)]
+    if not losses:
         return ""
+    fallen = min(losses, key=lambda name: changes[name].size)
     risen = max(changes, key=lambda name: changes[name].size)
     return (
         f"the mean reward rose {rise}, while its part {_part(fallen)} fell {changes[fallen]} and {_part(risen)} rose "
@@ -292,6 +341,24 @@ def _change(first: Sequence[Metrics], recent: Sequence[Metrics], name: str) -> _
     return None if before is None or now is None else _Change(before, now)
 
 
+def _part_change(first: Sequence[Metrics], recent: Sequence[Metrics], name: str) -> _Change | None:
+    """Return how far the mean of a part has moved; a part that no completion has any more is 0 now."""
+    before = _block_mean(first, name)
+    if before is not None and all(_value(step, name) is None for step in recent):
+        return _Change(before, 0.0)
+    return _change(first, recent, name)
+
+
+def _fell(part: _Change, rise: _Change) -> bool:
+    """Return whether a part lost more than half, and that is not little beside the rise of the reward."""
+    return part.before > 0 and part.now < part.before / 2 and -part.size >= MIN_FALL_FRACTION * rise.size
+
+
+def _vanished(first: Sequence[Metrics], recent: Sequence[Metrics], name: str) -> bool:
+    """Return whether a part was earned in each of the first steps and in none of the last, however little it is."""
+    return all((_value(step, name) or 0) > 0 for step in first) and all(not _value(step, name) for step in recent)
+
+
 def _part(metric: str) -> str:
     return metric.removeprefix(_PART).removesuffix(_MEAN)
 
@@ -299,6 +366,7 @@ def _part(metric: str) -> str:
 GROUP_RULES: Final[dict[str, GroupRule]] = {
     "constant_rewards": constant_rewards,
     "all_truncated": all_truncated,
+    "different_tasks": different_tasks,
     "tool_errors": tool_errors,
 }
 STEP_RULES: Final[dict[str, StepRule]] = {

@@ -8,6 +8,7 @@
     end       release the trainer lease, so that a successor need not wait for it to expire
 """
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -48,6 +49,7 @@ from workers.train.step.group_checks import CheckedGroup
 from workers.train.step.learner import Learner
 from workers.train.tracking.tracker_thread import import_early, open_trackers
 from workers.train.trainer import Trainer
+from workers.train.training_warnings import TrainingWarning, write_warnings
 
 log = structlog.get_logger()
 
@@ -85,7 +87,7 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
         )
     discovery = await EngineDiscovery.from_settings(settings.engine, context.connection)
     async with (
-        open_publisher(settings, discovery) as publisher,
+        open_publisher(settings, discovery, context.stopping) as publisher,
         anyio.create_task_group() as tasks,
         open_trainer_lease(context.connection, settings.folder, settings.queue.lease_s) as (trainer_lease, folder_lock),
     ):
@@ -155,6 +157,8 @@ async def _open_consumer(
         ledger_digest=progress.ledger_digest,
         version=progress.version,
         step=progress.step,
+        groups=progress.groups if progress.step else -1,
+        resumed=tuple(progress.resumed),
         is_newest=not files.checkpoints.damaged,
         is_restored=await anyio.Path(restored).exists(),
     )
@@ -166,6 +170,8 @@ async def _open_consumer(
             archive=files.archive,
         ) as consumer:
             await anyio.to_thread.run_sync(files.cut_logs)
+            if text := consumer.ledger.rebuilt_text:
+                await anyio.to_thread.run_sync(_warn_of_rebuilt, context.settings.folder, text, progress.step)
             await anyio.to_thread.run_sync(partial(restored.unlink, missing_ok=True))
             yield consumer
     finally:
@@ -209,6 +215,7 @@ def _open_files(
     if checkpoint is not None:
         checkpoint.restore(learner)
         progress = checkpoint.progress
+        progress.resumed = [*progress.resumed, (progress.step, progress.version)]
     evaluation_log = None
     if settings.eval.source:
         evaluation_log = EvaluationLog(settings.folder, progress.step, folder_lock, cut=False)
@@ -220,6 +227,11 @@ def _open_files(
         evaluation_log=evaluation_log,
         archive=_open_archive(settings, folder_lock),
     )
+
+
+def _warn_of_rebuilt(folder: Path, text: str, step: int) -> None:
+    """Have `penstock run` print what was rebuilt."""
+    write_warnings(folder, [TrainingWarning(name="ledger_rebuilt", text=text, step=step, time=time.time())])
 
 
 def _open_archive(settings: Settings, folder_lock: RunFolderLock | None) -> Archive | None:

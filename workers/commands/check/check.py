@@ -1,6 +1,8 @@
 """The command `penstock check`: check a reference, print the report, and return an exit code."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from typing import Any, Final
 
@@ -51,7 +53,8 @@ def check_reference(
     """
     row, given = parse_pairs(fields, "--field"), parse_pairs(args, "--args")
     configure_logging("check")
-    report = run_in_daemon_thread(partial(_check, ref, row, given, environment, turns))
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # user code may print
+        report = run_in_daemon_thread(partial(_check, ref, row, given, environment, turns))
     if as_json:
         encoded = msgspec.json.encode(report, enc_hook=str)
         click.echo(msgspec.json.format(encoded, indent=2).decode())

@@ -27,6 +27,7 @@ from workers.commands.check.check_report import LOAD_TIMEOUT_S, EnvironmentRepor
 from workers.commands.check.episode_check import EpisodeCheck, check_own_loop
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.run.preflight.task_check import compare_tasks
 from workers.settings import Rollout
 
 _COMPARE_TIMEOUT_S = 30.0
@@ -78,6 +79,8 @@ async def check_environment(
             await slot.close()
     if was_reset:
         await _compare_two_episodes(report, factory, caller, limits)
+        report.warnings += await compare_tasks(factory, report.fields, 0, caller, limits.call_timeout_s)
+    _inspect_reward(report)
     _inspect_class(report, factory)
     if warning := await anyio.to_thread.run_sync(missing_sandbox, factory.environment_class, args):
         report.warnings.append(warning)
@@ -148,6 +151,22 @@ def _compare_instances(one: object, other: object) -> Iterable[str]:
     if hasattr(type(one), "__copy__") and copy.copy(one) is one:
         warnings.append("__copy__ returns the environment itself instead of a copy")
     return warnings
+
+
+def _inspect_reward(report: EnvironmentReport) -> None:
+    """Report a reward that was not measured; an error if no other episode would be measured either."""
+    if not isinstance(report.reward, Unmeasured):
+        return
+    text = f"{report.reward.reason} {report.reward.detail}".rstrip()
+    always_raises = all(
+        isinstance(reward, Unmeasured) and reward.reason is RewardReason.RAISED
+        for reward in (report.reward, report.no_step_reward)
+    )
+    reasons = {part.reward.reason for part in report.parts if isinstance(part.reward, Unmeasured)}
+    if RewardReason.NOT_NUMERIC in reasons or always_raises:
+        report.errors.append(f"get_reward measures nothing ({text}), so every completion would be invalid")
+    else:
+        report.warnings.append(f"get_reward measured nothing in this episode ({text}); such completions are invalid")
 
 
 def _inspect_class(report: EnvironmentReport, factory: EnvironmentFactory) -> None:

@@ -15,12 +15,11 @@ from envs.tools import ToolSpec
 from envs.tools.examples import example_arguments
 from stream.errors import EnvironmentFailure, PenstockError
 from stream.records import Failure, Prompt
-from stream.validity import Measured
 from workers.commands.check.check_report import EnvironmentReport, ToolTrial, TurnTrial
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
+from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.parsed_turn import ToolCall
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
@@ -46,7 +45,7 @@ class EpisodeCheck:
         self, report: EnvironmentReport, factory: EnvironmentFactory, slot: EnvironmentSlot, limits: Rollout
     ) -> None:
         self._report, self._factory, self._slot = report, factory, slot
-        self._timeout_s = limits.call_timeout_s
+        self._timeout_s, self._max_snapshot_bytes = limits.call_timeout_s, limits.max_snapshot_bytes
         self._specs = {spec.name: spec for spec in factory.tools}
         self._is_over = False
 
@@ -55,9 +54,13 @@ class EpisodeCheck:
         report, slot = self._report, self._slot
         observation = await slot.reset(report.fields, seed=0, index=0, timeout_s=self._timeout_s)
         if isinstance(observation, Failure):
-            report.errors.append(
-                f"{observation.detail}; reset gets the row's fields: give them with --field name=value"
-            )
+            remedy = "reset gets the row's fields: give them with --field name=value"
+            if "'prompt'" in observation.detail:
+                remedy = (
+                    "the column with the prompt is what the model reads: a run gives it to reset, too, with "
+                    'data.columns = { prompt = "prompt" }, and here --field prompt=TEXT does'
+                )
+            report.errors.append(f"{observation.detail}; {remedy}")
             return False
         report.observation = observation
         for number, turn in enumerate(turns or self._sample_turns()):
@@ -154,14 +157,9 @@ class EpisodeCheck:
         last = [] if ends_in_turn or self._is_over else [{"role": "assistant", "content": ""}]
         report.parts = await self._slot.reward(self._timeout_s, [*report.messages, *last])
         report.reward = merge_parts(report.parts)
-        if not isinstance(report.reward, Measured):
-            reason = f"{report.reward.reason} {report.reward.detail}".rstrip()
-            report.warnings.append(
-                f"get_reward measured nothing after these calls ({reason}); such completions are invalid"
-            )
 
     async def _freeze(self) -> None:
-        data = await self._slot.freeze(MAX_SNAPSHOT_BYTES, self._timeout_s)
+        data = await self._slot.freeze(self._max_snapshot_bytes, self._timeout_s)
         if isinstance(data, Failure):
             self._report.errors.append(data.detail)
         else:

@@ -19,7 +19,7 @@ from stream.errors import PenstockError, ReferenceNotFoundError
 from stream.records import Failure
 from stream.validity import Measured, Reward, Unmeasured
 from workers.commands.check.check_report import RewardReport, RewardTrial
-from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
+from workers.rollout.environment_slot import EnvironmentSlot
 from workers.settings import Rollout
 
 _PROMPT = "What is the answer?"
@@ -174,7 +174,7 @@ async def _snapshots(ref: str, fields: dict[str, Any], limits: Rollout, count: i
     try:
         begun = await slot.reset(fields, seed=0, index=0, timeout_s=limits.call_timeout_s)
         frozen = begun if isinstance(begun, Failure) else None
-        data = await slot.freeze(MAX_SNAPSHOT_BYTES, limits.call_timeout_s) if frozen is None else frozen
+        data = await slot.freeze(limits.max_snapshot_bytes, limits.call_timeout_s) if frozen is None else frozen
     finally:
         await slot.close()
     if isinstance(data, Failure):

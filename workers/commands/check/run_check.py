@@ -1,11 +1,14 @@
 """The command `penstock check FILE.toml`: the preflight of a run, without the run."""
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 
 import click
 import msgspec
 
+from stream.durable import write_file_atomically
 from stream.errors import PenstockError
 from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight import run_preflight
@@ -30,11 +33,13 @@ def check_settings_file(file: Path, overrides: tuple[str, ...], out: Path | None
         SettingsError: the settings are invalid.
         PenstockError: the report cannot be written.
     """
-    report = run_in_daemon_thread(partial(run_preflight, load_settings(file, overrides)))
+    settings = load_settings(file, overrides)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # user code may print
+        report = run_in_daemon_thread(partial(run_preflight, settings))
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
     if out is not None:
         try:
-            out.write_bytes(encoded)
+            write_file_atomically(out, encoded)
         except OSError as error:
             raise PenstockError(f"{out} could not be written: {error.strerror}") from error
     if as_json:

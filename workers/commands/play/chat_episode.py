@@ -72,7 +72,7 @@ class ChatEpisode(BaseEpisode):
     def __init__(self, context: EnvironmentContext, endpoint: ChatEndpoint, tools: list[dict[str, object]]) -> None:
         super().__init__(context)
         self._endpoint, self._tools = endpoint, tools
-        self._replies = EnvironmentReplies(context, self.completion)
+        self._replies = EnvironmentReplies(context, self.completion, self.clock)
 
     def prompt_messages(self, observation: Observation) -> list[Message]:
         """Return the prompt with the observation appended."""
@@ -86,9 +86,9 @@ class ChatEpisode(BaseEpisode):
         """Sample and call tools, turn by turn."""
         if not self.context.prompt.is_plain_text and is_empty_prompt(self.completion.prompt_messages):
             return Failure(reason=RolloutReason.ENV_RESET, detail=EMPTY_PROMPT)
-        with anyio.move_on_after(self.context.limits.episode_timeout_s):
+        with self.clock:
             return await self._converse()
-        return TruncationReason.WALL_CLOCK
+        return self.clock.running
 
     async def _converse(self) -> EpisodeEnd:
         completion = self.completion

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from stream.durable import write_file_atomically
 from stream.errors import PenstockError
 from workers.commands.run_files import saved_settings
 from workers.commands.trace.opentelemetry_export import export_spans
@@ -46,7 +47,7 @@ def write_trace(target: str | None, perfetto: Path | None, otlp: str, steps: str
     done = []
     if perfetto is not None:
         try:
-            perfetto.write_bytes(msgspec.json.encode(perfetto_trace(groups, known)))
+            write_file_atomically(perfetto, msgspec.json.encode(perfetto_trace(groups, known)))
         except OSError as error:
             raise PenstockError(f"{perfetto} could not be written: {error.strerror}") from error
         done.append(f"{perfetto}: {len(groups)} groups; open it at https://ui.perfetto.dev")

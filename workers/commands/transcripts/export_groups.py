@@ -98,6 +98,7 @@ def export_row(found: RunCompletion) -> dict[str, Any]:
             }
             for part in completion.parts
         ],
+        "extra": completion.extra,
         "rows": token_rows(found),
     }
 
@@ -175,6 +176,7 @@ def _parquet_row(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with values of any form as JSON text, so that all rows have one schema."""
     return row | {
         "prompt_fields": _json(row["prompt_fields"]),
+        "extra": _json(row["extra"]),
         "prompt_messages": [_parquet_message(message) for message in row["prompt_messages"]],
         "messages": [_parquet_message(message) for message in row["messages"]],
     }
@@ -210,6 +212,6 @@ def _parquet_schema(pa: Any) -> Any:
         "reward": number, "advantage": number, "loss_tokens": whole, "turns": whole, "tool_calls": whole,
         "tool_errors": whole, "sampled_tokens": whole, "worker": text, "sampled_at": number, "prompt_fields": text,
         "prompt_messages": pa.list_(message), "messages": pa.list_(message), "tool_runs": pa.list_(run),
-        "parts": pa.list_(pa.struct(part)), "rows": pa.list_(pa.struct(tokens)),
+        "parts": pa.list_(pa.struct(part)), "extra": text, "rows": pa.list_(pa.struct(tokens)),
     }  # fmt: skip
     return pa.schema(columns)

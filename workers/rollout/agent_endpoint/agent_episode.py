@@ -3,7 +3,7 @@
 from envs.contract import Observation
 from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, Row
-from stream.validity import RolloutReason
+from stream.validity import RolloutReason, TruncationReason
 from workers.rollout.agent_endpoint.endpoint import AgentEndpoint
 from workers.rollout.agent_endpoint.recorder import Recorder
 from workers.rollout.environment_slot import EnvironmentSlot
@@ -27,7 +27,7 @@ class AgentEpisode(BaseEpisode):
     def __init__(self, context: EpisodeContext, slot: EnvironmentSlot, endpoint: AgentEndpoint) -> None:
         super().__init__(context)
         self._slot, self._endpoint = slot, endpoint
-        self._recorder = Recorder(context, self.completion)
+        self._recorder = Recorder(context, self.completion, self.clock)
 
     def prompt_messages(self, _observation: Observation) -> list[Message]:
         """Return the prompt; the environment's first request replaces it."""
@@ -38,8 +38,12 @@ class AgentEpisode(BaseEpisode):
         limits, recorder = self.context.limits, self._recorder
         sampling = {"temperature": limits.temperature, "max_tokens": limits.max_tokens_per_turn}
         self.context.progress.activity = Activity.OWN_LOOP
+        end: EpisodeEnd = TruncationReason.WALL_CLOCK
         with self._endpoint.episode(recorder) as url:
-            end = await self._slot.run_episode(url, sampling, limits.episode_timeout_s)
+            with self.clock, self.clock.tools:  # the program's own time, since it calls the tools
+                end = await self._slot.run_episode(url, sampling, 2 * limits.episode_timeout_s)
+            if self.clock.is_up:
+                end = self.clock.running
         if recorder.error is not None:
             raise recorder.error
         if recorder.end is not None:  # a missing turn or a limit ended it; how the environment coped does not matter

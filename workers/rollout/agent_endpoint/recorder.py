@@ -27,6 +27,7 @@ from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampling import end_after_error
 from workers.rollout.episode_base import EpisodeContext, timed
+from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.row_builder import RowBuilder
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn
 
@@ -62,16 +63,17 @@ class Recorder:
     Args:
         context: of the episode.
         completion: receives messages, turns and counts.
+        clock: of the episode.
 
     Attributes:
         end: how a failed turn or a limit ended the episode; None while nothing did.
         error: set if no engine answers; it concerns all completions of the group.
     """
 
-    def __init__(self, context: EpisodeContext, completion: Completion) -> None:
+    def __init__(self, context: EpisodeContext, completion: Completion, clock: EpisodeClock) -> None:
         self.end: Failure | TruncationReason | None = None
         self.error: EngineUnavailableError | None = None
-        self._context, self._completion = context, completion
+        self._context, self._completion, self._clock = context, completion, clock
         self._chats = chats_by_tools(context.chat)
         self._branches: list[_Branch] = []
         self._empty_replies = 0
@@ -169,7 +171,7 @@ class Recorder:
         prompt_length, starts_in_reasoning = len(prompt_ids), bool(chat.open_reasoning(prompt_ids))
         context.progress.activity = Activity.SAMPLING
         try:
-            with timed(completion, "engine"):
+            with timed(completion, "engine"), self._clock.engine:
                 sampled = await context.sampler.sample(
                     prompt_ids, options, min_policy_version=context.min_policy_version
                 )

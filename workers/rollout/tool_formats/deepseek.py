@@ -37,7 +37,7 @@ class DeepSeek:
             return limit, [f"{_SEPARATOR} is missing"]
         name, body = text[start:separator].strip(), skip_whitespace(text, separator + len(_SEPARATOR))
         if not text.startswith("{", body):
-            named = _NAME.match(text, body)
+            named = _NAME.match(text, body, limit)
             if named is None:
                 return limit, ["it has no name"]
             name, body = named.group(1), named.end()

@@ -2,15 +2,15 @@
 
 import json
 import re
+from collections.abc import Callable
 
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
-from workers.rollout.tool_formats.parsing import DECODER, parse_error, skip_whitespace, to_tool_call
+from workers.rollout.tool_formats.parsing import DECODER, limit_errors, parse_error, skip_whitespace, to_tool_call
 from workers.rollout.tool_formats.reasoning import reasoning_end
 
 _TAG = "<|python_tag|>"
-_BEGINNING = re.compile(
-    r"""(?:<\|python_tag\|>|^[ \t]*(?=\[?\s*\{\s*"(?:type|name|function|parameters|arguments)"\s*:))""", re.MULTILINE
-)
+_OBJECT = re.compile(r'\{\s*+"(?:type|name|function|parameters|arguments)"\s*+:')
+"""How a call begins that has no tag."""
 _KEYS = ("parameters", "arguments")
 
 
@@ -25,11 +25,11 @@ class Llama3Json:
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""
         reasoning = reasoning_end(text, starts_in_reasoning=starts_in_reasoning)
-        found = _BEGINNING.search(text, reasoning)
-        if found is None:
+        beginning, tagged = _find_beginning(text, reasoning)
+        if beginning < 0:
             return ParsedTurn(text)
-        kept, calls, errors = [text[: found.start()]], [], []
-        position, tagged = found.end(), found.group() == _TAG
+        kept, calls, errors = [text[:beginning]], [], []
+        position = beginning + len(_TAG) * tagged
         while position < len(text):
             start = position
             position, read = self._parse_calls(text, position, tagged=tagged)
@@ -49,7 +49,7 @@ class Llama3Json:
                 kept.append(text[position:].removeprefix(";"))
                 break
             position = following
-        return ParsedTurn("".join(kept).strip() if calls else text, calls, errors)
+        return ParsedTurn("".join(kept).strip() if calls else text, calls, limit_errors(errors))
 
     def _parse_calls(self, text: str, start: int, *, tagged: bool) -> tuple[int, list[ToolCall | str]]:
         """Return the end of the JSON that starts at `start`, and its calls and errors; none if it is not a call."""
@@ -63,6 +63,38 @@ class Llama3Json:
             return end, []
         read = [to_tool_call(each, text[body:end] if len(values) == 1 else json.dumps(each), _KEYS) for each in values]
         return end, [call if isinstance(call, ToolCall) else parse_error(call) for call in read]
+
+
+def _find_beginning(text: str, start: int) -> tuple[int, bool]:
+    """Return where the first tag, or line with an object or array of calls, begins, and whether it is a tag.
+
+    The position is -1 without either. White space is looked at backwards from each object, so once.
+    """
+    tag = text.find(_TAG, start)
+    for found in _OBJECT.finditer(text, start, tag if tag >= 0 else len(text)):
+        brace = found.start()
+        blank = brace - len(_last_blanks(text, start, brace, str.isspace))
+        if blank > start and text[blank - 1] == "[":
+            line = blank - 1 - len(_last_blanks(text, start, blank - 1, " \t".__contains__))
+            if _starts_line(text, line):
+                return line, False
+        if _starts_line(text, blank):
+            return blank, False
+        if (line := text.find("\n", blank, brace) + 1) > 0:
+            return line, False
+    return tag, tag >= 0
+
+
+def _last_blanks(text: str, start: int, end: int, is_blank: Callable[[str], bool]) -> str:
+    """Return the blanks at the end of `text[start:end]`."""
+    position = end
+    while position > start and is_blank(text[position - 1]):
+        position -= 1
+    return text[position:end]
+
+
+def _starts_line(text: str, position: int) -> bool:
+    return position == 0 or text[position - 1] == "\n"
 
 
 def _is_call(value: dict[str, object]) -> bool:

@@ -14,8 +14,9 @@ from workers.rollout.tool_formats.parsing import (
 )
 
 _OPENING = "[TOOL_CALLS]"
-_NAMED = re.compile(r"\s*([^\s\[\]{}\"]{1,200})\s*(?:\[CALL_ID\]\s*(\w*)\s*)?(?:\[ARGS\])?\s*(?=\{)")
-"""`name[CALL_ID]id[ARGS]{`; only the name and the brace are required."""
+_NAMED = re.compile(r"\s*([^\s\[\]{}\"]{1,200})\s*+(?:\[CALL_ID\]\s*+(\w*+)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
+"""`name[CALL_ID]id[ARGS]{`; only the name and the brace are required. White space is never given back, so that the time
+grows no faster than the text."""
 
 
 class Mistral:

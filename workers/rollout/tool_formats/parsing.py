@@ -14,6 +14,8 @@ _encoder = msgspec.json.Encoder()
 _SPACE = re.compile(r"\s*")
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 _MAX_ERROR = 300
+MAX_ERRORS = 64
+"""Malformed calls of one turn that are read; the time for each may be that for the whole text."""
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -34,7 +36,8 @@ def parse_marked_calls(
 ) -> ParsedTurn:
     """Parse a turn in whose answer each tool call, or list of calls, follows a marker.
 
-    Calls that cannot be read stay in the content, and each gets an error message for the model.
+    Calls that cannot be read stay in the content, and each gets an error message for the model. After `MAX_ERRORS` of
+    them the rest of the turn is content, so that the time grows no faster than the text.
 
     Args:
         text: the turn.
@@ -50,7 +53,7 @@ def parse_marked_calls(
     kept: list[str] = []
     calls: list[ToolCall] = []
     errors: list[str] = []
-    while (start := text.find(marker, position)) >= 0:
+    while len(errors) <= MAX_ERRORS and (start := text.find(marker, position)) >= 0:
         kept.append(text[position:start])
         position, found = read_calls(text, start + len(marker))
         calls += [call for call in found if isinstance(call, ToolCall)]
@@ -61,7 +64,14 @@ def parse_marked_calls(
     content = "".join([*kept, text[position:]])
     for words in wrapper:
         content = content.replace(words, "")
-    return ParsedTurn((text[:answer] + content).strip() if calls else text, calls, errors)
+    return ParsedTurn((text[:answer] + content).strip() if calls else text, calls, limit_errors(errors))
+
+
+def limit_errors(errors: list[str]) -> list[str]:
+    """Return at most `MAX_ERRORS` messages, and one that says that there are more."""
+    if len(errors) <= MAX_ERRORS:
+        return errors
+    return [*errors[:MAX_ERRORS], parse_error(f"more than {MAX_ERRORS} calls are malformed; the others were ignored")]
 
 
 def to_tool_call(value: Any, raw: str, argument_names: tuple[str, ...] = ("arguments",)) -> ToolCall | str:

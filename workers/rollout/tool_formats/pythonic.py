@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
-from workers.rollout.tool_formats.parsing import make_tool_call, parse_error
+from workers.rollout.tool_formats.parsing import limit_errors, make_tool_call, parse_error
 from workers.rollout.tool_formats.reasoning import reasoning_end
 
 _TAGS = (("<|tool_call_start|>", "<|tool_call_end|>"), ("<|python_start|>", "<|python_end|>"))
@@ -39,7 +39,7 @@ class Pythonic:
                 kept.append(text[found.start() : after])
             position = after
         kept.append(text[position:])
-        return ParsedTurn("".join(kept).strip() if calls else text, calls, errors)
+        return ParsedTurn("".join(kept).strip() if calls else text, calls, limit_errors(errors))
 
 
 def _extent(text: str, found: re.Match[str]) -> tuple[int, int]:

@@ -11,12 +11,14 @@ from envs.call import CallRunner, Ok, TimedOut, error_cause
 from envs.contract import Observation
 from envs.factory import EnvironmentFactory
 from envs.sandboxes.process import missing_sandbox
+from envs.snapshot import thaw_and_watch
 from stream.causes import ErrorCause
 from stream.errors import PenstockError
 from stream.records import Failure, Prompt
-from stream.validity import Unmeasured
-from workers.rollout.environment_slot import MAX_SNAPSHOT_BYTES, EnvironmentSlot
+from stream.validity import RewardReason, Unmeasured
+from workers.rollout.environment_slot import EnvironmentSlot
 from workers.run.preflight.findings import PreflightReport
+from workers.run.preflight.task_check import compare_tasks
 from workers.settings import Settings
 
 LOAD_TIMEOUT_S: Final = 20.0
@@ -97,7 +99,31 @@ async def _check(
         await _play(slot, checked, prompt, settings, report)
     finally:
         await slot.close()
+    if checked.snapshot is not None and settings.rollout.group_size > 1 and settings.estimator.compares_group:
+        timeout_s = min(CALL_TIMEOUT_S, settings.rollout.call_timeout_s)
+        caller = CallRunner(anyio.CapacityLimiter(2))
+        for problem in await compare_tasks(factory, prompt.fields, prompt.seed, caller, timeout_s):
+            report.warn(subject, place, f"{problem} (with the row {prompt.id})")
     return checked
+
+
+def missing_column(name: str, prompt: Prompt, settings: Settings) -> str:
+    """Return why user code is not given a column, and how to give it.
+
+    Args:
+        name: what the code asks for.
+        prompt: a row of the data, which has no such field.
+        settings: of the run.
+    """
+    column = settings.data.prompt
+    if column and name in (column, "prompt"):
+        given = f'data.columns = {{ {name} = "{column}" }} gives it to reset and to reward functions, too'
+        return f"and the column {column!r} is the prompt (data.prompt), which only the model reads; {given}"
+    columns = ", ".join(prompt.fields) or "no columns beside the prompt"
+    return (
+        f"and a row of the data has {columns}; name the column that it is with "
+        f'data.columns = {{ {name} = "COLUMN" }}, or give the parameter a default'
+    )
 
 
 async def _play(
@@ -107,19 +133,16 @@ async def _play(
     subject, place = f"environment {slot.name}", f"environments.{slot.name}"
     timeout_s = min(CALL_TIMEOUT_S, settings.rollout.call_timeout_s)
     if missing := _missing_arguments(checked.factory, prompt):
-        columns = ", ".join(prompt.fields) or "no other columns"
-        report.error(
-            subject,
-            place,
-            f"reset needs {missing[0]!r}, and a row of the data has {columns}; name the column that it is with "
-            f'data.columns = {{ {missing[0]} = "COLUMN" }}, or give the parameter a default',
-        )
+        report.error(subject, place, f"reset needs {missing[0]!r}, {missing_column(missing[0], prompt, settings)}")
         return
     observation: Observation | Failure = await slot.reset(prompt.fields, seed=prompt.seed, index=0, timeout_s=timeout_s)
     if isinstance(observation, Failure):
         is_slow = "did not return within" in observation.detail and timeout_s < settings.rollout.call_timeout_s
         add = report.warn if is_slow else report.error
-        add(subject, place, f"{observation.detail.partition(': ')[2]} (with the row {prompt.id})", observation.cause)
+        problem = f"{observation.detail.partition(': ')[2]} (with the row {prompt.id})"
+        if observation.cause and observation.cause.exception == f"KeyError: {settings.data.prompt!r}":
+            problem += f"; reset is not given it, {missing_column(settings.data.prompt, prompt, settings)}"
+        add(subject, place, problem, observation.cause)
         return
     checked.observation = observation
     if checked.factory.has_reward and not checked.factory.runs_own_loop:
@@ -127,12 +150,33 @@ async def _play(
             if isinstance(part.reward, Unmeasured):
                 why = f"get_reward measures nothing: {part.reward.reason}: {part.reward.detail}"
                 problem = f"after an answer without a tool call, {why}; such completions are invalid"
-                report.warn(subject, place, problem, part.reward.cause)
-    frozen = await slot.freeze(MAX_SNAPSHOT_BYTES, timeout_s)
+                can_never_work = part.reward.reason is RewardReason.NOT_NUMERIC  # text, whatever the model does
+                add = report.error if can_never_work else report.warn
+                remedy = "; return a number, or a number for each part's name" if can_never_work else ""
+                add(subject, place, f"{problem}{remedy}", part.reward.cause)
+    frozen = await slot.freeze(settings.rollout.max_snapshot_bytes, timeout_s)
     if isinstance(frozen, Failure):
         report.error(subject, place, frozen.detail.partition(": ")[2], frozen.cause)
     else:
         checked.snapshot = frozen
+        _check_size(frozen, checked.factory, subject, settings, report)
+
+
+def _check_size(
+    snapshot: bytes, factory: EnvironmentFactory, subject: str, settings: Settings, report: PreflightReport
+) -> None:
+    try:
+        _, too_large = thaw_and_watch(snapshot, factory)
+    except PenstockError:
+        return  # reward functions that take environments report it
+    if too_large.omitted:
+        report.warn(
+            subject,
+            "rollout.max_snapshot_bytes",
+            f"already after reset, {', '.join(sorted(too_large.omitted))} exceeds rollout.max_snapshot_bytes = "
+            f"{settings.rollout.max_snapshot_bytes} and is omitted from snapshots: raise it, or drop what reward "
+            "functions do not read in __copy__",
+        )
 
 
 def _missing_arguments(factory: EnvironmentFactory, prompt: Prompt) -> list[str]:

@@ -22,6 +22,7 @@ from workers.runtime.ports import free_port
 from workers.settings import Settings
 from workers.vllm.interpreter import check_interpreter, resolve_interpreter
 
+_DASHBOARD_HOST: Final = "127.0.0.1"
 _CONNECT_TIMEOUT_S: Final = 2.0
 _VLLM_TIMEOUT_S: Final = 20.0
 _TRAINED_BYTES: Final = 16
@@ -30,13 +31,16 @@ _SAVED_BYTES: Final = 12
 """Bytes of each trained parameter in a checkpoint: float32 weights and Adam's two moments."""
 _LEAST_FREE_BYTES: Final = 64 << 20
 _HAS_GPU: Final = Path("/dev/nvidiactl").exists()
+_GPU_FILES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+"""Of the drivers of NVIDIA, of AMD, and of Windows for Linux."""
 
 
 def check_machine(settings: Settings, facts: ModelFacts | None, report: PreflightReport) -> None:
-    """Report faults of installed packages, disk, memory and ports. Blocks on files."""
+    """Report faults of installed packages, disk, memory, GPUs and ports. Blocks on files."""
     check_packages(settings, report)
     check_disk(settings, facts, report)
     check_memory(settings, facts, report)
+    check_gpus(settings, report)
     check_ports(settings, report)
 
 
@@ -96,6 +100,18 @@ def check_memory(settings: Settings, facts: ModelFacts | None, report: Preflight
         report.warn("memory", "model.path", f"{text}{_size(memory.available)} free{remedy}")
 
 
+def check_gpus(settings: Settings, report: PreflightReport) -> None:
+    """Report that GPUs are named for engines, and this machine has none."""
+    devices = list(settings.engine.devices)
+    if devices and not any(file.exists() for file in _GPU_FILES):
+        report.error(
+            "engine",
+            "engine.devices",
+            f"{devices} are GPUs, and this machine has none, or no driver for it; leave engine.devices out, or start "
+            "the run where the GPUs are",
+        )
+
+
 def check_ports(settings: Settings, report: PreflightReport) -> None:
     """Report addresses that this machine does not have, and ports that other processes have."""
     run = settings.run
@@ -106,6 +122,12 @@ def check_ports(settings: Settings, report: PreflightReport) -> None:
         )  # supervisor, feeder and trainer are the three
         for port in range(run.metrics_port, run.metrics_port + processes) if run.metrics_port else (0,):
             _check_port(urlsplit(f"//{run.metrics_address}").hostname or "", port, "run.metrics_address", report)
+    if isinstance(run.dashboard, int):
+        try:
+            free_port(_DASHBOARD_HOST, run.dashboard)
+        except EngineError as error:
+            remedy = 'name another port, or "on", which takes a free one'
+            report.warn("dashboard", "run.dashboard", f"{error}, so the run has no dashboard; {remedy}")
 
 
 def _check_port(host: str, port: int, setting: str, report: PreflightReport) -> None:
@@ -139,7 +161,7 @@ async def check_engines(settings: Settings, report: PreflightReport) -> None:
         for url in engine.static_urls:
             tasks.start_soon(_check_engine, url, settings, report)
     if engine.server == "vllm" and not engine.urls:
-        await _check_vllm(partial(check_interpreter, resolve_interpreter(engine.python)), report)
+        await _check_vllm(partial(_inspect_vllm, settings), report)
 
 
 async def _check_engine(url: str, settings: Settings, report: PreflightReport) -> None:
@@ -152,6 +174,20 @@ async def _check_engine(url: str, settings: Settings, report: PreflightReport) -
         why = str(error) or "no answer"
         report.warn(
             "engine", "engine.urls", f"{url} does not answer ({why}); the run waits {settings.engine_wait_s:g} s for it"
+        )
+
+
+def _inspect_vllm(settings: Settings) -> None:
+    """Ask vLLM's interpreter what it has. Blocks.
+
+    Raises:
+        PenstockError: there is no vLLM, or one that cannot be used with these settings.
+    """
+    python, devices = resolve_interpreter(settings.engine.python), list(settings.engine.devices)
+    if check_interpreter(python).is_cpu_build and devices:
+        raise EngineError(
+            f"engine.devices = {devices} are GPUs, and the vLLM of {python} was built for CPUs; leave engine.devices "
+            "out, or name a vLLM for GPUs"
         )
 
 

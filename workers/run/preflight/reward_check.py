@@ -17,7 +17,13 @@ from envs.rewards.loading import CALL_PARAMETERS
 from stream.errors import PenstockError
 from stream.records import Completion, Group, Prompt
 from stream.validity import RewardReason, Unmeasured
-from workers.run.preflight.environment_check import CALL_TIMEOUT_S, LOAD_TIMEOUT_S, CheckedEnvironment, load_user_code
+from workers.run.preflight.environment_check import (
+    CALL_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    CheckedEnvironment,
+    load_user_code,
+    missing_column,
+)
 from workers.run.preflight.findings import PreflightReport
 from workers.runtime.reward_functions import load_reward_function, measure_completions
 from workers.settings import Settings
@@ -43,19 +49,45 @@ async def check_rewards(
         if function is None:
             continue
         prompt = next((each for each in prompts if function.applies_to(each.environment)), None)
-        if prompt is None or _lacks_column(function, prompt, environments, subject, place, report):
+        if prompt is None or _lacks_column(function, prompt, environments, settings, place, report):
             continue
         if "environments" in _parameters(function.function) and not _has_snapshot(prompt, environments):
             continue  # that the environment cannot be reset has been reported
         await _call(function, prompt, environments, subject, place, report)
+        _check_context(function, settings, subject, f"rewards[{position}].args.worst_score", report)
         report.checked.append(subject)
+
+
+def _check_context(
+    function: RewardFunction, settings: Settings, subject: str, place: str, report: PreflightReport
+) -> None:
+    """Report a reward model that cannot take the run's longest conversations, when it has been opened."""
+    context = getattr(function.function, "context_tokens", 0)  # of `envs.remote.reward_model.RewardModel`
+    longest = settings.max_model_len
+    if not isinstance(context, int) or not 0 < context < longest:
+        return
+    worst = getattr(function.function, "worst_score", None)
+    problem = (
+        f"it takes {context} tokens, and conversations of this run may have {longest} (prompt and "
+        f"rollout.max_tokens = {settings.rollout.max_tokens})"
+    )
+    remedy = "serve it with a longer --max-model-len, or lower rollout.max_tokens"
+    if worst is not None:
+        report.warn(subject, place, f"{problem}; longer ones get {worst:g}, args.worst_score; {remedy}")
+    else:
+        report.error(
+            subject,
+            place,
+            f"{problem}; longer ones would be unmeasured, so that the policy could choose to be; {remedy}, or set "
+            "args.worst_score to a score below all others, for those that are longer",
+        )
 
 
 def _lacks_column(
     function: RewardFunction,
     prompt: Prompt,
     environments: Mapping[str, CheckedEnvironment],
-    subject: str,
+    settings: Settings,
     place: str,
     report: PreflightReport,
 ) -> bool:
@@ -66,12 +98,10 @@ def _lacks_column(
         if name == "environments":
             problem = "it asks for environments, but [environments] is empty"
         else:
-            columns = ", ".join(prompt.fields) or "no columns beside the prompt"
-            problem = (
-                f"it asks for a column {name!r}, and a row of the data has {columns}; name the column that it is with "
-                f'data.columns = {{ {name} = "COLUMN" }}, or give the parameter a default'
-            )
-        report.error(subject, place, problem)
+            problem = f"it asks for a column {name!r}, {missing_column(name, prompt, settings)}"
+            if f"{name}s" in CALL_PARAMETERS:
+                problem = f"it takes {name!r}: a reward function is called with lists; write {name}s"
+        report.error(f"reward {function.name}", place, problem)
     return bool(missing)
 
 
@@ -89,15 +119,19 @@ async def _call(
     )
     group = _scripted_group(prompt, environment)
     timeout_s = min(CALL_TIMEOUT_S, function.call_options.timeout_s or CALL_TIMEOUT_S)
+    together: list[RowResult] = []
     results: list[RowResult] = []
     try:
         with anyio.move_on_after(LOAD_TIMEOUT_S) as opening:
             async with function.open():
                 opening.deadline = math.inf
-                for completion in group.completions:  # one by one, so that one failure does not hide another
-                    alone = msgspec.structs.replace(group, completions=[completion])
-                    found = await measure_completions(alone, [completion], function, factory, timeout_s)
-                    results += found.rows
+                together = (await measure_completions(group, group.completions, function, factory, timeout_s)).rows
+                results = together
+                if all(isinstance(result, Unmeasured) for result in together):
+                    results = []  # one by one, so that one failure does not hide another
+                    for completion in group.completions:
+                        alone = msgspec.structs.replace(group, completions=[completion])
+                        results += (await measure_completions(alone, [completion], function, factory, timeout_s)).rows
         if opening.cancelled_caught:
             report.warn(subject, place, f"it did not open within {LOAD_TIMEOUT_S:g} s; its server may be down")
             return
@@ -114,6 +148,7 @@ async def _call(
         if isinstance(result, Unmeasured) and not _is_not_applicable(result, function)
     }
     if not failed:
+        _compare_together(together, function, subject, place, report)
         return
     first, reward = min(failed.items())
     answer = group.completions[first].messages[-1]["content"]
@@ -121,6 +156,19 @@ async def _call(
     add = report.error if len(failed) == len(results) and not may_measure_others else report.warn
     played = " without a tool call" if needs_calls else ""
     add(subject, place, f"{_describe(reward)}, for the answer {answer!r}{played} to the row {prompt.id}", reward.cause)
+
+
+def _compare_together(
+    together: list[RowResult], function: RewardFunction, subject: str, place: str, report: PreflightReport
+) -> None:
+    """Report that answers which are measured one by one are not measured in one call, as a run measures a group."""
+    for reward in together:
+        if isinstance(reward, Unmeasured) and not _is_not_applicable(reward, function):
+            add = report.warn if reward.reason in _OUTSIDE else report.error
+            problem = f"a call with {len(together)} answers {_describe(reward).removeprefix('it ')}"
+            remedy = 'a run calls it with all completions of one prompt, unless granularity = "row"'
+            add(subject, place, f"{problem}, though each of them alone is measured; {remedy}", reward.cause)
+            return
 
 
 def _is_not_applicable(reward: Unmeasured, function: RewardFunction) -> bool:

@@ -28,6 +28,7 @@ _CHECKS: Final[tuple[Callable[[Settings], Iterator[str]], ...]] = (
     estimators.check_estimator,
     estimators.check_estimator_inputs,
     estimators.check_overlong,
+    estimators.check_zero_reward,
     training.check_trainer,
     losses.check_loss,
     losses.check_preset,

@@ -36,7 +36,12 @@ def check_engines(s: Settings) -> Iterator[str]:
     for key in engine.non_default("python", "flags"):
         if engine.server == "local":
             yield f"engine.{key} is for vLLM, but engine.server is 'local'; set that to 'vllm', or leave the first out"
-    if engine.devices and len(engine.devices) != engine.count:
+    if engine.devices and engine.server == "local" and not engine.urls:
+        yield (
+            "engine.devices names GPUs for vLLM, but engine.server is 'local', which computes on the CPU; set that to "
+            "'vllm', or leave the first out"
+        )
+    elif engine.devices and len(engine.devices) != engine.count:
         yield (
             f"engine.devices is for {len(engine.devices)} engines and engine.count is {engine.count}; name the GPUs of "
             "each engine, or of none"

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from workers.settings.estimators import OptimalTokenBaseline, Passk, TirOptimalTokenBaseline
 from workers.settings.settings import Settings
 
+_CHOOSES_OVER_BATCH = ("clip_cov", "kl_cov")
+"""Losses that choose tokens of the whole batch."""
 _REWARD_CHANGES = ("reward_clip", "overlong_penalty", "reward_normalization")
 
 
@@ -62,8 +64,8 @@ def check_estimator_inputs(s: Settings) -> Iterator[str]:
     without_effect = [f"algorithm.{key}" for key in s.algorithm.non_default(*_REWARD_CHANGES)]
     if "penalty" in s.algorithm.truncation.values():
         without_effect.append("algorithm.truncation = 'penalty'")
-    if "zero_reward" in s.algorithm.truncation.values() and reads == "parts":
-        without_effect.append("algorithm.truncation = 'zero_reward'")
+    if "zero_reward_in_baseline" in s.algorithm.truncation.values() and reads == "parts":
+        without_effect.append("algorithm.truncation = 'zero_reward_in_baseline'")
     inputs = {"parts": "the parts of the reward", "correct": "correct and wrong (algorithm.success_threshold)"}[reads]
     for key in without_effect:
         yield (
@@ -78,7 +80,8 @@ def check_overlong(s: Settings) -> Iterator[str]:
     if "penalty" in s.algorithm.truncation.values() and not tokens:
         yield (
             "algorithm.truncation = 'penalty' uses the penalty for length, but algorithm.overlong_penalty is off; set "
-            "the second to [tokens, penalty], or use exclude, keep, zero_reward or baseline_only"
+            "the second to [tokens, penalty], or use exclude, keep, zero_reward, zero_reward_in_baseline or "
+            "baseline_only"
         )
     if tokens > s.rollout.max_tokens:
         yield (
@@ -87,3 +90,23 @@ def check_overlong(s: Settings) -> Iterator[str]:
         )
     if s.algorithm.non_default("overlong_penalty") and not tokens:
         yield "algorithm.overlong_penalty has a penalty over 0 tokens, which has no effect; write [tokens, penalty]"
+
+
+def check_zero_reward(s: Settings) -> Iterator[str]:
+    """`algorithm.truncation = "zero_reward"`: the advantage of the reward 0 is known, and no statistic reads it."""
+    if "zero_reward" not in s.algorithm.truncation.values():
+        return
+    correction, problems = s.correction.resolved(), []
+    if not s.estimator.affine:
+        problems.append(f"estimator.name = {s.estimator.name!r} does not tell what the reward 0 is worth beside others")
+    if correction.weights.endswith("-normalized"):
+        problems.append(f"correction.weights = {correction.weights!r} divides by a mean over all trained tokens")
+    if "m2po" in correction.reject:
+        problems.append("correction.reject = 'm2po' chooses among all trained tokens")
+    if s.loss.name in _CHOOSES_OVER_BATCH:
+        problems.append(f"loss.name = {s.loss.name!r} chooses among all trained tokens")
+    for problem in problems:
+        yield (
+            "algorithm.truncation = 'zero_reward' trains completions that count in no statistic of others, but "
+            f"{problem}; use zero_reward_in_baseline, keep or exclude, or change the second"
+        )

@@ -22,7 +22,7 @@ from workers.train.algorithms.token_advantages import TokenAdvantages
 
 __all__ = ["ESTIMATORS", "EstimatorTraits", "TokenAdvantages", "estimate"]
 
-_CENTRED = EstimatorTraits(level="completion", mean_centred=True, shift_invariant=True)
+_CENTRED = EstimatorTraits(level="completion", mean_centred=True, shift_invariant=True, affine=True)
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 
@@ -55,7 +55,7 @@ def estimate(
 
 @ESTIMATORS.register(
     "grpo",
-    EstimatorTraits(level="completion", mean_centred=True, shift_invariant=True, scale_invariant=True),
+    EstimatorTraits(level="completion", mean_centred=True, shift_invariant=True, scale_invariant=True, affine=True),
     formula="(r - mean) / (std + eps)",
     source="Shao et al. 2024, arXiv:2402.03300",
 )
@@ -93,7 +93,7 @@ def rloo(rewards_C: Tensor, groups: Grouping) -> Tensor:
 
 @ESTIMATORS.register(
     "reinforce_plus_plus_baseline",
-    EstimatorTraits(level="completion", shift_invariant=True, within_group=False, whitened=True),
+    EstimatorTraits(level="completion", shift_invariant=True, affine=True, within_group=False, whitened=True),
     formula="whiten(r - mean): variance 1 over the batch's tokens, mean 0 over its completions (`center`) or tokens",
     source="Hu et al. 2025, arXiv:2501.03262; verl core_algos",
 )
@@ -113,7 +113,7 @@ def reinforce_plus_plus_baseline(rewards_C: Tensor, groups: Grouping, loss_lengt
 
 @ESTIMATORS.register(
     "opo",
-    EstimatorTraits(level="completion", shift_invariant=True),
+    EstimatorTraits(level="completion", shift_invariant=True, affine=True),
     formula="r - sum(length r) / sum(length)",
     source="Hao et al. 2025, arXiv:2505.23585",
 )
@@ -133,7 +133,7 @@ def opo(rewards_C: Tensor, groups: Grouping, lengths_C: Tensor) -> Tensor:
 
 @ESTIMATORS.register(
     "gpg",
-    EstimatorTraits(level="completion", mean_centred=True, within_group=False),
+    EstimatorTraits(level="completion", mean_centred=True, affine=True, within_group=False),
     formula="alpha (r - mean) / f_norm, alpha = completions / completions with r != 0, in the batch",
     source="Chu et al. 2025, arXiv:2504.02546; verl core_algos",
 )
@@ -241,7 +241,7 @@ def gdpo(
 
 @ESTIMATORS.register(
     "max_rl",
-    EstimatorTraits(level="completion", mean_centred=True),
+    EstimatorTraits(level="completion", mean_centred=True, affine=True),
     formula="(r - mean) / (mean + eps)",
     source="Tajwar et al. 2026, arXiv:2602.02710",
 )

@@ -23,6 +23,8 @@ class EstimatorTraits:
     scale_invariant: bool = False
     """Multiplying all rewards by a positive number changes nothing, if the estimator divides by the group's standard
     deviation and that is far above epsilon."""
+    affine: bool = False
+    """Within a group, advantages lie on a straight line over the rewards, so that they are known for the reward 0."""
     within_group: bool = True
     """True if a group's advantages depend on that group only; False if they depend on the batch, on values or on a
     greedy rollout as well."""

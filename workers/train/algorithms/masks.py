@@ -1,8 +1,10 @@
 """Masks: which completions count in a baseline and which tokens bear loss. Derived here and nowhere else.
 
 * **B**, the baseline mask, per completion: the rollout succeeded, the completion was not dropped, its reward is
-  measured, a token is left to train, and it is not truncated under the policy `exclude`.
-* **L**, the loss mask, a subset of B: B without completions truncated under the policy `baseline_only`.
+  measured, a token is left to train, and it is not truncated under the policy `exclude` or `zero_reward`.
+* **L**, the loss mask: B without completions truncated under the policy `baseline_only`, and with those truncated under
+  `zero_reward` that would be in B without it. These are the only completions in L that are not in B: they are trained
+  at the reward 0 (`estimation.py`), and nothing that is computed for another completion reads them.
 * The token mask: sampled tokens of completions in L that no rejection rule took out.
 
 Facts about a completion are independent of one another, so an invalid completion keeps all of its facts instead of one
@@ -22,7 +24,14 @@ REWARD_REASONS: Final = tuple(RewardReason)
 ROLLOUT_REASONS: Final = tuple(RolloutReason)
 TRUNCATION_REASONS: Final = tuple(TruncationReason)
 DROP_REASONS: Final = tuple(DropReason)
-TRUNCATION_POLICIES: Final = ("exclude", "keep", "zero_reward", "penalty", "baseline_only")
+TRUNCATION_POLICIES: Final = (
+    "exclude",
+    "keep",
+    "zero_reward",
+    "zero_reward_in_baseline",
+    "penalty",
+    "baseline_only",
+)
 NONE: Final = -1
 """Code for "no reason"; other codes are positions in the tuples above."""
 EMPTY_RULE: Final = "no_token"
@@ -69,13 +78,14 @@ class Masks:
     loss_C: Tensor
     """bool, L: the completion may bear loss."""
     rejected_by_C: Tensor
-    """int64, position in `rules` of the rule that rejected the last token of a completion otherwise in B, or `NONE`."""
+    """int64, position in `rules` of the rule that rejected the last token of a completion otherwise in B or L, or
+    `NONE`."""
     token_rejected_by_RT: Tensor
-    """int8, position in `rules` of the first rule that rejected a sampled token of a completion in B, or `NONE`."""
+    """int8, position in `rules` of the first rule that rejected a sampled token of such a completion, or `NONE`."""
     rules: tuple[str, ...]
     """Names of the rules that were applied, in order."""
     zeroed_C: Tensor
-    """bool: in B, with reward 0 from the truncation policy `zero_reward`."""
+    """bool: in B, with reward 0 from the truncation policy `zero_reward_in_baseline`."""
     penalised_C: Tensor
     """bool: in B, truncated under the policy `penalty`."""
     rewards_C: Tensor
@@ -86,6 +96,16 @@ class Masks:
     """bool: the same of completions in L, the tokens that bear loss."""
     loss_rows_R: Tensor
     """bool: rows with a token that bears loss."""
+
+    @property
+    def used_C(self) -> Tensor:
+        """bool: completions in B or L."""
+        return self.baseline_C | self.loss_C
+
+    @property
+    def outside_C(self) -> Tensor:
+        """bool: completions in L and not in B, truncated under the policy `zero_reward`."""
+        return self.loss_C & ~self.baseline_C
 
 
 def derive_masks(
@@ -123,13 +143,14 @@ def derive_masks(
         & ~_has_policy(facts.truncation_reason_C, truncation, "exclude")
     )
     sampled_R = sampled_RT.any(dim=1)
-    baseline_C = accepted_C & _has_row(sampled_R, completion_ids_R, len(accepted_C))
-    zeroed_C = baseline_C & _has_policy(facts.truncation_reason_C, truncation, "zero_reward")
-    loss_C = baseline_C & ~baseline_only_C
+    used_C = accepted_C & _has_row(sampled_R, completion_ids_R, len(accepted_C))
+    baseline_C = used_C & ~_has_policy(facts.truncation_reason_C, truncation, "zero_reward")
+    zeroed_C = baseline_C & _has_policy(facts.truncation_reason_C, truncation, "zero_reward_in_baseline")
+    loss_C = used_C & ~baseline_only_C
     masks = Masks(
         baseline_C=baseline_C,
         loss_C=loss_C,
-        rejected_by_C=torch.where(accepted_C & ~baseline_C, 0, NONE),
+        rejected_by_C=torch.where(accepted_C & ~used_C, 0, NONE),
         token_rejected_by_RT=torch.full_like(sampled_RT, NONE, dtype=torch.int8),
         rules=(EMPTY_RULE,),
         zeroed_C=zeroed_C,
@@ -148,36 +169,42 @@ def derive_masks(
 def reject_tokens(masks: Masks, completion_ids_R: Tensor, rejected_by_rule: Mapping[str, Tensor]) -> Masks:
     """Apply further rejection rules.
 
-    A row without a token left bears no loss; a completion without a row left leaves B, and the rule that took its last
-    token is recorded for it.
+    A row without a token left bears no loss; a completion without a row left leaves B and L, and the rule that took its
+    last token is recorded for it.
 
     Args:
         masks: before these rules.
         completion_ids_R: int64, the completion that each row belongs to.
         rejected_by_rule: bool (R, T) by rule name, tokens that the rule rejects, in the order of blame.
     """
-    baseline_C, rejected_by_C, kept_RT = masks.baseline_C, masks.rejected_by_C, masks.baseline_tokens_RT
+    used_C, rejected_by_C = masks.used_C, masks.rejected_by_C
+    kept_RT = masks.baseline_tokens_RT | masks.loss_tokens_RT
     token_rejected_by_RT = masks.token_rejected_by_RT
     for code, rejected_RT in enumerate(rejected_by_rule.values(), start=len(masks.rules)):
         token_rejected_by_RT = torch.where(kept_RT & rejected_RT, code, token_rejected_by_RT)
         kept_RT = kept_RT & ~rejected_RT
-        emptied_C = baseline_C & ~_has_row(kept_RT.any(dim=1), completion_ids_R, len(baseline_C))
+        emptied_C = used_C & ~_has_row(kept_RT.any(dim=1), completion_ids_R, len(used_C))
         rejected_by_C = torch.where(emptied_C, code, rejected_by_C)
-        baseline_C = baseline_C & ~emptied_C
+        used_C = used_C & ~emptied_C
     rejected = replace(
         masks,
         rejected_by_C=rejected_by_C,
         token_rejected_by_RT=token_rejected_by_RT,
         rules=(*masks.rules, *rejected_by_rule),
-        baseline_tokens_RT=kept_RT,
+        baseline_tokens_RT=masks.baseline_tokens_RT & kept_RT,
         loss_tokens_RT=masks.loss_tokens_RT & kept_RT,
     )
-    return _restrict(rejected, completion_ids_R, baseline_C)
+    return _restrict(rejected, completion_ids_R, used_C)
 
 
 def drop_completions(masks: Masks, completion_ids_R: Tensor, dropped_C: Tensor) -> Masks:
     """Remove completions (bool, C) from B and L; a completion that a rule rejected keeps that rule."""
-    return _restrict(masks, completion_ids_R, masks.baseline_C & ~dropped_C)
+    return _restrict(masks, completion_ids_R, masks.used_C & ~dropped_C)
+
+
+def only_baseline(masks: Masks, completion_ids_R: Tensor) -> Masks:
+    """Return the masks without completions outside B, as if these had never been: what all statistics are over."""
+    return _restrict(masks, completion_ids_R, masks.baseline_C) if bool(masks.outside_C.any()) else masks
 
 
 def too_old_tokens(sampled_RT: Tensor, versions_RT: Tensor, version: int, max_token_age: int) -> Tensor:
@@ -194,18 +221,18 @@ def too_old_tokens(sampled_RT: Tensor, versions_RT: Tensor, version: int, max_to
     return sampled_RT & (version - versions_RT > max_token_age)
 
 
-def _restrict(masks: Masks, completion_ids_R: Tensor, baseline_C: Tensor) -> Masks:
-    """Intersect every mask with a smaller B."""
-    in_baseline_R1 = baseline_C[completion_ids_R].unsqueeze(1)
-    loss_tokens_RT = masks.loss_tokens_RT & in_baseline_R1
+def _restrict(masks: Masks, completion_ids_R: Tensor, used_C: Tensor) -> Masks:
+    """Intersect every mask with a smaller set of completions."""
+    used_R1 = used_C[completion_ids_R].unsqueeze(1)
+    loss_tokens_RT = masks.loss_tokens_RT & used_R1
     return replace(
         masks,
-        baseline_C=baseline_C,
-        loss_C=masks.loss_C & baseline_C,
-        zeroed_C=masks.zeroed_C & baseline_C,
-        penalised_C=masks.penalised_C & baseline_C,
-        rewards_C=torch.where(baseline_C, masks.rewards_C, 0.0),
-        baseline_tokens_RT=masks.baseline_tokens_RT & in_baseline_R1,
+        baseline_C=masks.baseline_C & used_C,
+        loss_C=masks.loss_C & used_C,
+        zeroed_C=masks.zeroed_C & used_C,
+        penalised_C=masks.penalised_C & used_C,
+        rewards_C=torch.where(used_C, masks.rewards_C, 0.0),
+        baseline_tokens_RT=masks.baseline_tokens_RT & used_R1,
         loss_tokens_RT=loss_tokens_RT,
         loss_rows_R=loss_tokens_RT.any(dim=1),
     )

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from stream.disk_space import persist
 from stream.durable import create_folder_atomically, remove_folder, remove_leftovers
 from stream.errors import RunFailedError, RunMismatchError
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
@@ -136,6 +137,8 @@ class CheckpointStore:
     def save(self, step: int, learner: "Learner", progress: Progress) -> Checkpoint:
         """Write a checkpoint and remove those beyond `keep_last`. It is durable on return.
 
+        While the disk is full, this waits for room.
+
         Raises:
             RunFailedError: the checkpoint could not be written. Earlier checkpoints remain, and no partial one is left.
             FencedError: another trainer has taken over the run's folder; the same holds.
@@ -144,21 +147,7 @@ class CheckpointStore:
             remove_leftovers(self.folder)
         target = self._free_name(step)
         try:
-            with create_folder_atomically(target, hold_optional(self._folder_lock)) as temporary:
-                (temporary / MODEL).mkdir()
-                learner.write_trained_weights(temporary / MODEL)
-                save_file(learner.state(), temporary / OPTIMIZER)
-                manifest = Manifest(
-                    format=_FORMAT,
-                    progress=progress,
-                    steps=learner.steps,
-                    skipped_steps=learner.skipped_steps,
-                    files=_inventory(temporary),
-                    saved_at=datetime.now(UTC).isoformat(),
-                    fencing_token=0 if self._folder_lock is None else self._folder_lock.token,
-                ).with_digest()
-                written = msgspec.json.encode(manifest)
-                (temporary / MANIFEST).write_bytes(msgspec.json.format(written))
+            manifest = persist(self.folder, lambda: self._write(target, learner, progress), (OSError, SafetensorError))
         except (OSError, SafetensorError) as error:
             # If another trainer removed the unfinished folder, the lock raises FencedError, the true cause.
             with hold_optional(self._folder_lock):
@@ -169,11 +158,30 @@ class CheckpointStore:
                 "Make room on that disk and run again: the run resumes from there"
             ) from error
         log.info("checkpoint.saved", step=step, version=progress.version, folder=str(target))
-        saved = Checkpoint(folder=target, manifest=msgspec.json.decode(written, type=Manifest))
+        saved = Checkpoint(folder=target, manifest=manifest)
         self.upload(saved)
         with hold_optional(self._folder_lock):
             self._prune()
         return saved
+
+    def _write(self, target: Path, learner: "Learner", progress: Progress) -> Manifest:
+        """Write all files of a checkpoint; returns its manifest as it was written."""
+        with create_folder_atomically(target, hold_optional(self._folder_lock)) as temporary:
+            (temporary / MODEL).mkdir()
+            learner.write_trained_weights(temporary / MODEL)
+            save_file(learner.state(), temporary / OPTIMIZER)
+            manifest = Manifest(
+                format=_FORMAT,
+                progress=progress,
+                steps=learner.steps,
+                skipped_steps=learner.skipped_steps,
+                files=_inventory(temporary),
+                saved_at=datetime.now(UTC).isoformat(),
+                fencing_token=0 if self._folder_lock is None else self._folder_lock.token,
+            ).with_digest()
+            written = msgspec.json.encode(manifest)
+            (temporary / MANIFEST).write_bytes(msgspec.json.format(written))
+        return msgspec.json.decode(written, type=Manifest)
 
     def upload(self, checkpoint: Checkpoint) -> None:
         """Have a checkpoint copied to object storage, if the run has one; returns immediately."""

@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from stream.records import Group, TrainedCompletion
 from stream.trainer.leased_group import DroppedGroup
@@ -16,6 +17,18 @@ from workers.train.training_warnings import TrainingWarnings
 
 _FILTERED_STEPS = 4
 """Number of steps' worth of dropped groups whose rewards are kept for the next step's metrics."""
+
+
+class DroppedGroups(NamedTuple):
+    """Groups that were dropped on the way to a step."""
+
+    reasons: dict[DropReason, int]
+    """Number of groups by reason."""
+    rewards: list[GroupRewards]
+    """Of the last of them."""
+    counters: Counter[str]
+    """Their completions by the names of step metrics: `rows/STATE`, where `valid` is one that had no fault of its own,
+    and `truncated/REASON`."""
 
 
 class GroupChecker:
@@ -36,6 +49,7 @@ class GroupChecker:
         self.pop_logged = self._reward_log.pop
         self.warnings = TrainingWarnings(settings, progress.step)
         self._dropped: Counter[DropReason] = Counter()
+        self._counters: Counter[str] = Counter()
         self._filtered: deque[GroupRewards] = deque(maxlen=_FILTERED_STEPS * settings.train.batch_size)
 
     def check(self, group: Group, version: int) -> CheckedGroup | DroppedGroup:
@@ -55,6 +69,8 @@ class GroupChecker:
         self._dropped[checked.drop_reason] += 1
         self._filtered.append(checked.rewards)
         self._progress.count_states(Counter(checked.states))
+        self._counters.update(f"rows/{state}" for state in checked.states)
+        self._counters.update(f"truncated/{c.truncated}" for c in group.completions if c.truncated and not c.greedy)
         states = (f"dropped:{checked.drop_reason}" if state == "valid" else state for state in checked.states)
         return DroppedGroup(checked.drop_reason, [TrainedCompletion(state, None, 0) for state in states])
 
@@ -73,12 +89,12 @@ class GroupChecker:
             self.warnings.observe_group(group)
             self._observe(group, no_loss.get(group.prompt.id, {}))
 
-    def pop_dropped(self) -> tuple[dict[DropReason, int], list[GroupRewards]]:
-        """Return the groups dropped since the previous call, by reason, and the rewards of the last of them."""
-        counts, self._dropped = dict(self._dropped), Counter()
-        filtered = list(self._filtered)
+    def pop_dropped(self) -> DroppedGroups:
+        """Return the groups dropped since the previous call."""
+        dropped = DroppedGroups(dict(self._dropped), list(self._filtered), self._counters)
+        self._dropped, self._counters = Counter(), Counter()
         self._filtered.clear()
-        return counts, filtered
+        return dropped
 
     def _observe(self, group: Group, no_loss: Mapping[str, int]) -> None:
         counts = Counter(no_loss)

@@ -8,7 +8,9 @@ from typing import Any
 import anyio
 import structlog
 from anyio.abc import TaskGroup
+from safetensors import SafetensorError
 
+from stream.disk_space import persist
 from stream.durable import remove_folder, remove_leftovers
 from stream.errors import EngineRefusedError, RunFailedError
 from stream.trainer.consumer import Consumer
@@ -103,9 +105,20 @@ class PolicyVersions:
 
 
 def _write(write: Callable[[Path], None], path: Path) -> None:
+    """Write weights into a new folder. While the disk is full, this waits for room.
+
+    Raises:
+        RunFailedError: the disk fails, or stays full.
+    """
     remove_folder(path)  # left by a run whose server forgot that this number was reserved
     remove_leftovers(path.parent)  # left by a trainer that was killed while it wrote
-    write(path)
+    try:
+        persist(path, lambda: write(path), (OSError, SafetensorError))
+    except (OSError, SafetensorError) as error:
+        raise RunFailedError(
+            f"the weights could not be written to {path}: {error}. Make room on that disk and run again: the run "
+            "resumes from its last checkpoint"
+        ) from error
 
 
 def _prune(folder: Path, retention_s: float) -> None:

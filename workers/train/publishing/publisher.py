@@ -65,11 +65,19 @@ class WeightPublisher:
         transport: how weights reach them.
         retry_timeout_s: how long to keep trying one engine.
         update_timeout_s: timeout of one call that moves weights.
+        stopping: once it is set, an engine that fails is not tried again.
     """
 
     def __init__(
-        self, discovery: EngineDiscovery, transport: WeightTransport, *, retry_timeout_s: float, update_timeout_s: float
+        self,
+        discovery: EngineDiscovery,
+        transport: WeightTransport,
+        *,
+        retry_timeout_s: float,
+        update_timeout_s: float,
+        stopping: anyio.Event | None = None,
     ) -> None:
+        self._stopping = stopping or anyio.Event()
         self._discovery = discovery
         self._transport = transport
         self._retry_timeout_s = retry_timeout_s
@@ -194,7 +202,7 @@ class WeightPublisher:
         """Return the idle engines that were reachable last time, or all idle ones; waits for a first one."""
         deadline = anyio.current_time() + self._retry_timeout_s
         while not (idle := self._idle_targets()):
-            if anyio.current_time() > deadline:
+            if anyio.current_time() > deadline or self._stopping.is_set():
                 if busy := ", ".join(sorted(url for url, target in self._targets.items() if target.is_busy)):
                     problem = f"{busy} did not finish an older version within {self._retry_timeout_s:g} s"
                 else:
@@ -228,11 +236,13 @@ class WeightPublisher:
                 refused = isinstance(error, EngineRefusedError)
                 out_of_tries = tries >= _TRIES_AFTER_SUCCESS or version < self._latest_version
                 delay_s = _BACKOFF.delay_s(tries)
-                if refused or (limit_tries.is_set() and out_of_tries) or anyio.current_time() + delay_s > deadline:
+                is_last = (limit_tries.is_set() and out_of_tries) or anyio.current_time() + delay_s > deadline
+                if refused or is_last or self._stopping.is_set():
                     if sent:
                         await self._transport.abort(target.client, error)
                     raise (EngineRefusedError if refused else EngineError)(str(error)) from error
-                await anyio.sleep(delay_s)
+                with anyio.move_on_after(delay_s):
+                    await self._stopping.wait()
             else:
                 target.availability.log_recovered("push")
                 return
@@ -244,7 +254,8 @@ class WeightPublisher:
         all_tried = failures.keys() >= {target.url for target in self._current_targets()}
         if all_refused and all_tried:
             return EngineRefusedError(f"no engine took version {version}: {reasons}")
-        return EngineUnavailableError(f"no engine took version {version} within {self._retry_timeout_s:g} s: {reasons}")
+        when = "before the stop" if self._stopping.is_set() else f"within {self._retry_timeout_s:g} s"
+        return EngineUnavailableError(f"no engine took version {version} {when}: {reasons}")
 
 
 async def _ask_all(targets: Iterable[TargetEngine], ask: Callable[[EngineControlClient], Awaitable[T]]) -> dict[str, T]:
@@ -281,8 +292,15 @@ async def _wait_until_finished(
 
 
 @asynccontextmanager
-async def open_publisher(settings: Settings, discovery: EngineDiscovery) -> AsyncIterator[WeightPublisher]:
+async def open_publisher(
+    settings: Settings, discovery: EngineDiscovery, stopping: anyio.Event | None = None
+) -> AsyncIterator[WeightPublisher]:
     """Yield the publisher of a run.
+
+    Args:
+        settings: of the run.
+        discovery: its engines.
+        stopping: once it is set, an engine that fails is not tried again.
 
     Raises:
         SettingsError: this machine lacks something that the transport needs.
@@ -293,4 +311,5 @@ async def open_publisher(settings: Settings, discovery: EngineDiscovery) -> Asyn
             transport,
             retry_timeout_s=settings.engine_wait_s,
             update_timeout_s=UPDATE_TIMEOUT_S,
+            stopping=stopping,
         )

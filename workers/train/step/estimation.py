@@ -8,9 +8,10 @@ from torch import Tensor
 
 from workers.settings import Normalization, Settings
 from workers.train.algorithms.advantages import ESTIMATORS, TokenAdvantages, estimate
+from workers.train.algorithms.at_zero_reward import at_zero_reward
 from workers.train.algorithms.completion_layout import CompletionLayout
 from workers.train.algorithms.grouping import Grouping
-from workers.train.algorithms.masks import NONE, Masks
+from workers.train.algorithms.masks import NONE, Masks, only_baseline
 from workers.train.algorithms.normalization import normalize_tokens
 from workers.train.step.batch import Batch, ForwardStatistics
 from workers.train.step.shaped_rewards import ShapedRewards
@@ -48,6 +49,7 @@ def estimate_advantages(
         statistics: for estimators that need log-probs or values.
         weights_RT: importance weights, for estimators that need them; 1 by default.
     """
+    outside_C, masks = masks.outside_C, only_baseline(masks, batch.completion_ids_R)
     inputs = _EstimatorInputs(batch, masks, settings, statistics, weights_RT)
     name = settings.estimator.name
     needed = {need: getattr(inputs, need) for need in ESTIMATORS[name].input_names}
@@ -79,6 +81,12 @@ def estimate_advantages(
         )
     if values_C is None:
         values_C = _mean_over_tokens(tokens_RT, masks.loss_tokens_RT, ids_R, len(masks.loss_C))
+    if bool(outside_C.any()):
+        values_C = at_zero_reward(
+            values_C, inputs.clipped_C, inputs.groups, outside_C, bounded=settings.divides_by_group_std
+        )
+        of_rows_R1 = values_C[ids_R].unsqueeze(1)
+        tokens_RT = torch.where(outside_C[ids_R].unsqueeze(1), of_rows_R1.to(tokens_RT.dtype), tokens_RT)
     return Advantages(values_C, tokens_RT, returns_RT)
 
 
@@ -104,6 +112,10 @@ class _EstimatorInputs:
     @property
     def rewards_C(self) -> Tensor:
         return self._shaped.rewards_C
+
+    @property
+    def clipped_C(self) -> Tensor:
+        return self._shaped.clipped_C
 
     @cached_property
     def lengths_C(self) -> Tensor:

@@ -129,10 +129,10 @@ def filter_reasons(batch: Batch, masks: Masks, settings: Settings) -> list[DropR
 
 
 def drop_groups(batch: Batch, masks: Masks, reasons: Sequence[DropReason | None]) -> tuple[Batch, Masks]:
-    """Drop the completions in B of groups with a reason; completions outside B keep their own reason."""
+    """Drop the completions in B or L of groups with a reason; all others keep their own reason."""
     codes_G = torch.tensor([NONE if reason is None else DROP_REASONS.index(reason) for reason in reasons])
     codes_C = codes_G.to(batch.facts.drop_reason_C.device)[batch.facts.group_ids_C]
-    dropped_C = (codes_C != NONE) & masks.baseline_C
+    dropped_C = (codes_C != NONE) & masks.used_C
     facts = replace(batch.facts, drop_reason_C=torch.where(dropped_C, codes_C, batch.facts.drop_reason_C))
     return replace(batch, facts=facts), drop_completions(masks, batch.completion_ids_R, dropped_C)
 
@@ -208,7 +208,7 @@ def _states(facts: CompletionFacts, masks: Masks) -> list[str]:
         facts.reward_reason_C.tolist(),
         facts.truncation_reason_C.tolist(),
         masks.rejected_by_C.tolist(),
-        masks.baseline_C.tolist(),
+        masks.used_C.tolist(),
         strict=True,
     )
     return [_state(*column, rules=masks.rules) for column in columns]

@@ -53,9 +53,11 @@ STEP_METRICS: Final[dict[str, str]] = {
     "advantage/std": "completions in L, sample standard deviation; two or more",
     "advantage/min": "completions in L",
     "advantage/max": "completions in L",
-    "valid_fraction": "completions in B divided by all completions",
-    "rows/*": "completions by state: valid, dropped:R, failed:R, reward:R, truncated:R (excluded), rejected:RULE",
-    "truncated/*": "truncated completions by reason, valid or not",
+    "valid_fraction": "`rows/valid` divided by all of `rows/*`",
+    "rows/*": "completions by state: valid, dropped:R (by the step), failed:R, reward:R, truncated:R (excluded), "
+    "rejected:RULE. Groups that were dropped since the previous step count too, with what was wrong with each "
+    "completion alone",
+    "truncated/*": "truncated completions of the same groups by reason, valid or not",
     "truncated/reward_mean": "truncated completions in B",
     "truncated/length_mean": "sampled tokens of truncated completions in B",
     "groups/kept": "groups of the batch",
@@ -199,7 +201,7 @@ def step_metrics(
         **_max("length/max", lengths_C[masks.baseline_C]),
         **_lengths_by_end(facts, masks, lengths_C),
         **_mean("turns/mean", facts.turns_C[masks.baseline_C]),
-        **_mean("valid_fraction", masks.baseline_C),
+        **_mean("valid_fraction", masks.used_C),
         **_group_counts(facts, masks, dropped or {}),
         "tokens/loss": int(masks.loss_tokens_RT.sum()),
         "tokens/sampled": int(batch.sampled_RT.sum()),
@@ -242,6 +244,23 @@ def _group_counts(facts: CompletionFacts, masks: Masks, dropped: Mapping[DropRea
         "groups/singleton": int((groups.count_G == 1).sum()),
         **{f"groups/dropped/{reason}": count for reason, count in sorted(dropped.items())},
     }
+
+
+def add_dropped(metrics: Mapping[str, float], counters: Mapping[str, int]) -> Metrics:
+    """Return a step's metrics with the completions of groups that were dropped on the way to it.
+
+    Without them a verifier that measures nothing of whole groups would leave no trace in a figure of validity.
+
+    Args:
+        metrics: of the batch.
+        counters: `rows/STATE` and `truncated/REASON` of the dropped groups.
+    """
+    found: Metrics = dict(metrics)
+    for name, count in sorted(counters.items()):
+        found[name] = found.get(name, 0) + count
+    if total := sum(count for name, count in found.items() if name.startswith("rows/")):
+        found["valid_fraction"] = found.get("rows/valid", 0) / total
+    return found
 
 
 def omit_constants(metrics: Mapping[str, float], settings: Settings) -> dict[str, float]:

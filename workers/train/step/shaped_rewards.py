@@ -64,7 +64,7 @@ class ShapedRewards:
             to_go_CT: `penalized_C` at the first token, minus the rewards of the turns before each later one.
         """
         # The difference from the completion's own total keeps the mean of each completion's pool out of it.
-        change_CT = self._clip(to_go_CT, torch.ones_like(to_go_CT, dtype=torch.bool)) - self._clipped_C.unsqueeze(1)
+        change_CT = self._clip(to_go_CT, torch.ones_like(to_go_CT, dtype=torch.bool)) - self.clipped_C.unsqueeze(1)
         divisor_C = self._centred_and_divisor[1]
         if self._normalization.std == "none":
             factor_C = torch.ones_like(divisor_C)
@@ -81,14 +81,15 @@ class ShapedRewards:
         return self._clip(rewards_G + self._penalty(batch.greedy_lengths_G, penalised_G), usable_G)
 
     @cached_property
-    def _clipped_C(self) -> Tensor:
+    def clipped_C(self) -> Tensor:
+        """float64: the same, clipped and not normalized."""
         return self._clip(self.penalized_C, self._masks.baseline_C)
 
     @cached_property
     def _centred_and_divisor(self) -> tuple[Tensor, Tensor]:
         normalization = self._normalization
         return center_and_divisor(
-            self._clipped_C,
+            self.clipped_C,
             self.groups,
             self._masks.loss_C,
             mean=normalization.mean,
@@ -118,7 +119,7 @@ def greedy_baseline(batch: Batch, settings: Settings) -> tuple[Tensor, Tensor]:
         float64 (G), 0 where it cannot, and bool (G).
     """
     usable_G = batch.greedy_measured_G & ~_has_policy(batch.greedy_truncated_G, settings, "exclude")
-    zeroed_G = _has_policy(batch.greedy_truncated_G, settings, "zero_reward")
+    zeroed_G = _has_policy(batch.greedy_truncated_G, settings, "zero_reward_in_baseline")
     return torch.where(usable_G & ~zeroed_G, batch.greedy_rewards_G, 0.0), usable_G
 
 

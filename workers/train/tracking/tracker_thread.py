@@ -26,6 +26,7 @@ from msgspec import Struct
 
 from stream.backoff import Backoff
 from stream.connection.run_identity import read_identity
+from stream.durable import write_file_atomically
 from workers.settings import Settings
 from workers.train.tracking.trackers import TRACKERS, TrackedRun, Tracker
 
@@ -148,7 +149,7 @@ class TrackerThread:
         self._delivered = step
         try:
             self._file.parent.mkdir(exist_ok=True)
-            self._file.write_bytes(msgspec.json.encode(_Delivered(step)))
+            write_file_atomically(self._file, msgspec.json.encode(_Delivered(step)))
         except OSError as error:
             log.warning("tracker.state_not_written", tracker=self.name, why=str(error))
 
