@@ -131,6 +131,7 @@ MEANINGS = {
     "run.restored": "The run's folder was lost; it was restored from [object storage](object-storage.md).",
     "run_status.failed": "The supervisor could not read the run's status once.",
     "sample.failed": "The supervisor could not read a completion to show.",
+    "sandbox.unavailable": "Code that models influence runs here without a sandbox: which, why, and what it can reach.",
     "server.rebuilt": "The server's state was made again from the ledger.",
     "service.recovered": "A reward or judge server answers again.",
     "service.waiting": "A reward or judge server does not answer; logged once until it recovers.",

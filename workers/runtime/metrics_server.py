@@ -164,7 +164,7 @@ class _Pages:
         return answer
 
     async def is_alive(self, _: web.Request) -> web.Response:
-        """200 while the role works; 503 with the reason if it is stuck; no answer if user code holds the interpreter."""
+        """200 while the role works; 503 with the reason if it is stuck; no answer if user code holds Python."""
         return _health_answer(self._health.liveness_problem())
 
     async def is_ready(self, _: web.Request) -> web.Response:

@@ -4,11 +4,13 @@ from functools import partial
 from typing import Any, Final
 
 import anyio
+import anyio.to_thread
 from msgspec import Struct
 
 from envs.call import CallRunner, Ok, TimedOut, call_subject, describe_subject, error_cause
 from envs.contract import Observation
 from envs.factory import EnvironmentFactory
+from envs.sandboxes.process import missing_sandbox
 from envs.snapshot import thaw_and_watch
 from stream.causes import ErrorCause
 from stream.errors import PenstockError
@@ -83,6 +85,8 @@ async def _check(
     if factory is None:
         return None
     checked = CheckedEnvironment(factory=factory, prompt=prompt)
+    if warning := await anyio.to_thread.run_sync(missing_sandbox, factory.environment_class, args):
+        report.warn(subject, place, warning)
     if not factory.has_reward and not settings.rewards:
         report.error(
             subject,
