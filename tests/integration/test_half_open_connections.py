@@ -68,6 +68,22 @@ async def test_requests_are_answered_beside_more_half_open_connections_than_the_
     assert [note["limit"] for note in notes] == [LIMIT]  # one line, though dozens were ended
 
 
+@pytest.mark.parametrize(
+    "beginning", [b"", b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["nothing", "a whole request"]
+)
+@pytest.mark.usefixtures("few_files")
+async def test_the_connection_that_has_waited_longest_for_its_client_makes_room_for_the_newest(beginning):
+    """A client that has just connected is about to send its request."""
+    async with listen(web.Application(), "127.0.0.1", 0) as url:
+        with closing(HalfOpen(url)) as older, closing(HalfOpen(url)) as newer:
+            await anyio.to_thread.run_sync(partial(older.open, LIMIT, [beginning]))
+            assert await status(url) == 404  # so all of them are accepted
+            await anyio.to_thread.run_sync(partial(newer.open, LIMIT // 2, [b""]))
+            assert await status(url) == 404
+            assert await left_of(older, LIMIT // 2) >= LIMIT // 2 - 3  # the two requests, and this one's neighbor
+            assert await anyio.to_thread.run_sync(newer.drop_closed) == LIMIT // 2
+
+
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 @pytest.mark.usefixtures("impatient")
 async def test_a_connection_whose_request_does_not_arrive_ends(beginning, tmp_path, pipe, redis_url):
