@@ -6,8 +6,8 @@ module                  extra                connects to
 `openenv`               `openenv`            an OpenEnv server, over its WebSocket
 `verifiers_server`      `verifiers`          an environment server of verifiers 0.4, over ZMQ
 `gymnasium_text`        `gymnasium`          a Gymnasium environment, with the user's text codec
-`reasoning_gym_tasks`   `reasoning-gym`      nothing: makes a problem of a reasoning-gym data set, and scores it
-`textarena_games`       `textarena`          nothing: plays a textarena game, a move in each turn
+`reasoning_gym_tasks`   `reasoning-gym`      child processes (`reasoning_gym_scorer`) that score its problems
+`textarena_games`       `textarena`          child processes (`textarena_replay`) that play its games
 `mcp_tools`             `mcp`                a tool server of the Model Context Protocol, over stdio or HTTP
 ======================  ===================  ==========================================================================
 

@@ -10,7 +10,6 @@ of one daemon thread of this process, and calls are sent there. This also keeps 
 starting a command) off the worker's event loop.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -19,9 +18,9 @@ from typing import Any
 
 import anyio
 from anyio.abc import TaskStatus
-from anyio.from_thread import BlockingPortal
 
 from envs.call import describe_error
+from envs.call.background_loop import background_loop
 from envs.contract import ToolError
 from envs.extras import import_extra
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
@@ -170,7 +169,7 @@ class _Session:
         self.is_lost = False
         self._timeout_s = timeout_s
         try:
-            self._portal = _portal()
+            self._portal = background_loop()
             self._task, (self._client, self._leave) = self._portal.start_task(partial(_session_task, server, timeout_s))
         except Exception as error:
             raise EnvironmentFailure(f"no session: {_describe(error)}") from error
@@ -303,25 +302,3 @@ def _describe(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return describe_error(error)
-
-
-_portal_lock = threading.Lock()
-_portals: list[BlockingPortal] = []
-
-
-def _portal() -> BlockingPortal:
-    """Return the event loop of all sessions of this process, which runs in a daemon thread."""
-
-    async def serve(ready: threading.Event) -> None:
-        async with BlockingPortal() as portal:
-            _portals.append(portal)
-            ready.set()
-            await portal.sleep_until_stopped()
-
-    with _portal_lock:
-        if not _portals:
-            ready = threading.Event()
-            threading.Thread(target=partial(anyio.run, serve, ready), name="MCP sessions", daemon=True).start()
-            if not ready.wait(_OPEN_S):
-                raise EnvironmentFailure(f"the thread of MCP's sessions did not start within {_OPEN_S:g} s")
-    return _portals[0]

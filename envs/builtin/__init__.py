@@ -5,7 +5,7 @@ To add one: a file here, and a line in pyproject.toml under "penstock.environmen
 =======================  ====================================================================
 `calculator`             three tools for whole numbers; `calculator_answer`, the demo's reward
 `guess`                  guess a number
-`python`                 `python_sandbox.py`: run the model's Python in a child with limits
+`python`                 `python_sandbox.py`: run the model's Python in a sandbox with limits
 `math`                   `math_verifier.py`: mathematical equality with the gold answer
 `vlm`                    weighted reward parts for image prompts
 `code_jaccard`           similarity of two pieces of code

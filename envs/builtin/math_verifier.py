@@ -55,7 +55,7 @@ class Math:
             message is always the answer.
     """
 
-    call_options = CallOptions(processes=PROCESSES, granularity="row")
+    call_options = CallOptions(processes=PROCESSES, granularity="row", isolation="sandbox")
 
     def __init__(
         self,

@@ -1,11 +1,12 @@
-"""An environment whose tool runs the model's Python in a child process with limits.
+"""An environment whose tool runs the model's Python in a sandbox with limits.
 
-Limited: CPU time, wall time, memory, size of files and output, new processes (root switches to the user nobody, if that
-user can read the interpreter). Not available: the worker's environment variables, packages, memory, open files and
-standard input. Each call starts a new interpreter in a temporary folder, which is removed afterwards.
+Each call starts a new interpreter in a sandbox of its own (`envs.sandboxes.process`): no network, no process but its
+own, no environment variable of the worker, the system's files and the interpreter's library to read, an empty folder to
+write. Limited: CPU time, wall time, memory, size of files and output, new processes. Not available: packages.
 
-Not limited: the network, and files that the user may read. The sandbox protects a worker from a policy's accidents, not
-from an attacker. To run untrusted code, run the worker in a container without a network.
+Where this machine makes no sandboxes, the log says so and the code runs with these limits alone: it can then use the
+network, read the worker's files and the environment of processes of its user, and signal them. Root switches to the
+user nobody there, if that user can read the interpreter.
 """
 
 import functools
@@ -20,7 +21,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import anyio
 import structlog
@@ -28,15 +29,31 @@ from anyio import to_thread
 from anyio.abc import Process
 
 from envs.processes import confine
+from envs.sandboxes.process import (
+    NOBODY,
+    WORKDIR,
+    Launch,
+    SandboxSpec,
+    interpreter_paths,
+    launch,
+    sandbox_problem,
+    warn_without_sandbox,
+)
 from stream.errors import EnvironmentFailure
 
 log = structlog.get_logger()
 
-NOBODY = 65534
 _EXIT_TIMEOUT_S = 5.0
 """Time for a killed process to exit."""
 _START_TIMEOUT_S = 30.0
 """Time for a process to start the model's code."""
+_MAX_REPORT_BYTES = 10_000
+_FILES_PER_FOLDER = 4
+"""A sandbox's working folder holds this many files of the largest size, and so does its `/tmp`."""
+_SANDBOX_PROCESSES = 2
+"""Processes that count towards the limit in a sandbox besides those that the code starts: bwrap and the code itself."""
+_SIGNALLED = 128
+"""Exit codes above it are those of a sandboxed program that a signal ended, less the signal's number."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,17 @@ class SandboxRun:
 
     code: str
     output: str
+
+
+@dataclass(frozen=True)
+class _Started:
+    """What one call needs of the machine."""
+
+    launch: Launch
+    output: BinaryIO
+    """An unnamed file, which the code cannot open by a path."""
+    folder: Path | None
+    """Without a sandbox: where the code runs."""
 
 
 class Python:
@@ -56,9 +84,15 @@ class Python:
         memory_mb: address space of one call.
         file_mb: size of each file that the code writes.
         output_chars: characters of the output that the model reads; the middle is cut.
-        processes: processes and threads that the code may start; no effect for root, see `sandbox_user`.
+        processes: processes and threads that the code may start. Above 0 it has no effect for root whose interpreter
+            others cannot read.
         interpreter: the Python that runs the code, without site packages.
     """
+
+    without_sandbox: ClassVar[str] = (
+        "the model's code runs with limits alone: it can use the network, read the worker's files and the environment "
+        "of processes of its user, and signal them"
+    )
 
     def __init__(
         self,
@@ -82,7 +116,9 @@ class Python:
             "core": 0,
         }
         self._interpreter = interpreter
-        user = sandbox_user(interpreter)
+        self._is_sandboxed = not sandbox_problem()
+        warn_without_sandbox("python", self.without_sandbox)
+        user = None if self._is_sandboxed else sandbox_user(interpreter)
         if user is not None:
             self._limits["user"] = user
 
@@ -96,45 +132,59 @@ class Python:
         Args:
             code: A whole program. Only what it prints is seen; nothing is kept for the next call.
         """
-        folder, output = await to_thread.run_sync(self._prepare, code)
+        started = await to_thread.run_sync(self._prepare, code)
         try:
-            ending = await self._run(folder, output)
-            printed = await to_thread.run_sync(self._read_output, output)
+            ending = await self._run(started)
+            printed = await to_thread.run_sync(self._read_output, started.output)
         finally:
             with anyio.CancelScope(shield=True):
-                await to_thread.run_sync(_remove, folder, output)
+                await to_thread.run_sync(_remove, started)
         text = "\n".join(filter(None, [printed.rstrip("\n"), ending])) or "(no output)"
         self.runs.append(SandboxRun(code, text))
         return text
 
-    def _prepare(self, code: str) -> tuple[Path, BinaryIO]:
-        """Make a folder with the program, and an unnamed file for its output, which the code cannot open."""
+    def _prepare(self, code: str) -> _Started:
+        """Make a file for the output, and what starts the code: a sandbox, or a folder with the program."""
+        source = code.encode("utf-8", "replace")
+        limits = dict(self._limits)
+        if self._is_sandboxed and limits["processes"]:
+            limits["processes"] += _SANDBOX_PROCESSES
+        limited = [self._interpreter, "-I", "-S", confine.__file__, json.dumps(limits)]
+        program = [*limited, self._interpreter, "-I", "-S", "-u", "-X", "utf8", "main.py"]
         try:
+            output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_remove`)
+            if self._is_sandboxed:
+                spec = SandboxSpec(
+                    readable=(*interpreter_paths(self._interpreter), confine.__file__),
+                    folder_bytes=_FILES_PER_FOLDER * self._limits["file_bytes"],
+                    starts_processes=self._limits["processes"] > 0,
+                )
+                return _Started(launch(program, spec, {f"{WORKDIR}/main.py": source}), output, None)
             folder = Path(tempfile.mkdtemp(prefix="penstock-python-"))
-            program = folder / "main.py"
-            program.write_bytes(code.encode("utf-8", "replace"))
-            program.chmod(0o644)
+            file = folder / "main.py"
+            file.write_bytes(source)
+            file.chmod(0o644)
             if "user" in self._limits:
                 os.chown(folder, self._limits["user"], self._limits["user"])
-            return folder, tempfile.TemporaryFile()
+            return _Started(Launch(program, {"cwd": folder, "env": {}}), output, folder)
         except OSError as error:
             raise EnvironmentFailure(f"the sandbox has no folder to run in: {error}") from error
 
-    async def _run(self, folder: Path, output: BinaryIO) -> str:
+    async def _run(self, started: _Started) -> str:
         """Run the program until it ends or its deadline passes; return a line on how it ended, empty for success."""
-        limited = [self._interpreter, "-I", "-S", confine.__file__, json.dumps(self._limits)]
-        program = [self._interpreter, "-I", "-S", "-u", "-X", "utf8", "main.py"]
+        command, options = started.launch.command, started.launch.options
         try:
             with anyio.CancelScope(shield=True):  # cancelled half-way, the process would leak
                 process = await anyio.open_process(
-                    [*limited, *program], stdin=None, stderr=output, cwd=folder, env={}, start_new_session=True
+                    command, stdin=None, stderr=started.output, start_new_session=True, **options
                 )
         except OSError as error:
             raise EnvironmentFailure(f"the sandbox cannot start a process: {error}") from error
         try:
-            await self._wait_started(process)
+            await self._wait_started(process, started.output)
             with anyio.move_on_after(self._timeout_s):
-                return _describe_exit(await process.wait())
+                code = await process.wait()
+                return _describe_exit(_SIGNALLED - code if self._is_sandboxed and code > _SIGNALLED else code)
             return f"TimeoutError: the code did not end within {self._timeout_s:g} s"
         finally:
             with suppress(ProcessLookupError, PermissionError):
@@ -142,7 +192,7 @@ class Python:
             with anyio.CancelScope(shield=True), anyio.move_on_after(_EXIT_TIMEOUT_S):
                 await process.aclose()
 
-    async def _wait_started(self, process: Process) -> None:
+    async def _wait_started(self, process: Process, output: BinaryIO) -> None:
         """Wait until the model's code starts.
 
         Raises:
@@ -152,10 +202,11 @@ class Python:
         found = b""
         with anyio.move_on_after(_START_TIMEOUT_S):
             with suppress(anyio.EndOfStream):
-                while True:
+                while not found.endswith(b"\n") and len(found) < _MAX_REPORT_BYTES:  # `bwrap` keeps the pipe open
                     found += await process.stdout.receive()
-            if found != b"begun":
-                why = found.removeprefix(b"begun").decode(errors="replace") or "its process ended"
+            if found != b"begun\n":
+                said = await to_thread.run_sync(self._read_output, output)  # by bwrap
+                why = found.decode(errors="replace").strip() or said.strip() or "its process ended"
                 raise EnvironmentFailure(f"the sandbox cannot start: {why}")
             return
         raise EnvironmentFailure(f"the sandbox did not start within {_START_TIMEOUT_S:g} s")
@@ -178,9 +229,11 @@ class Python:
         return f"{head[:half]}\n... {size} bytes in all ...\n{tail[-half:]}"
 
 
-def _remove(folder: Path, output: BinaryIO) -> None:
-    output.close()
-    shutil.rmtree(folder, ignore_errors=True)
+def _remove(started: _Started) -> None:
+    started.output.close()
+    started.launch.close()
+    if started.folder is not None:
+        shutil.rmtree(started.folder, ignore_errors=True)
 
 
 def _describe_exit(code: int) -> str:

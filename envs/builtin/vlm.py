@@ -48,7 +48,7 @@ class Vlm:
         args = { parts = { format = 0.2, bbox_giou = 0.8 }, answer = "box" }
     """
 
-    call_options = CallOptions(processes=PROCESSES, granularity="row")
+    call_options = CallOptions(processes=PROCESSES, granularity="row", isolation="sandbox")
 
     def __init__(
         self, parts: Mapping[str, float] = MappingProxyType({"format": 0.2, "exact_alnum": 0.8}), answer: str = "answer"

@@ -6,5 +6,8 @@
 `jobs.py`            jobs, their results and errors
 `child_main.py`      the child's side: run one job after another in the main thread
 `confine.py`         set resource limits, then replace this process by another program
+`isolation.py`       what children find of the machine: everything, no environment, or a sandbox
+`forked.py`          in a child: run one piece of work in a fork
+`shared_pools.py`    pools that any thread may use, for environments
 ===================  ==================================================================
 """

@@ -43,6 +43,7 @@ class ChildConfig(msgspec.Struct, kw_only=True):
     """Configuration of a child, JSON on its command line."""
 
     parent_pid: int
+    """0: something else ends the child with its parent."""
     handler: str
     """`module:name` of the callable that makes the handler."""
     args: dict[str, Any]
@@ -83,7 +84,8 @@ def report_interim(value: bytes) -> None:
 def main() -> NoReturn:
     """Run jobs until the parent closes the pipe; `sys.argv[1]` is a `ChildConfig`."""
     config = msgspec.json.decode(sys.argv[1], type=ChildConfig)
-    die_with_parent(config.parent_pid)
+    if config.parent_pid:
+        die_with_parent(config.parent_pid)
     requests, results = os.dup(0), os.dup(1)  # processes started by a job do not inherit them
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

@@ -57,10 +57,10 @@ def main(limits: dict[str, int], program: list[str]) -> None:
         environment = {"PATH": os.defpath, "HOME": os.curdir, "LANG": "C.UTF-8"}
         if not os.access(program[0], os.X_OK):
             raise PermissionError(f"{program[0]} cannot be executed")  # noqa: TRY301
-        os.write(report, b"begun")
+        os.write(report, b"begun\n")
         os.execve(program[0], program, environment)  # noqa: S606  (a fixed argument list, no shell)
     except BaseException as error:  # noqa: BLE001  (reported to the parent)
-        os.write(report, f"{type(error).__name__}: {error}".encode())
+        os.write(report, f"{type(error).__name__}: {error}\n".encode())
         os._exit(1)
 
 

@@ -22,6 +22,7 @@ import structlog
 
 from envs.call import Failed, Outcome
 from envs.processes.child_main import ChildConfig
+from envs.processes.isolation import NO_ISOLATION, Isolation
 from envs.processes.jobs import Job, JobBatch, ProcessPoolError
 from envs.processes.pool_child import PoolChild
 
@@ -52,6 +53,7 @@ class ProcessPool:
         args: keyword arguments of that callable; JSON-serializable.
         size: number of children.
         limits: when children are replaced.
+        isolation: what children find of this machine.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class ProcessPool:
         args: Mapping[str, Any],
         size: int,
         limits: ChildLimits = ChildLimits(),
+        isolation: Isolation = NO_ISOLATION,
     ) -> None:
         self.size = size
+        self.isolation = isolation
         self.started_count = 0
         """Children started so far, replacements included."""
         self._max_jobs = limits.max_jobs
@@ -84,6 +88,7 @@ class ProcessPool:
         args: Mapping[str, Any],
         size: int,
         limits: ChildLimits = ChildLimits(),
+        isolation: Isolation = NO_ISOLATION,
     ) -> AsyncIterator["ProcessPool"]:
         """Open a pool after its first child has started; kill all children on exit.
 
@@ -92,7 +97,7 @@ class ProcessPool:
         Raises:
             ProcessPoolError: the first child cannot be started.
         """
-        pool = cls(handler, args, size, limits)
+        pool = cls(handler, args, size, limits, isolation)
         try:
             first = await pool._start_child()
             async with anyio.create_task_group() as tasks:
@@ -182,7 +187,7 @@ class ProcessPool:
 
     async def _start_child(self) -> PoolChild:
         self.started_count += 1
-        child = await PoolChild.start(self._config)
+        child = await PoolChild.start(self._config, self.isolation)
         self._children.add(child)
         try:
             await child.wait_ready()

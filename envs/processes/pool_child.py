@@ -2,25 +2,24 @@
 
 import os
 import signal
-import sys
 from collections import deque
 from contextlib import suppress
 
 import anyio
 import msgspec
+from anyio import to_thread
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from envs.call import Failed, Ok, TimedOut
 from envs.processes.child_main import HEADER_BYTES, ChildConfig, JobResult, ReadyMessage, encode_frame, frame_length
+from envs.processes.isolation import NO_ISOLATION, Isolation
 from envs.processes.jobs import Job, JobError, ProcessPoolError
 
 START_TIMEOUT_S = 120.0
 """Time for a child to import the handler."""
 _MAX_ATTEMPTS = 2
 _EXIT_TIMEOUT_S = 5.0
-# The child gets the parent's import path, so both import the same modules.
-_PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from envs.processes.child_main import main; main()"
 _PIPE_ERRORS = (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
 
@@ -37,16 +36,22 @@ class PoolChild:
         self._ended = False
 
     @classmethod
-    async def start(cls, config: ChildConfig) -> "PoolChild":
+    async def start(cls, config: ChildConfig, isolation: Isolation = NO_ISOLATION) -> "PoolChild":
         """Start a child process.
+
+        Args:
+            config: what it runs.
+            isolation: what it finds.
 
         Raises:
             ProcessPoolError: the process cannot be started.
         """
-        command = [sys.executable, "-c", _PROGRAM, msgspec.json.encode(config).decode(), *sys.path]
         try:
             with anyio.CancelScope(shield=True):  # cancelled half-way, the process would leak
-                process = await anyio.open_process(command, stderr=None, start_new_session=True)
+                with await to_thread.run_sync(isolation.launch, config) as start:
+                    process = await anyio.open_process(
+                        start.command, stderr=None, start_new_session=True, **start.options
+                    )
         except OSError as error:
             raise ProcessPoolError(f"a child cannot be started: {error}") from error
         return cls(process)

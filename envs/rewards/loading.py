@@ -34,6 +34,9 @@ class CallOptions:
         environments: names of the environments whose completions it measures; empty: all. Elsewhere it has no part.
         none: meaning of a returned None. `invalid`, the default: the completion's reward is unknown; `not_applicable`:
             the function has no part in it.
+        isolation: `sandbox`: its child processes need nothing of this machine but installed packages, so they run in a
+            sandbox, or without the worker's environment where no sandbox can be made. `none`, the default: they have
+            the worker's environment, files and network.
         worst_value: the worst value that the function can give; the value of a completion that it cannot measure
             because of the completion itself: it reads an attribute that is too large for a snapshot. None: such a
             completion is unmeasured.
@@ -46,6 +49,7 @@ class CallOptions:
     calls_per_second: float = 0.0
     environments: tuple[str, ...] = ()
     none: Literal["", "invalid", "not_applicable"] = ""
+    isolation: Literal["", "none", "sandbox"] = ""
     worst_value: float | None = None
 
     def with_defaults(self, defaults: "CallOptions") -> "CallOptions":

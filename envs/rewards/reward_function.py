@@ -104,7 +104,8 @@ class RewardFunction:
         """Start the child processes, or enter the function if it is an asynchronous context manager."""
         if self.call_options.processes:
             ref, args = self._source
-            async with RewardProcessPool.open(ref, args, self.call_options.processes) as pool:
+            sandboxed = self.call_options.isolation == "sandbox"
+            async with RewardProcessPool.open(ref, args, self.call_options.processes, sandboxed=sandboxed) as pool:
                 self._process_pool = pool
                 try:
                     yield self

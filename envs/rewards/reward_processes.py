@@ -5,14 +5,19 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+from anyio import to_thread
 
 from envs.call import Ok, Outcome, call_inline
 from envs.processes.child_main import report_interim
+from envs.processes.isolation import Isolation, strongest_isolation
 from envs.processes.pool import ProcessPool
 from envs.rewards.call_report import CallReport, use_fallback
 from envs.rewards.call_results import CallResult, classify_rows
 from envs.rewards.loading import load_reward_function
 from envs.rewards.trainer_state import TrainerState
+from envs.sandboxes.process import warn_without_sandbox
+
+WITHOUT_SANDBOX = "its child processes can read files and use the network"
 
 
 class RewardCall(msgspec.Struct, frozen=True):
@@ -59,14 +64,27 @@ class RewardProcessPool:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, ref: str, args: Mapping[str, Any], processes: int) -> AsyncIterator["RewardProcessPool"]:
-        """Open a pool of `processes` children, and close it on exit.
+    async def open(
+        cls, ref: str, args: Mapping[str, Any], processes: int, *, sandboxed: bool = False
+    ) -> AsyncIterator["RewardProcessPool"]:
+        """Open a pool of children, and close it on exit.
+
+        Args:
+            ref: reference of the function.
+            args: its arguments from the settings.
+            processes: number of children.
+            sandboxed: they run in sandboxes, or without this process's environment where no sandbox can be made.
 
         Raises:
             ProcessPoolError: no child can load the function.
         """
         handler = f"{RewardJobHandler.__module__}:{RewardJobHandler.__qualname__}"
-        async with ProcessPool.open(handler, {"ref": ref, "args": dict(args)}, processes) as pool:
+        isolation = Isolation()
+        if sandboxed:
+            isolation = Isolation(await to_thread.run_sync(strongest_isolation))
+            await to_thread.run_sync(warn_without_sandbox, ref, WITHOUT_SANDBOX)
+        source = {"ref": ref, "args": dict(args)}
+        async with ProcessPool.open(handler, source, processes, isolation=isolation) as pool:
             yield cls(pool)
 
     async def call(self, calls: Sequence[RewardCall], timeout_s: float) -> list[CallResult]:

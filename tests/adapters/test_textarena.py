@@ -1,13 +1,18 @@
 """textarena's games as environments that answer."""
 
+from functools import partial
+from pathlib import Path
+
 import anyio
 import pytest
 
+from envs.adapters import textarena_games
 from stream.validity import RewardReason
+from tests.adapters.rigged_game import Rigged
 from workers.settings import Rollout
 from workers.testing import play
 
-pytest.importorskip("textarena", reason='needs pip install "penstock[textarena]"')
+textarena = pytest.importorskip("textarena", reason='needs pip install "penstock[textarena]"')
 REF = "envs.adapters.textarena_games:TextArena"
 LONG = Rollout(max_turns=20, max_tokens=1_000_000)
 
@@ -76,3 +81,61 @@ def test_the_other_player_is_a_function():
     assert set(played.environment.rewards or {0: 0}) <= {0, 1}
     lonely = play(REF, ["[4]"], args={"id": "TicTacToe-v0", "num_players": 2})
     assert "set args.opponent" in lonely.failure.detail
+
+
+@pytest.fixture
+def rigged(monkeypatch):
+    """Register the game here and, by its folder on the import path, in the children."""
+    registry = textarena.envs.registration.ENV_REGISTRY
+    monkeypatch.setitem(registry, "Rigged-v0", textarena.envs.registration.EnvSpec("Rigged-v0", Rigged, None))
+    handler = "tests.adapters.rigged_game:RiggedReplayer"
+    monkeypatch.setattr(textarena_games, "HANDLER", handler)
+    folder = str(Path(__file__).parents[1])
+    monkeypatch.setattr(textarena_games, "_word_lists", lambda: (folder,))
+    return partial(play, REF, limits=LONG)
+
+
+@pytest.mark.parametrize(
+    ("move", "reason"), [("raise", RewardReason.RAISED), ("hang", RewardReason.TIMEOUT), ("die", RewardReason.RAISED)]
+)
+def test_a_move_that_the_game_cannot_play_is_the_models_and_costs_no_other_game(rigged, move, reason):
+    args = {"id": "Rigged-v0", "cpu_s": 1, "worst_reward": -2.0}
+    played = rigged(["fine", move], args=args)
+    assert played.failure is None
+    assert (played.reward.value, played.reward.reason) == (-2.0, reason)
+    assert "move 2" in played.reward.detail
+    assert rigged(["fine", "end"], args=args | {"num_players": 2, "opponent": "builtins:str"}).reward_value == 1.0
+
+
+def test_a_game_in_the_worker_whose_network_fails_is_not_the_models_doing(rigged):
+    args = {"id": "Rigged-v0", "isolation": "none"}
+    assert "does not answer" in rigged(["disconnect"], args=args).failure.detail
+    assert rigged(["raise"], args=args).reward_value == -1.0
+
+
+def test_a_reward_that_is_no_number_is_the_worst(rigged):
+    assert rigged(["end"], args={"id": "Rigged-v0"}).reward_value == -1.0
+
+
+def test_the_game_has_nothing_of_the_workers_environment(rigged, monkeypatch):
+    monkeypatch.setenv("CANARY", "a secret of the worker")
+    for isolation in ("sandbox", "process"):
+        played = rigged(["look", "end"], args={"id": "Rigged-v0", "isolation": isolation})
+        assert "nothing" in str(played.messages)
+    played = rigged(["look", "end"], args={"id": "Rigged-v0", "isolation": "none"})
+    assert "a secret of the worker" in str(played.messages)
+
+
+def test_a_game_that_changes_when_it_is_played_again_says_so(rigged):
+    played = rigged(["fine"], args={"id": "Rigged-v0", "num_players": 3, "opponent": "builtins:str"})
+    assert 'isolation = "none"' in played.failure.detail
+
+
+def test_a_move_of_the_opponent_that_the_game_cannot_play_is_not_the_models(rigged):
+    played = rigged(["fine"], args={"id": "Rigged-v0", "opponent": f"{__file__}:raise_a_key_error"})
+    assert "player 1" in played.failure.detail
+
+
+def raise_a_key_error(observation):
+    """Play a move at which the game raises."""
+    return "raise"

@@ -52,9 +52,9 @@ async def client_of(model: Path, *settings: str) -> AsyncIterator[tuple[openai.A
         listening.set()
 
     overrides = ("run.threads=1", "engine.max_model_len=300", *settings)
-    serve = await anyio.to_thread.run_sync(choose_server, model, overrides, "auto", "float32")
+    serve = await anyio.to_thread.run_sync(choose_server, model, overrides, "auto", "float32", "127.0.0.1")
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(serve, host="127.0.0.1", port=0, ready=ready))
+        tasks.start_soon(partial(serve, port=0, ready=ready))
         await listening.wait()
         async with openai.AsyncOpenAI(base_url=f"{urls[0]}/v1", api_key="none", max_retries=0) as client:
             yield client, urls[0]

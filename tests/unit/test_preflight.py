@@ -10,6 +10,7 @@ import anyio
 import pytest
 import tomli_w
 
+from envs.sandboxes import process
 from stream.errors import SettingsError
 from tests.reward_server import reward_server
 from workers.demo.model import make_model
@@ -279,6 +280,16 @@ def test_a_mistake_is_an_error_with_place_and_remedy(project, mistake):
     report = project.check()
     text = "\n".join(f"{each.subject} ({each.place}): {each.problem}" for each in report.errors)
     assert [word for word in words if word not in text] == [], text or render_findings(report)
+
+
+def test_a_machine_without_sandboxes_is_a_warning_for_each_environment_that_wants_one(project, monkeypatch):
+    monkeypatch.setattr(process, "sandbox_problem", lambda: "bwrap: No permissions")
+    project.table["environments"] = {"code": "python", "counter": project.table["environments"]["counter"]}
+    project.rows([{"question": "a", "environment": "code", "answer": "1", "target": 1}])
+    (warning,) = [each for each in project.check().findings if "sandbox" in each.problem]
+    assert warning.place == "environments.code"
+    assert "bwrap: No permissions" in warning.problem
+    assert "use the network" in warning.problem
 
 
 def test_an_environment_with_rows_of_its_own_needs_no_data(project):

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import anyio
+import anyio.to_thread
 
 from envs.call import CallRunner, Ok
 from envs.factory import EnvironmentFactory
@@ -20,6 +21,7 @@ from envs.references import class_key
 from envs.rewards import environment_reward
 from envs.rewards.env_reward import accepts_messages
 from envs.rewards.merge import merge_parts
+from envs.sandboxes.process import missing_sandbox
 from stream.validity import Measured, RewardReason, Unmeasured
 from workers.commands.check.check_report import LOAD_TIMEOUT_S, EnvironmentReport, failure_reason
 from workers.commands.check.episode_check import EpisodeCheck, check_own_loop
@@ -80,6 +82,8 @@ async def check_environment(
         report.warnings += await compare_tasks(factory, report.fields, 0, caller, limits.call_timeout_s)
     _inspect_reward(report)
     _inspect_class(report, factory)
+    if warning := await anyio.to_thread.run_sync(missing_sandbox, factory.environment_class, args):
+        report.warnings.append(warning)
     report.ok = not report.errors
     return report
 
