@@ -242,7 +242,7 @@ async def test_a_pause_that_aborts_ends_whole_and_streamed_answers_with_an_error
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask_whole)
             await until_running(session, url, 2)
-            async with session.post(f"{url}/pause?mode=abort") as response:
+            async with session.post(f"{url}/pause?mode=abort", json={}) as response:
                 assert response.status == 200
         with pytest.raises(openai.APIError, match="a pause of the engine"):
             async for _ in stream:
