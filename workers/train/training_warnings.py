@@ -63,6 +63,7 @@ _LIMITS: Final = {
     TruncationReason.MAX_TURNS: "rollout.max_turns",
     TruncationReason.TOOL_CALLS: "rollout.max_tool_calls",
     TruncationReason.TOOL_ERRORS: "the tools' error messages, of which rollout.max_tool_calls allows half as many",
+    TruncationReason.TOOL_TIME: "rollout.episode_timeout_s and rollout.call_timeout_s, and which tool is slow",
     TruncationReason.WALL_CLOCK: "rollout.episode_timeout_s, and what takes so long (`penstock inflight`)",
 }
 """What cuts a completion off, by reason."""
