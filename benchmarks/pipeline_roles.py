@@ -50,8 +50,8 @@ async def serve_paced(file: Path, port: int, seconds: float) -> None:
                 time.sleep(max(0.0, began + seconds - time.perf_counter()))
 
     server.Scheduler = PacedScheduler  # type: ignore[attr-defined]
-    serve = choose_server(file, (), "generate", "")
-    await serve(host="127.0.0.1", port=port, ready=lambda url: print(f"listening on {url}", flush=True))
+    serve = choose_server(file, (), "generate", "", "127.0.0.1")
+    await serve(port=port, ready=lambda url: print(f"listening on {url}", flush=True))
 
 
 def paced(step: Any, seconds: float) -> Any:

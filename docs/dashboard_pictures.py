@@ -185,11 +185,13 @@ def take_all(folder: Path, out: Path) -> None:
     (older / "run.toml").write_text((run / "run.toml").read_text().replace(str(run), str(older)))
     anyio.run(let_some_die, run)
     with started(folder, "dashboard", "--allow-changes", "--port", "0") as process:
-        root = str(process.stdout and process.stdout.readline()).split()[-1]
+        address = str(process.stdout and process.stdout.readline()).split()[-1]
+        root = address.partition("/?token=")[0]
         page = f"{root}/runs/demo"
         group = token_url(folder, page)
         driver = open_browser()
         try:
+            driver.get(address)  # the cookie with the token
             pages = {
                 "run": page,
                 "groups": f"{page}/groups?end=trained",

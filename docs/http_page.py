@@ -17,8 +17,52 @@ curl localhost:9400/ready                                      # a role with `ru
 curl "localhost:7077/runs/my-run/charts.json"                  # the dashboard
 ```
 
-Only the dashboard has a token (`Authorization: Bearer TOKEN`), and only its page for dead letters changes anything.
-Engines take weights from everyone who reaches them: keep their ports private. The page is generated from the code."""
+The page is generated from the code.
+
+## What every server asks of a request
+
+A browser sends requests to any address that its machine reaches, for any page that it shows. So each server of
+Penstock's looks at three headers before a route is chosen; `workers/runtime/http_access.py` does it for all of them.
+
+| header | rule | otherwise |
+|---|---|---|
+| `Host` | one of the names below | 403 |
+| `Origin` | none, as every client but a browser sends it, or the server's own | 403 |
+| `Content-Type` | of all but GET and HEAD: `application/json`, also without a body. Forms only with a token | 415 |
+
+| the server listens | its names |
+|---|---|
+| at a loopback address | `localhost`, loopback addresses, `run.address`, hosts of `engine.urls` |
+| elsewhere | these, IP addresses, names without a dot, the machine's host name, the host that it was started with, names in `.local`, `.internal`, `.svc`, `.lan`, `.home.arpa` and `.localhost` |
+| behind the dashboard's token | any |
+
+A name in the public DNS, such as `gpu17.hpc.example.edu`, is known if it is the server's host
+(`--host gpu17.hpc.example.edu`) or stands in `engine.urls` of its settings file. Jupyter and Ollama check `Host` for the
+same reason. Another site may let its own name point to your machine (DNS rebinding): a browser then takes that site's
+page for a page of the server.
+
+Besides, a dashboard changes a run only with `--allow-changes` and its token (`Authorization: Bearer TOKEN`); the URLs of
+an agent's episode and of weights have a secret in them. The local engine takes weights from the run's folder and from
+the folder of its model. From any other path, and from a URL, it takes them only with the SHA-256 of each file, which the
+trainer sends. None of this tells one program on your network from another: any program that reaches an engine's port can
+pause it and send it weights, so keep these ports private.
+
+**vLLM's own routes are not Penstock's, and none of this protects them.** vLLM's `--api-key` does not cover `/pause`,
+`/resume` and `/update_weights`. What protects these is where vLLM listens: at `127.0.0.1`, as under `penstock run`, or
+in a private network without browsers.
+
+## How many connections
+
+| limit | value |
+|---|---|
+| connections of a server | 1,024 (engine and reward model 4,096, metrics 256), and at most half of `ulimit -n` |
+| head of the first request | 10 s; of the next one 75 s after the answer |
+| body | 60 s |
+| a client that does not read its answer | 60 s |
+
+The other half of `ulimit -n` is for the process's own work. If there are too many connections, the one that has waited
+longest for its client makes room for the newest, so that clients who send requests get in. If all wait for answers, a new one
+waits, too. The log says so once a minute at most (`http.connections_limited`)."""  # noqa: E501
 SERVERS = {
     "Local engine (`penstock serve`)": (
         "Compatible with vLLM's routes of the same names, whose answers it copies. Errors have OpenAI's form.",
@@ -43,15 +87,8 @@ SERVERS = {
     ),
 }
 METHODS = {"get": "GET", "add_get": "GET", "post": "POST", "add_post": "POST"}
-TABLES = {"reads": "GET", "commands": "POST", "_PAGES": "GET", "_CHANGES": "POST", "pages": "GET"}
+TABLES = {"reads": "GET", "commands": "POST", "_PAGES": "GET", "_CHANGES": "POST"}
 """Names of the variables that hold routes."""
-PAGES = {
-    "/metrics": "Metrics in Prometheus' text format.",
-    "/health": "200 while the role works; 503 with the reason if it is stuck.",
-    "/ready": "200 if the role can take work; 503 with the reason.",
-    "/targets": "Of `penstock run`: the processes to scrape, for Prometheus' HTTP service discovery.",
-}
-"""Routes without a function of their own."""
 
 
 class Route(NamedTuple):
@@ -72,12 +109,6 @@ def routes(file: str) -> Iterator[Route]:
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in TABLES:
             method = TABLES[node.target.id]
             yield from (Route(method, path, handler) for path, handler in table(node.value))
-        elif (
-            isinstance(node, ast.Compare)
-            and ast.unparse(node.left) == "path"
-            and (path := text_of(node.comparators[0]))
-        ):
-            yield Route("GET", path, "")  # the metrics server
 
 
 def table(value: ast.expr | None) -> Iterator[tuple[str, str]]:
@@ -128,8 +159,7 @@ def page() -> Iterator[str]:
         for file in files:
             meanings = docstrings(file)
             for route in dict.fromkeys(routes(file)):
-                meaning = meanings[route.handler] if route.handler else PAGES[route.path]
-                yield f"| `{route.method} {route.path}` | {meaning} |"
+                yield f"| `{route.method} {route.path}` | {meanings[route.handler]} |"
 
 
 if __name__ == "__main__":

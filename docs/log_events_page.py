@@ -15,6 +15,7 @@ LEVELS = {"debug": "debug", "info": "info", "warning": "warning", "error": "erro
 MEANINGS = {
     "attempt.cancelled": "A rollout became too old (`pacing.stale_policy`); its prompt is rolled out again.",
     "bottleneck.changed": "Another part of the pipeline limited most of the last 30 seconds.",
+    "call_memory.unavailable": "Should user code end or stop this process, its supervisor cannot name the call.",
     "call.cancellation_ignored": "User code caught its cancellation; the worker closed the coroutine.",
     "change.accepted": "`--accept-change` let the run go on although this changed.",
     "checkpoint.removed": "An old checkpoint was deleted (`train.max_checkpoints`).",
@@ -73,6 +74,8 @@ MEANINGS = {
     "folder_lock.unsupported": "The file system has no locks; the lease alone protects the run's folder.",
     "fork_server.lost": "A process that starts roles quickly is gone; roles start the slow way.",
     "group.duplicate": "A second copy of a group arrived; it ends as a duplicate, and counts nowhere.",
+    "http.cannot_accept": "A server cannot take a connection, for want of files mostly; it tries again.",
+    "http.connections_limited": "A server has too many connections; those that brought no request made room.",
     "in_flight.report_failed": "A worker's report for `penstock inflight` was not stored.",
     "ledger.rebuilt": "The ledger was damaged; archive and server have all that it had, and it was written anew.",
     "lease.lost": "The lease expired or was taken; another worker has the entry, and this result is discarded.",
@@ -115,6 +118,7 @@ MEANINGS = {
     "role.ended": "The role's process ends.",
     "role.exited": "The supervisor saw a process end.",
     "role.failed": "The role failed; the supervisor quotes the error.",
+    "role.hanging": "A process's event loop did not turn for `queue.hang_timeout_s`; it is killed. `call` held it up.",
     "role.killed": "A process did not end in time (`run.shutdown_timeout_s`), and was killed.",
     "role.restarted": "A process is started again after a pause.",
     "role.started": "A process was started.",
@@ -165,9 +169,11 @@ MEANINGS = {
     "work.available": "There is work again, after `work.waiting`.",
     "work.failed": "User code or the engine failed for this entry; it is given back.",
     "work.waiting": "The worker has had nothing to claim for a while.",
+    "user_code.waiting": "A call of user code has not returned for 10 seconds, or for 30, 90, 270, 810.",
+    "worker.died": "A worker's process ended while it held these prompts; after two deaths in a row each runs alone.",
     "worker.recycle_requested": "User code left threads or memory behind: the worker drains and is restarted.",
     "worker.recycled": "The supervisor started a worker anew.",
-    "worker.released": "A killed worker's entries were given back, without a charge.",
+    "worker.released": "What a worker held when its process ended was given back.",
 }
 HEAD = """# Log events
 

@@ -10,6 +10,7 @@ raising, so nothing that user code raises, `SystemExit` included, reaches the wo
         case TimedOut(timeout_s): ...
 """
 
+from envs.call.call_memory import call_subject, describe_subject, recorded_call
 from envs.call.causes import error_cause, is_library, outcome_cause
 from envs.call.outcomes import (
     Failed,
@@ -39,13 +40,16 @@ __all__ = [
     "abandoned_threads",
     "call_inline",
     "call_signature",
+    "call_subject",
     "describe_error",
     "describe_failure",
+    "describe_subject",
     "error_cause",
     "filter_kwargs",
     "is_async",
     "is_awaitable",
     "is_library",
     "outcome_cause",
+    "recorded_call",
     "replace_surrogates",
 ]

@@ -9,6 +9,8 @@ from typing import Any
 import anyio
 import structlog
 
+from envs.call.call_memory import current_slot
+
 log = structlog.get_logger()
 
 _MAX_CANCELLATIONS = 1000
@@ -18,21 +20,30 @@ _MAX_CANCELLATIONS = 1000
 class ForceClosable:
     """Awaits user code that may clean up when it is cancelled, but may not ignore cancellation forever.
 
+    While the awaited code runs, `envs.call.call_memory` says so.
+
     anyio cancels again at each await. Code that swallows `_MAX_CANCELLATIONS` of these in a row is closed where it is.
     """
 
-    def __init__(self, awaitable: Awaitable[Any]) -> None:
+    def __init__(self, awaitable: Awaitable[Any], text: bytes = b"") -> None:
         self._awaitable = awaitable
+        self._text = text
 
     def __await__(self) -> Generator[Any, Any, Any]:
         steps = self._awaitable.__await__()
         advance: Callable[[], Any] = partial(next, steps)
         cancellations = 0
+        slot = current_slot()
         while True:
+            if slot is not None:  # the event loop's thread has one slot: it says which code the loop is in now
+                slot.begin(self._text)
             try:
                 awaited = advance()
             except StopIteration as end:
                 return end.value
+            finally:
+                if slot is not None:
+                    slot.end()
             try:
                 value = yield awaited
             except GeneratorExit:

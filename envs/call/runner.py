@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 from anyio import CancelScope, CapacityLimiter, WouldBlock
 
+from envs.call.call_memory import call_text
 from envs.call.force_closable import ForceClosable
 from envs.call.outcomes import Failed, Ok, Outcome, TimedOut
 from envs.call.signatures import call_signature, is_async, is_awaitable
@@ -31,8 +32,9 @@ class CallRunner:
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Outcome:
         """Call a function, or await a coroutine function. Never raises what the function raises."""
         if is_async(function):
+            text = call_text(function, arguments)
             return await self._with_deadline(
-                timeout_s, lambda scope: _await_outcome(partial(function, **arguments), scope)
+                timeout_s, lambda scope: _await_outcome(partial(function, **arguments), scope, text)
             )
         ((outcome, _),) = await self._in_thread([(function, arguments)], timeout_s)
         return outcome
@@ -77,8 +79,9 @@ class CallRunner:
         last, seconds = outcomes[-1]
         if type(last) is Ok and is_awaitable(last.value):
             awaitable = last.value
+            text = call_text(*thread.calls[len(outcomes) - 1])
             awaited = await self._with_deadline(
-                timeout_s, lambda scope: _await_outcome(lambda: awaitable, scope), spent_s=seconds
+                timeout_s, lambda scope: _await_outcome(lambda: awaitable, scope, text), spent_s=seconds
             )
             outcomes[-1] = awaited, time.monotonic() - thread.started_at
         return outcomes
@@ -111,9 +114,9 @@ def filter_kwargs(function: Callable[..., Any], available: Mapping[str, Any]) ->
     return {name: value for name, value in available.items() if name in signature.keywords}
 
 
-async def _await_outcome(start: Callable[[], Awaitable[Any]], scope: CancelScope) -> Outcome:
+async def _await_outcome(start: Callable[[], Awaitable[Any]], scope: CancelScope, text: bytes) -> Outcome:
     try:
-        return Ok(await ForceClosable(start()))
+        return Ok(await ForceClosable(start(), text))
     except anyio.get_cancelled_exc_class() as error:
         if scope.cancel_called or anyio.get_current_task().has_pending_cancellation():
             raise

@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 
+from envs.call.call_memory import call_text, current_slot
 from envs.call.causes import stack_of_thread
 from envs.call.outcomes import Ok, Outcome, TimedOut, call_inline
 from envs.call.signatures import is_awaitable
@@ -61,10 +62,10 @@ class ThreadCalls:
             value is not known yet.
     """
 
-    __slots__ = ("_abandoned", "_calls", "_has_ended", "_lock", "outcomes", "started_at", "thread_id")
+    __slots__ = ("_abandoned", "_has_ended", "_lock", "calls", "outcomes", "started_at", "thread_id")
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = calls
+        self.calls = calls
         self._lock = Lock()
         self._has_ended = False
         self._abandoned: AbandonedThreads | bool = False
@@ -78,21 +79,26 @@ class ThreadCalls:
 
     def run(self) -> None:
         """Call the functions until they are abandoned. Runs in the thread."""
-        for function, arguments in self._calls:
+        slot = current_slot()
+        for function, arguments in self.calls:
             with self._lock:
                 if self._abandoned:
                     return
                 self.thread_id = get_ident()
                 if self.outcomes:
                     self.started_at = time.monotonic()
+            if slot is not None:
+                slot.begin(call_text(function, arguments))
             outcome = call_inline(function, arguments)
+            if slot is not None:
+                slot.end()
             with self._lock:
                 self.thread_id = None
                 if isinstance(self._abandoned, AbandonedThreads):
                     self._abandoned.remove()
                     return
                 self.outcomes.append((outcome, time.monotonic() - self.started_at))
-                is_last = len(self.outcomes) == len(self._calls)
+                is_last = len(self.outcomes) == len(self.calls)
                 self._has_ended = is_last or (type(outcome) is Ok and is_awaitable(outcome.value))
             if self._has_ended:
                 return

@@ -3,7 +3,7 @@
 -- ARGV: stage, consumer, count, lease_ms, infra_limit, capacity (outstanding groups allowed; -1: no limit),
 --       number of the last stop request to ignore
 -- Returns {last id of wake, ms until the next lease or retry is due (-1: none), finish reason, unfinished prompts, feed done,
---          policy version (-1: none yet), {{id, infra, data, expired, stale, flat fields}, ...}, last stop request,
+--          policy version (-1: none yet), {{id, infra, data, deaths, stale, flat fields}, ...}, last stop request,
 --          1 if paused}
 -- While the run is paused no prompts are returned, not even those with an expired lease; other stages continue, those of an
 -- evaluation too. A process that was asked to stop gets nothing. Unfinished prompts are those of the stage's own flow.
@@ -28,7 +28,7 @@ local function take(id)
   set_lease(stage, id, now + lease_ms)
   if stage == 'prompts' then set_inflight_version(field(flat, 'prompt') or '') end
   claimed[#claimed + 1] = {
-    id, failures(stage, id, 'infra'), failures(stage, id, 'data'), failures(stage, id, 'expired'),
+    id, failures(stage, id, 'infra'), failures(stage, id, 'data'), failures(stage, id, 'deaths'),
     redis.call('HGET', key(stage .. ':attempts'), id .. ':stale') or '', flat,
   }
 end
@@ -41,15 +41,8 @@ local function reclaim_expired()
   local expired = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, count)
   if #expired == 0 or extend_after_restart(lease_ms) then return end
   for _, id in ipairs(expired) do
-    local n = redis.call('HINCRBY', key(stage .. ':attempts'), id .. ':infra', 1)
-    redis.call('HINCRBY', key(stage .. ':attempts'), id .. ':expired', 1)
-    if n >= infra_limit then
-      local why = 'the lease expired ' .. n .. ' times: its workers died or stopped responding'
-      dead_letter(stage, id, 'infra', why .. owner_exit(stage, id))
-      wake()
-    else
-      take(id)
-    end
+    local _, _, is_dead = count_death(stage, id, infra_limit, '')
+    if is_dead then wake() else take(id) end
   end
 end
 -- A lease or a delay that lies further ahead than any that was ever given is from before the clock stepped back.

@@ -14,9 +14,10 @@
 --                       renames it; without the script it expires
 --   {NAME}:S:leases     zset, entry id -> ms at which the lease of its owner expires
 --   {NAME}:S:retries    zset, entry id -> ms before which no worker may claim it again (owned by consumer `released`)
---   {NAME}:S:attempts   hash, `ID:infra` and `ID:data` -> failures so far; `ID:expired` -> how many of the first are leases
---                       that expired; for prompts also `ID:stale` -> run time in ms of each attempt that was cancelled as
---                       stale, for example `1200` or `1200,3400`
+--   {NAME}:S:attempts   hash, `ID:infra` and `ID:data` -> failures so far; `ID:deaths` -> how many workers in a row died or
+--                       stopped responding while they held the entry; `ID:alone` -> name of the worker that works on this
+--                       entry and on nothing else, and what it runs; for prompts also `ID:stale` -> run time in ms of each
+--                       attempt that was cancelled as stale, for example `1200` or `1200,3400`
 --   {NAME}:S:partials:ID hash, completion index -> record: finished completions of an entry's unfinished group
 --   {NAME}:S:rate       hash, second modulo 60 -> second * 1e6 + entries completed in that second
 -- S may also be eval:prompts or eval:groups, the stages of an evaluation. Their entries have the evaluated policy version
@@ -30,13 +31,13 @@
 --   {NAME}:unfinished   hash, id of each prompt without an outcome -> `STAGE:ENTRY`, its current entry. Any other entry of
 --                       that prompt (a duplicate, or junk) ends nothing when it is dead-lettered
 --   {NAME}:counts       hash, fed, trained, dropped:REASON, dead, duplicates, junk; cancelled (attempts, not prompts);
---                       dead_letters:REASON (entries that became dead letters, retried or not). An outcome is
+--                       deaths (of workers, charged to an entry); dead_letters:REASON (entries that became dead letters,
+--                       retried or not). An outcome is
 --                       counted in the step that removes its prompt from `unfinished`, so at every moment
 --                       fed = trained + dropped + dead + unfinished, by distinct prompts, also if the server lost writes
 --   {NAME}:dead         stream of dead letters
 --   {NAME}:dead:payload:ID string, record of a dead letter whose entry had one
---   {NAME}:last_errors  hash, stage -> ms and text of the last error by which a worker gave an entry back; `exit:HOST-PID` ->
---                       how that worker's process ended, if it was a failure
+--   {NAME}:last_errors  hash, stage -> ms and text of the last error by which a worker gave an entry back
 --   {NAME}:dead_prompts hash, prompt id -> id of the dead letter that ends it
 --   {NAME}:dropped_dead set, ids of prompts whose dead letters the operator dropped
 --   {NAME}:unrecorded   stream of `prompt` and `outcome` (dead:REASON, dropped:operator, retried): ends that were decided
@@ -75,6 +76,7 @@
 
 local run = KEYS[1]
 local GROUP = 'penstock'
+local SUSPECT_DEATHS = 2
 
 local function key(name) return run .. ':' .. name end
 
@@ -147,7 +149,7 @@ local function delete_entry(stage, id)
   redis.call('XDEL', key(stage), id)
   redis.call('ZREM', key(stage .. ':leases'), id)
   redis.call('ZREM', key(stage .. ':retries'), id)
-  redis.call('HDEL', key(stage .. ':attempts'), id .. ':infra', id .. ':data', id .. ':expired', id .. ':stale')
+  redis.call('HDEL', key(stage .. ':attempts'), id .. ':infra', id .. ':data', id .. ':deaths', id .. ':alone', id .. ':stale')
   redis.call('UNLINK', payload_key(stage, id))
   delete_partials(stage, id)
 end
@@ -264,13 +266,6 @@ local function note_error(stage, text)
   redis.call('HSET', key('last_errors'), stage, integer(now_ms()) .. ' ' .. text)
 end
 
--- How the process that holds an entry ended, as the supervisor reported it; empty if it is not known.
-local function owner_exit(stage, id)
-  local worker = string.match(owner(stage, id) or '', '^%a+%-(.+)%-%x+$')
-  local text = worker and redis.call('HGET', key('last_errors'), 'exit:' .. worker)
-  return text and '; ' .. text or ''
-end
-
 -- Move an entry with its payload to the dead letters. Of an entry with very many fields (foreign junk) only the first
 -- hundred are kept, because `unpack` can return only a limited number of values.
 local function dead_letter(stage, id, reason, message)
@@ -300,6 +295,27 @@ local function dead_letter(stage, id, reason, message)
     end
   end
   delete_entry(stage, id)
+end
+
+-- Count the death of the worker that holds an entry. After two deaths in a row the entry is worked on alone, and each
+-- further death is charged to it: of entries that die together, all but one are mere neighbours. A death while it waits for
+-- its turn does not count. `how` says how the worker ended, if that is known.
+-- Returns the deaths in a row (0: this one does not count), what the worker ran if it was charged, else nil, and whether the
+-- entry became a dead letter.
+local function count_death(stage, id, infra_limit, how)
+  local attempts, before = key(stage .. ':attempts'), failures(stage, id, 'deaths')
+  local worker, ran = string.match(redis.call('HGET', attempts, id .. ':alone') or '', '^(%S+) ?(.*)$')
+  local was_alone = worker and worker == owner(stage, id)
+  if before >= SUSPECT_DEATHS and not was_alone then return 0, nil, false end
+  local deaths = redis.call('HINCRBY', attempts, id .. ':deaths', 1)
+  if not was_alone then return deaths, nil, false end
+  redis.call('HDEL', attempts, id .. ':alone')
+  redis.call('HINCRBY', key('counts'), 'deaths', 1)
+  if redis.call('HINCRBY', attempts, id .. ':infra', 1) < infra_limit then return deaths, ran, false end
+  local why = deaths .. ' of its workers in a row died or stopped responding, at the end while they worked on it alone'
+  if ran ~= '' then why = why .. ' (' .. ran .. ')' end
+  dead_letter(stage, id, 'infra', how == '' and why or why .. '; ' .. how)
+  return deaths, ran, true
 end
 
 -- The number of outstanding groups: claimed, waiting to be scored, waiting to be trained, or trained for a version that is

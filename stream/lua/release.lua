@@ -8,12 +8,14 @@
 local stage, id, reason = ARGV[1], ARGV[3], ARGV[4]
 if owner(stage, id) ~= ARGV[2] then return 0 end
 if ARGV[7] ~= '' then note_error(stage, ARGV[7]) end
+redis.call('HDEL', key(stage .. ':attempts'), id .. ':alone')
 if reason == 'stale' then
   local before = redis.call('HGET', key(stage .. ':attempts'), id .. ':stale')
   redis.call('HSET', key(stage .. ':attempts'), id .. ':stale', (before and before .. ',' or '') .. ARGV[8])
   redis.call('HINCRBY', key('counts'), 'cancelled', 1)
   delete_partials(stage, id) -- they are from old policies; with them the next attempt would be stale immediately
 elseif reason ~= 'none' then
+  redis.call('HDEL', key(stage .. ':attempts'), id .. ':deaths') -- the work came to its end, and its worker lives
   local n = redis.call('HINCRBY', key(stage .. ':attempts'), id .. ':' .. reason, 1)
   if n >= tonumber(ARGV[5]) then
     dead_letter(stage, id, reason, ARGV[7])

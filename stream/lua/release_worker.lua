@@ -1,19 +1,27 @@
 #!lua flags=allow-oom
--- Give back everything that a killed worker had claimed, without counting a failure: the entries did not end the worker.
--- ARGV: `-HOST-PID-`, which the worker's consumer name contains
--- Returns the number of entries.
-local now, released = now_ms(), 0
+-- Give back everything that a worker had claimed whose process has ended, and count its death for each entry.
+-- ARGV: `-HOST-PID-`, which the worker's consumer name contains; failure limit; how the process ended, for people
+-- Returns {stage, prompt id, deaths in a row, 1 if this one was charged to the entry, 1 if the entry became a dead letter,
+--         what the worker ran if it was charged} for each entry for which the death counts.
+local now, released = now_ms(), {}
 for _, stage in ipairs({'prompts', 'groups', 'scored', 'eval:prompts', 'eval:groups'}) do
   local pending = redis.pcall('XPENDING', key(stage), GROUP)
   for _, each in ipairs(not pending.err and pending[4] or {}) do
     if string.find(each[1], ARGV[1], 1, true) then
       for _, entry in ipairs(redis.call('XPENDING', key(stage), GROUP, '-', '+', each[2], each[1])) do
-        if stage == 'prompts' then clear_inflight_version(field(fields(stage, entry[1]) or {}, 'prompt') or '') end
-        requeue(stage, entry[1], now)
-        released = released + 1
+        local id = entry[1]
+        local prompt = field(fields(stage, id) or {}, 'prompt') or ''
+        local deaths, ran, is_dead = count_death(stage, id, tonumber(ARGV[2]), ARGV[3])
+        if not is_dead then
+          if stage == 'prompts' then clear_inflight_version(prompt) end
+          requeue(stage, id, now)
+        end
+        if deaths > 0 then
+          released[#released + 1] = {stage, prompt, deaths, ran and 1 or 0, is_dead and 1 or 0, ran or ''}
+        end
       end
     end
   end
 end
-if released > 0 then wake() end
+wake()
 return released

@@ -59,7 +59,7 @@ def _worker_rules(stage: StageName | EvaluationStage) -> tuple[AclRule, ...]:
     return (
         AclRule(("xreadgroup", "xclaim", "xack", "xdel"), (stage,)),
         AclRule(("zadd", "zrem"), _subkeys(stage, "leases", "retries")),
-        AclRule(("hincrby", "hdel"), _subkeys(stage, "attempts")),
+        AclRule(("hset", "hincrby", "hdel"), _subkeys(stage, "attempts")),
         AclRule(("hset",), _subkeys(stage, "rate")),
         AclRule(("unlink",), _subkeys(stage, "partials:*", "payload:*")),
         AclRule(("rename",), (*_subkeys(stage, "payload:*"), "dead:payload:*")),
@@ -100,7 +100,7 @@ _FEED = (
 _ROLLOUT = (
     *_worker_rules("prompts"),
     *_output_rules("groups"),
-    AclRule(("hset",), _subkeys("prompts", "attempts", "partials:*")),
+    AclRule(("hset",), _subkeys("prompts", "partials:*")),
     *_worker_rules("eval:prompts"),
     *_output_rules("eval:groups"),
     AclRule(("set",), ("in_flight:prompts:*", "in_flight:eval:prompts:*")),

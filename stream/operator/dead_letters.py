@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
+import msgspec
 from msgspec import Struct
 
 from stream.causes import ErrorCause, parse_cause
@@ -12,6 +13,8 @@ from stream.errors import PenstockError
 from stream.queue.entry_scan import read_payload
 from stream.queue.scored_record import join_record
 
+_MAX_NAMED: Final = 3
+"""Prompts that a cause names."""
 _REFUSALS: Final = {
     -1: "has no entry to put back",
     -2: "is of an evaluation, which has counted it as invalid",
@@ -57,11 +60,27 @@ async def list_dead_letters(
 
 async def dead_letter_causes(connection: RunConnection) -> dict[str, ErrorCause]:
     """Return the newest cause of the run's dead letters by reason, as `dead:REASON`."""
-    found: dict[str, ErrorCause] = {}
+    newest: dict[str, DeadLetter] = {}
+    prompts: dict[str, list[str]] = {}
     for letter in await list_dead_letters(connection):
-        message, _, _ = letter.error.partition("\n")
-        found[f"dead:{letter.reason}"] = letter.cause or ErrorCause(exception=message, source=f"stage {letter.stage}")
-    return found
+        newest[letter.reason] = letter
+        prompts.setdefault(letter.reason, []).append(letter.prompt_id)
+    return {f"dead:{reason}": _explain(letter, prompts[reason]) for reason, letter in newest.items()}
+
+
+def _explain(letter: DeadLetter, prompts: Sequence[str]) -> ErrorCause:
+    """Return the cause of a dead letter, with its message if that says more, and with all prompts that ended so."""
+    message, _, _ = letter.error.partition("\n")
+    cause = letter.cause or ErrorCause(exception=message)
+    exception = cause.exception
+    if exception not in message:
+        exception = f"{message}: {exception}"
+    elif message not in exception:
+        exception = message
+    more = f" and {len(prompts) - _MAX_NAMED} more" if len(prompts) > _MAX_NAMED else ""
+    named = f"prompt{'s' if len(prompts) > 1 else ''} {', '.join(prompts[-_MAX_NAMED:])}{more}"
+    source = f"{named}, {cause.source or f'stage {letter.stage}'}"
+    return msgspec.structs.replace(cause, exception=exception, source=source)
 
 
 async def retry_dead_letters(connection: RunConnection, letter_ids: Sequence[str]) -> list[str]:
@@ -99,7 +118,7 @@ async def _resolve(connection: RunConnection, letter_ids: Sequence[str], action:
 
 
 def _check_id(connection: RunConnection, letter_id: str) -> str:
-    if not re.fullmatch(r"\d{1,20}-\d{1,20}", letter_id):
+    if not re.fullmatch(r"[0-9]{1,19}-[0-9]{1,19}", letter_id):
         raise _unknown_letter(connection, letter_id)
     return letter_id
 

@@ -7,8 +7,6 @@ from msgspec import Struct
 from stream.causes import ErrorCause, parse_cause
 from stream.connection.run_connection import RunConnection
 
-_EXIT = "exit:"
-
 
 class LastError(Struct, frozen=True, kw_only=True):
     """The error by which a worker last gave an entry back."""
@@ -29,9 +27,8 @@ async def read_last_error(connection: RunConnection) -> LastError | None:
     found = await connection.read_hash("last_errors")
     errors = []
     for stage, value in found.items():
-        if not stage.startswith(_EXIT):
-            at_ms, _, text = value.partition(" ")
-            errors.append((int(at_ms), stage, text))
+        at_ms, _, text = value.partition(" ")
+        errors.append((int(at_ms), stage, text))
     if not errors:
         return None
     time_ms, stage, text = max(errors)
@@ -42,15 +39,3 @@ async def read_last_error(connection: RunConnection) -> LastError | None:
         at=datetime.fromtimestamp(time_ms / 1000, UTC),
         cause=parse_cause(text) or ErrorCause(exception=first_line, source=f"stage {stage}"),
     )
-
-
-async def record_exit(connection: RunConnection, host: str, pid: int, text: str) -> None:
-    """Record how a worker's process failed, for the dead letters of the entries that it held.
-
-    Args:
-        connection: to the run.
-        host: where the worker ran, as in its consumer name.
-        pid: its process id.
-        text: how it ended, then the cause as `ErrorCause.render` writes it.
-    """
-    await connection.write_hash("last_errors", {f"{_EXIT}{host}-{pid}": text})

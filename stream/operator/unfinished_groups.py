@@ -51,7 +51,7 @@ async def read_newest_unfinished(
         count: the most groups to read.
         seconds: read no further group after this time: one may have many megabytes.
     """
-    if before and not re.fullmatch(r"\d{1,20}-\d{1,20}", before):
+    if before and not re.fullmatch(r"[0-9]{1,19}-[0-9]{1,19}", before):
         raise PenstockError(f"{before!r} is no id of an entry")
     groups: list[Group] = []
     deadline = time.monotonic() + seconds

@@ -11,6 +11,9 @@ from stream.errors import RecordError
 from stream.queue.scored_record import decode_group
 from stream.records import Group, Prompt
 
+_DEATHS_OF_SUSPECTS = 2
+"""As in `stream/lua/common.lua`."""
+
 
 class Lease(Struct, kw_only=True, eq=False):
     """An entry that belongs to this worker while it renews the lease."""
@@ -24,8 +27,8 @@ class Lease(Struct, kw_only=True, eq=False):
     scores: bytes = b""
     infra_failures: int = 0
     data_failures: int = 0
-    expired_leases: int = 0
-    """How many of the infra failures are leases that expired: workers that died or stopped responding."""
+    deaths: int = 0
+    """How many workers in a row died or stopped responding while they held it."""
     cancelled_attempts_s: tuple[float, ...] = ()
     """The run time of each attempt that was cancelled as stale, oldest first."""
     evaluated_version: int | None = None
@@ -64,6 +67,11 @@ class Lease(Struct, kw_only=True, eq=False):
     def begin_ending(self) -> None:
         """Note that the verb that ends the lease is in progress."""
         self.ending = True
+
+    @property
+    def is_suspect(self) -> bool:
+        """It may be what ends its workers. So it is worked on alone, and dies with nothing else."""
+        return self.deaths >= _DEATHS_OF_SUSPECTS
 
     @property
     def entered_at(self) -> float:

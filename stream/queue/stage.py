@@ -31,7 +31,6 @@ ReleaseReason = Literal["infra", "data", "none", "stale"]
 `infra` and `data` count towards a limit."""
 
 
-_DEATHS_OF_SUSPECTS = 2
 _INCOMING_S = 60.0
 """When a record expires whose entry is not added: the script that adds it arrives together with it."""
 _RECORD_ABSENT = -1
@@ -49,14 +48,6 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
     infra_attempts: int = 5
     data_attempts: int = 2
     backoff_s: float = 0.5
-
-    def is_suspect(self, expired_leases: int) -> bool:
-        """Return whether an entry whose leases expired this often may be what ends its workers.
-
-        So it is worked on alone: no other entry is then charged for a death. With few attempts that starts after the
-        first death.
-        """
-        return expired_leases > 0 and expired_leases >= min(_DEATHS_OF_SUSPECTS, self.infra_attempts - 1)
 
     def delay_s(self, failures: int) -> float:
         """Return the seconds before the next attempt, after this many earlier failures."""
@@ -127,7 +118,7 @@ class Stage:
         leases = []
         # Before the leases are held: should reading fail, nobody renews them, and the entries are delivered again.
         payloads = await self._read_payloads([entry_id.decode() for entry_id, *_ in entries])
-        for entry_id, infra, data, expired, stale, flat in entries:
+        for entry_id, infra, data, deaths, stale, flat in entries:
             fields = dict(zip(flat[::2], flat[1::2], strict=True))
             lease = Lease(
                 id=entry_id.decode(),
@@ -136,7 +127,7 @@ class Stage:
                 scores=fields.get(b"scores", b""),
                 infra_failures=infra,
                 data_failures=data,
-                expired_leases=expired,
+                deaths=deaths,
                 cancelled_attempts_s=tuple(int(ms) / 1000 for ms in stale.split(b",") if ms),
                 evaluated_version=_parse_version(fields.get(b"version")),
                 claimed_version=max(0, version),
@@ -160,6 +151,20 @@ class Stage:
         """Block until another claim may return more: an entry was added, capacity was freed, or a lease is due."""
         due_s = MAX_BLOCK_S if claim.next_due_s is None else claim.next_due_s + 0.001
         await self.connection.wait_for_change(claim.wake_id, min(due_s, timeout_s))
+
+    async def begin_alone(self, lease: Lease, description: str) -> None:
+        """Note that this worker works on nothing else from now on: if it dies, its death is charged to this entry.
+
+        Args:
+            lease: of the entry.
+            description: what the worker runs, for its dead letter.
+
+        Raises:
+            LeaseLostError: the lease is not held any more.
+        """
+        if not await self.connection.run_script("begin_alone", self.name, self.consumer, lease.id, description):
+            self._mark_lost(lease.id)
+            raise LeaseLostError(f"the lease on {lease.prompt_id or lease.id} in {self.name} expired")
 
     async def save_partial(self, lease: Lease, completion: Completion) -> None:
         """Save a finished completion of an unfinished group for the next attempt at the prompt.

@@ -123,12 +123,14 @@ def run(project):
 
 
 @pytest.fixture
-def page(project, run):
-    """Address of the run in a dashboard that may change it."""
+def page(project, browser, run):
+    """Address of the run in a dashboard that may change it; the browser has its token."""
     wait_for_line(run[1], "new run seen")
     command = [sys.executable, "-m", "workers", "dashboard", "seen", "--allow-changes", "--port", "0"]
     process = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, text=True, env=environment())
-    yield f"{process.stdout.readline().split()[-1]}/runs/seen"
+    address = process.stdout.readline().split()[-1]
+    browser.open(address)
+    yield f"{address.partition('/?token=')[0]}/runs/seen"
     stop(process)
 
 

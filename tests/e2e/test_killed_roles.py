@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.e2e.harness import assert_all_trained_once, balanced, children, finish, running, summary_of, wait_for_trained
+from tests.e2e.harness import assert_all_trained_once, balanced, children, finish, running, wait_for_trained
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("preloaded")]
 
@@ -27,27 +27,58 @@ def test_killing_a_rollout_worker_the_scorer_and_the_trainer_loses_nothing(proje
 
 
 DEADLY = """
-import os
+import os, signal
+
+def die(number):
+    if number in {numbers}:
+        {end}
 
 class Deadly:
     def reset(self, number, **row):
-        if number == 5:
-            os._exit(7)
+        die(number)
+
+def deadly(completions, number, **columns):
+    die(number[0])
+    return [float(len(text) % 2) for text in completions]
 """
+KILL, EXIT = "os.kill(os.getpid(), signal.SIGKILL)", "os._exit(7)"
 
 
 @pytest.mark.full
-def test_a_prompt_that_ends_its_worker_takes_no_other_prompt_with_it(project):
-    (project.folder / "deadly.py").write_text(DEADLY)
-    project.table["environments"] = {"deadly": f"{project.folder / 'deadly.py'}:Deadly"}
+@pytest.mark.parametrize(
+    ("where", "end", "numbers", "lease_s"),
+    [
+        pytest.param("environment", EXIT, [5], 3.0, id="an environment that exits"),
+        pytest.param("environment", KILL, [5, 6, 9], 15.0, id="an environment that kills its process"),
+        pytest.param("reward", KILL, [5], 15.0, id="a reward that kills its process"),
+        pytest.param("reward", KILL, [5, 6, 9, 10, 12], 2.0, id="many rows, at a lease of 2 s"),
+        pytest.param("reward", EXIT, [5, 6, 9, 10, 12], 2.0, id="many rows that exit, at a lease of 2 s"),
+    ],
+)
+def test_prompts_that_end_their_worker_take_no_other_prompt_with_them(project, where, end, numbers, lease_s):
+    (project.folder / "deadly.py").write_text(DEADLY.format(numbers=numbers, end=end))
+    if where == "environment":
+        project.table["environments"] = {"deadly": f"{project.folder / 'deadly.py'}:Deadly"}
+    else:
+        project.table["rewards"] = [{"ref": f"{project.folder / 'deadly.py'}:deadly"}]
     project.table["filter"] = {"zero_variance": False}
-    project.table["queue"] = {"lease_s": 11.0}  # three deaths within 10 s of the start would end the run
+    project.table["queue"] = {"lease_s": lease_s}
     project.prompts(16)
-    summary = summary_of(project.run("run", str(project.write()), "--json"), project)
-    assert (summary["fed"], summary["groups_trained"], summary["dead"]) == (16, 15, 1)
+    ended = project.run("run", str(project.write()), "--no-check")
+    summary = json.loads((project.run_folder / "summary.json").read_text())
+    assert (summary["fed"], summary["dead"], summary["groups_trained"]) == (16, len(numbers), 16 - len(numbers))
     assert balanced(summary)
-    (dead,) = json.loads(project.run("dead", "list", str(project.write()), "--json").stdout)
-    assert dead["prompt_id"].endswith(":5")
+    letters = json.loads(project.run("dead", "list", str(project.write()), "--json").stdout)
+    assert sorted(int(letter["prompt_id"].rpartition(":")[2]) for letter in letters) == numbers
+    named = "environment deadly" if where == "environment" else "reward function deadly"
+    for letter in letters:
+        assert letter["error"].startswith("7 of its workers in a row died")
+        assert named in letter["error"]
+    last = ended.stdout.splitlines()[-5:]
+    assert any(letter["prompt_id"] in line for letter in letters for line in last)
+    assert any(named in line and "7 of its workers" in line for line in last)
+    again = project.run("run", str(project.run_folder), timeout=30)
+    assert (again.returncode, "has finished" in again.stderr) == (ended.returncode, True), again.stderr
 
 
 @pytest.mark.full

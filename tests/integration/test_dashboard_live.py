@@ -1,5 +1,10 @@
 """The dashboard on a run with a server: waiting groups, dead letters, events; looking changes nothing."""
 
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -17,6 +22,7 @@ from workers.dashboard.access import Access
 from workers.dashboard.live_view import LiveView, Snapshot
 from workers.dashboard.run_source import RunCatalog
 from workers.dashboard.server import serve_dashboard
+from workers.runtime.secret import without_secrets
 
 
 @pytest.fixture
@@ -31,10 +37,13 @@ def folder(tmp_path, run_name, redis_url):
 @asynccontextmanager
 async def browser(folder, *, allow_changes=False):
     catalog = await anyio.to_thread.run_sync(RunCatalog, [str(folder)])
-    async with serve_dashboard(catalog, Access(allow_changes=allow_changes), 0) as url:
+    access = Access(token="t", allow_changes=True) if allow_changes else Access()
+    async with serve_dashboard(catalog, access, 0) as url:
         base = f"{url}/runs/{folder.name}/"
         timeout = aiohttp.ClientTimeout(total=20)
-        async with aiohttp.ClientSession(base, headers={"Origin": url}, timeout=timeout) as session:
+        async with aiohttp.ClientSession(
+            base, headers={"Origin": url, "Authorization": "Bearer t"}, timeout=timeout
+        ) as session:
             yield session
 
 
@@ -207,3 +216,18 @@ async def test_ten_viewers_share_one_reading_and_one_rendering(monkeypatch):
     assert reads == source.rendered <= 7
     assert len(seen) >= 30
     assert len(set(seen)) <= 5
+
+
+def test_a_dashboard_that_may_change_runs_makes_a_token_and_prints_it_in_its_address(folder):
+    command = [sys.executable, "-m", "workers", "dashboard", str(folder), "--allow-changes", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | without_secrets()) as process:
+        url, _, token = process.stdout.readline().split()[-1].partition("/?token=")
+        assert len(token) > 16
+        form = {"Origin": url, "Content-Type": "application/x-www-form-urlencoded"}
+        change = urllib.request.Request(f"{url}/runs/{folder.name}/dead", b"action=drop&reason=data", form)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(change, timeout=20)
+        change.add_header("Authorization", f"Bearer {token}")
+        with urllib.request.urlopen(change, timeout=20) as answer:
+            assert "dropped 0 dead letters" in answer.read().decode()
+        process.terminate()

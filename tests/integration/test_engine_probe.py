@@ -279,7 +279,8 @@ async def test_the_models_generation_defaults_are_overridden():
             seen.append(await http.json())
         if http.path == GenerateApi.path:
             return web.Response(status=403)
-        async with session.request(http.method, engine.url + http.path, data=await http.read()) as response:
+        body, headers = await http.read(), {"Content-Type": "application/json"}
+        async with session.request(http.method, engine.url + http.path, data=body, headers=headers) as response:
             return web.Response(status=response.status, body=await response.read())
 
     app = web.Application()

@@ -2,10 +2,11 @@
 
 import random
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
+from tempfile import gettempdir
 
 import aiohttp
 import anyio
@@ -21,6 +22,7 @@ from workers.local_engine.scheduler import Scheduler
 from workers.local_engine.server import EngineRoutes, serve_local_engine
 from workers.local_engine.slot_model import SlotModel
 from workers.local_engine.stop_strings import load_tokenizer
+from workers.local_engine.weight_paths import EngineAccess
 from workers.runtime.http_server import listen
 from workers.train.model.policy_folder import load_policy
 
@@ -82,7 +84,7 @@ class Served:
         self.url, self.session = url, session
 
     async def post(self, path: str, body: object = None, status: int = 200):
-        async with self.session.post(self.url + path, json=body) as response:
+        async with self.session.post(self.url + path, json={} if body is None else body) as response:
             answer = await response.json()
             assert response.status == status, answer
             return answer
@@ -115,7 +117,9 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(path: Path, *, max_batch: int = 24, max_length: int = 400) -> AsyncIterator[Served]:
+async def serving(
+    path: Path, *, max_batch: int = 24, max_length: int = 400, trusted: Sequence[Path] = (Path(gettempdir()),)
+) -> AsyncIterator[Served]:
     urls: list[str] = []
     listening = anyio.Event()
 
@@ -124,9 +128,9 @@ async def serving(path: Path, *, max_batch: int = 24, max_length: int = 400) -> 
         listening.set()
 
     async def run() -> None:
-        await serve_local_engine(
-            path, port=0, max_batch=max_batch, max_length=max_length, threads=1, dtype="float32", ready=ready
-        )
+        access = EngineAccess(host="127.0.0.1", weight_folders=tuple(trusted))
+        options = {"threads": 1, "dtype": "float32", "ready": ready}
+        await serve_local_engine(path, access=access, port=0, max_batch=max_batch, max_length=max_length, **options)
 
     async with anyio.create_task_group() as tasks, aiohttp.ClientSession() as session:
         tasks.start_soon(run)

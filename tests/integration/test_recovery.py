@@ -227,16 +227,22 @@ async def test_a_trainers_lease_from_before_the_clock_stepped_back_expires(pipe)
         await TrainerLease.acquire(pipe.connection, 0.2)
 
 
-async def test_what_a_killed_worker_held_is_released_without_a_failure(pipe):
+async def test_what_a_killed_worker_held_is_charged_from_the_third_death_on_when_it_ran_alone(pipe):
     await pipe.feed("a", "b")
     killed = pipe.stage("prompts", "rollout-host-77-abc", infra_attempts=2)
     await killed.claim(1)
     alive = pipe.stage("prompts", "rollout-host-7-abc")
     held = (await alive.claim(1)).leases
-    for _ in range(5):
-        assert await release_worker(pipe.connection, "host", 77) == 1
-        (lease,) = (await killed.claim(1)).leases
-        assert lease.infra_failures == 0
+    found = []
+    for _ in range(4):
+        (entry,) = await release_worker(pipe.connection, "host", 77, 2, "was killed")
+        found.append((entry.prompt_id, entry.deaths, entry.is_charged, entry.is_dead))
+        for lease in (await killed.claim(1)).leases:
+            if lease.is_suspect:
+                await killed.begin_alone(lease, "")
+    assert found == [("a", 1, False, False), ("a", 2, False, False), ("a", 3, True, False), ("a", 4, True, True)]
+    (letter,) = await list_dead_letters(pipe.connection)
+    assert (letter.prompt_id, letter.infra_failures) == ("a", 2)
     assert (await alive.release(held[0], "none", "")) is False
 
 

@@ -51,7 +51,7 @@ async def test_a_worker_without_the_lease_cannot_end_the_entry(pipe, verb):
     (old,) = (await slow.claim(1)).leases
     await anyio.sleep(0.06)
     (new,) = (await quick.claim(1)).leases
-    assert (new.id, new.infra_failures) == (old.id, 1)
+    assert (new.id, new.deaths, new.infra_failures) == (old.id, 1, 0)
     too_late = {
         "settle": lambda: slow.complete(old, "groups", pipe.group("a")),
         "release": lambda: slow.release(old, "infra", "too late"),
@@ -188,8 +188,11 @@ async def test_releases_without_a_failure_count_towards_no_limit(pipe):
 async def test_an_entry_whose_lease_expires_too_often_is_dead_lettered(pipe):
     await pipe.feed("a", "b")
     killed = pipe.stage("prompts", "killed", lease_s=0.03, infra_attempts=2)
-    for _ in range(2):
-        assert [lease.prompt_id for lease in (await killed.claim(1)).leases] == ["a"]
+    for deaths in range(4):
+        (lease,) = (await killed.claim(1)).leases
+        assert (lease.prompt_id, lease.deaths) == ("a", deaths)
+        if lease.is_suspect:
+            await killed.begin_alone(lease, "environment world")
         await anyio.sleep(0.05)
     claim = await pipe.stage("prompts", "next", infra_attempts=2).claim(1)
     assert [lease.prompt_id for lease in claim.leases] == ["b"]

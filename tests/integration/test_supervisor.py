@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import msgspec
@@ -17,16 +18,18 @@ import pytest
 
 from stream.backoff import Backoff
 from stream.connection.run_connection import RunConnection
-from stream.errors import PenstockError, RunMismatchError
+from stream.errors import PenstockError, RunFailedError, RunMismatchError
 from stream.operator.run_control import pause, stop
 from stream.queue.feed import Feed
-from stream.records import Prompt
+from stream.queue.stage import RetryPolicy, Stage
+from stream.records import Group, Prompt
 from workers.run import dashboard_process, fork_server
 from workers.run.dashboard_process import DashboardProcess
 from workers.run.fork_server import ForkServer
 from workers.run.identity_check import NOTHING, check_folder
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import SilentDisplay, SupervisorState
+from workers.run.restart_loop import RestartLoop
 from workers.run.restart_policy import (
     GiveUp,
     Restart,
@@ -36,6 +39,7 @@ from workers.run.restart_policy import (
 )
 from workers.run.role_specs import RoleSpec
 from workers.run.run_command import raise_for_failure, supervise
+from workers.run.run_ending import RunEnding
 from workers.run.run_folder import lock_folder, write_settings
 from workers.run.run_info import RunInfo, process_start, write_run_info
 from workers.run.run_info import read_run_info as read_live
@@ -267,6 +271,48 @@ def test_kills_from_outside_are_not_counted_as_restarts(monkeypatch):
     assert was_killed_from_outside(-9, count_oom_kills())
     assert not was_killed_from_outside(-11, count_oom_kills())
     assert not was_killed_from_outside(-9, count_oom_kills() - 1)  # the kernel killed a process meanwhile
+
+
+def test_deaths_with_work_in_hand_are_no_crash_loop():
+    policy = RestartPolicy(Queue())
+    for code in [1] * 20 + [-11] * 20:
+        decision = policy.decide(code, 1.0, now=0.0, held_work=True)
+        assert isinstance(decision, Restart)
+        assert decision.delay_s < 1
+    assert [type(policy.decide(1, 1.0, now=0.0)) for _ in range(3)] == [Restart, Restart, GiveUp]
+    assert isinstance(policy.decide(2, 1.0, held_work=True), GiveUp)
+
+
+async def test_a_role_that_loses_every_prompt_fails_the_run_long_before_the_data_end(connection, monkeypatch):
+    """Each prompt is a dead letter in the end, so without this a broken environment would cost all of them."""
+    monkeypatch.setattr("workers.run.restart_policy.MAX_LOST_IN_A_ROW", 3)
+    prompts = [Prompt(id=f"d:0:{i}", messages=[{"role": "user", "content": "?"}]) for i in range(9)]
+    await Feed(connection, 1000).put(prompts, "", "9")
+    loop = RestartLoop(connection, Queue(max_attempts=1), RunEnding())
+    child = SimpleNamespace(
+        spec=RoleSpec(role="rollout", command=()),
+        last_pid=77,
+        last_cause=lambda: None,
+        describe_end=lambda _: "exited with code 7",
+        log_file=Path("rollout-0.log"),
+    )
+    consumer = f"rollout-{socket.gethostname()}-77-abc"
+
+    async def lose_a_prompt() -> None:
+        stage = Stage(connection, "prompts", consumer, RetryPolicy(infra_attempts=1))
+        (lease,) = (await stage.claim(1)).leases
+        await stage.begin_alone(lease, "environment world")
+        await loop._release_work(child, 7, killed_from_outside=False)
+
+    await lose_a_prompt()
+    await lose_a_prompt()
+    stage = Stage(connection, "prompts", "another", RetryPolicy())
+    (lease,) = (await stage.claim(1)).leases
+    await stage.complete(lease, "groups", Group(prompt=prompts[2], completions=[]))
+    await lose_a_prompt()
+    await lose_a_prompt()
+    with pytest.raises(RunFailedError, match=r"rollout-0, exited with code 7 \(its log is rollout-0\.log\)"):
+        await lose_a_prompt()
 
 
 async def test_a_permanent_error_fails_the_run_immediately(make_pipeline):

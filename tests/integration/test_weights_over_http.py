@@ -102,7 +102,7 @@ async def test_only_weight_files_are_served_under_the_secret_path(policies, tmp_
             f"{carrier.base_url}/{secret}/0000/model.safetensors",
         ):
             assert await status(url) == 404, url
-        async with session.put(f"{here}/model.safetensors", data=b"x") as response:
+        async with session.put(f"{here}/model.safetensors", json="x") as response:
             assert response.status == 405
         for number in range(3):  # as many as are kept on disk
             folder = tmp_path / str(number)

@@ -11,12 +11,13 @@ from structlog.testing import capture_logs
 from stream.causes import ErrorCause
 from stream.codec import decode
 from stream.errors import DataError, EngineUnavailableError
-from stream.operator.dead_letters import list_dead_letters
-from stream.operator.last_errors import read_last_error, record_exit
+from stream.operator.dead_letters import dead_letter_causes, list_dead_letters
+from stream.operator.killed_workers import release_worker
+from stream.operator.last_errors import read_last_error
 from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
-from stream.records import Group, Prompt
+from stream.records import Completion, Group, Prompt
 from workers.runtime.isolation import Isolation
 from workers.runtime.work_loop import work_loop
 
@@ -126,17 +127,20 @@ async def test_a_dead_letter_has_the_place_in_user_code(connection):
 
 async def test_a_dead_letter_of_a_dead_worker_says_how_the_worker_ended(connection):
     await feed(connection, 1)
-    policy = RetryPolicy(lease_s=0.05, infra_attempts=1)
-    stage = Stage(connection, "prompts", "rollout-host-1-77-abc", policy)
-    assert (await stage.claim(1)).leases
+    stage = Stage(connection, "prompts", "rollout-host-1-77-abc", RetryPolicy(infra_attempts=1))
+    (lease,) = (await stage.claim(1)).leases
+    await stage.begin_alone(lease, "environment world")
     cause = ErrorCause(exception="Segmentation fault", source="rollout-0", file="/a/world.py", line=3)
     text = f"the last one, rollout-0, was killed by SIGSEGV\n{cause.render()}"
-    await record_exit(connection, "host-1", 77, text)
-    await anyio.sleep(0.1)
-    await Stage(connection, "prompts", "rollout-host-1-78-abd", policy).claim(1)
+    (held,) = await release_worker(connection, "host-1", 77, 1, text)
+    assert (held.prompt_id, held.deaths, held.is_charged, held.is_dead) == ("d:0:0", 1, True, True)
     (letter,) = await list_dead_letters(connection)
-    assert "its workers died or stopped responding; the last one, rollout-0, was killed by SIGSEGV" in letter.error
+    assert letter.error.startswith("1 of its workers in a row died or stopped responding")
+    assert "(environment world); the last one, rollout-0, was killed by SIGSEGV" in letter.error
     assert letter.cause == cause
+    (told,) = (await dead_letter_causes(connection)).values()
+    assert told.short_headline.startswith("prompt d:0:0, rollout-0: 1 of its workers in a row died or stopped")
+    assert told.short_headline.endswith("Segmentation fault (world.py, line 3)")
 
 
 async def test_an_unavailable_engine_counts_as_no_failure(connection):
@@ -192,26 +196,76 @@ async def test_after_two_deaths_an_entry_is_played_alone_so_no_other_one_dies_wi
         held[lease.prompt_id] = len(stage.leases)
         await anyio.sleep(0.02)
         running.remove(lease.prompt_id)
-        if lease.prompt_id == "d:0:2" and deaths < 5:
-            deaths = lease.infra_failures
+        if lease.prompt_id == "d:0:2":
+            deaths = lease.deaths + 1
             del stage.leases[lease.id]  # as if the worker had died: the lease is not renewed and expires
         else:
             await settle(stage, lease)
 
     await pump_until(connection, work, lambda view: view.stages["groups"].depth == 11 and view.dead == 1, policy=policy)
     (letter,) = await list_dead_letters(connection)
-    assert (letter.prompt_id, letter.reason) == ("d:0:2", "infra")
+    assert (letter.prompt_id, letter.reason, letter.infra_failures, deaths) == ("d:0:2", "infra", 5, 7)
     suspects = {f"d:0:{i}" for i in range(4)}
     assert {name for name, others in beside.items() if not others} >= suspects
     assert {held[name] for name in suspects} == {1}  # an entry that waits for its turn would be charged for a death
     assert any(others for name, others in beside.items() if name not in suspects)  # the others run at the same time
 
 
+async def test_a_suspect_that_waits_while_others_end_its_worker_is_not_charged(connection):
+    """It is a mere neighbour then, however often that happens."""
+    await feed(connection, 1)
+    policy = RetryPolicy(infra_attempts=1)
+    for deaths in range(8):
+        worker = Stage(connection, "prompts", f"rollout-host-{deaths}-abc", policy)
+        (lease,) = (await worker.claim(1)).leases
+        assert (lease.deaths, lease.is_suspect, lease.infra_failures) == (min(deaths, 2), deaths >= 2, 0)
+        held = await release_worker(connection, "host", deaths, policy.infra_attempts, "was killed")
+        assert [(entry.deaths, entry.is_charged) for entry in held] == ([(deaths + 1, False)] if deaths < 2 else [])
+    assert await list_dead_letters(connection) == []
+
+
+@pytest.mark.parametrize("progress", ["partial", "failure"])
+async def test_deaths_count_in_a_row_so_progress_resets_them(connection, progress):
+    await feed(connection, 1)
+    policy = RetryPolicy(backoff_s=0.01)
+    for deaths in (0, 1, 2, 0, 1):
+        worker = Stage(connection, "prompts", f"rollout-host-{deaths}-abc", policy)
+        claim = await worker.claim(1)
+        while not claim.leases:
+            await worker.wait(claim)
+            claim = await worker.claim(1)
+        (lease,) = claim.leases
+        assert lease.deaths == deaths
+        if deaths == 2 and progress == "failure":
+            await worker.release(lease, "infra", "no tool server")
+            continue
+        if deaths == 2:
+            await worker.save_partial(lease, Completion(index=0, messages=[], rows=[]))
+            await worker.release(lease, "none", "")
+            continue
+        await release_worker(connection, "host", deaths, 5, "was killed")
+
+
+async def test_a_suspect_that_is_given_back_by_a_drain_stays_one(connection):
+    await feed(connection, 1)
+    for deaths in (0, 1):
+        await Stage(connection, "prompts", f"rollout-host-{deaths}-abc", TERMS).claim(1)
+        await release_worker(connection, "host", deaths, 5, "was killed")
+    draining = Stage(connection, "prompts", "draining", TERMS)
+    (lease,) = (await draining.claim(1)).leases
+    await draining.begin_alone(lease, "environment world")
+    await draining.release(lease, "none", "")
+    (again,) = (await Stage(connection, "prompts", "rollout-host-9-abc", TERMS).claim(1)).leases
+    assert again.is_suspect
+    assert await release_worker(connection, "host", 9, 5, "was killed") == []  # it waited for its turn
+
+
 async def test_a_suspect_that_waits_for_others_is_released_by_a_stop_request(connection):
     await feed(connection, 1)
-    policy = RetryPolicy(lease_s=0.1, infra_attempts=2)  # with so few attempts one death is enough
-    await Stage(connection, "prompts", "dead", policy).claim(1)
-    await anyio.sleep(policy.lease_s)
+    policy = RetryPolicy(lease_s=0.1)
+    for _ in range(2):
+        assert (await Stage(connection, "prompts", "dead", policy).claim(1)).leases
+        await anyio.sleep(policy.lease_s)
     await feed(connection, 2, start=1)
     started = []
 

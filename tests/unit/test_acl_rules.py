@@ -12,8 +12,8 @@ from stream.operator.acl import _READ_COMMANDS, _SERVER_COMMANDS, _WRITE_RULES, 
 LUA = Path(__file__).parents[2] / "stream" / "lua"
 SCRIPTS = {
     "feed": ["feed"],
-    "rollout": ["claim", "renew_leases", "complete", "release", "dead_letter", "save_partial"],
-    "score": ["claim", "renew_leases", "complete", "release", "dead_letter", "record_evaluation"],
+    "rollout": ["claim", "renew_leases", "complete", "release", "dead_letter", "save_partial", "begin_alone"],
+    "score": ["claim", "renew_leases", "complete", "release", "dead_letter", "record_evaluation", "begin_alone"],
     "train": [
         *("claim", "renew_leases", "release", "dead_letter", "acquire_trainer", "renew_trainer", "recover", "commit"),
         *("reserve_version", "publish_version", "mark_duplicates", "scan_entries", "acknowledge", "finish_run"),

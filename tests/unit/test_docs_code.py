@@ -191,6 +191,8 @@ def test_messages_of_the_troubleshooting_page_are_in_the_code():
         text for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for text in re.findall(r"`([^`]+)`", row)
     ]
     assert len(messages) >= 8
-    code = "".join(file.read_text() for package in OURS for file in (ROOT / package).rglob("*.py"))
+    code = "".join(
+        file.read_text() for package in OURS for kind in ("*.py", "*.lua") for file in (ROOT / package).rglob(kind)
+    )
     joined = re.sub(r"\"\s*\n\s*f?\"", "", code)  # a message over several lines
     assert not [message for message in messages if message not in joined]

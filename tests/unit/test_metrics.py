@@ -8,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import threading
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -129,10 +130,10 @@ def test_a_state_that_the_last_step_did_not_have_is_no_longer_reported():
 
 
 def get(url, page):
-    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)
-    connection.request("GET", page)
-    answer = connection.getresponse()
-    return answer.status, answer.read().decode()
+    with closing(http.client.HTTPConnection(url.removeprefix("http://"), timeout=5)) as connection:
+        connection.request("GET", page)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
 
 
 async def fetch(url, page):

@@ -168,13 +168,14 @@ def export(target: str, out: Path, which: str) -> None:
 @options.redis
 @click.option("--host", default="127.0.0.1", show_default=True, help="Other machines can look only with a token.")
 @click.option("--port", default=7077, show_default=True, type=click.IntRange(0, 65535), help="0: a free one.")
-@click.option("--allow-changes", is_flag=True, help="Let pages retry and drop dead letters.")
+@click.option("--allow-changes", is_flag=True, help="Let pages with the token retry and drop dead letters.")
 def dashboard(targets: tuple[str, ...], redis: str, host: str, port: int, allow_changes: bool) -> None:
     """Show runs in the browser. RUN is a folder, a settings file or a name; without one, all runs under runs/.
 
     Running, stopped, killed and finished runs are shown; nothing of them is changed. The environment variable
     PENSTOCK_DASHBOARD_TOKEN, or the file that PENSTOCK_DASHBOARD_TOKEN_FILE names, sets a token that viewers need.
-    A host that other machines can reach gets a random one otherwise, which is printed in the address.
+    With --allow-changes, or a host that other machines can reach, a random one is made otherwise and printed in the
+    address.
     """
     from envs.extras import import_extra
 

@@ -1,10 +1,8 @@
-"""Who may see the pages, and who may change a run: host names, token, origin, and the headers of every answer."""
+"""Who may see the pages, and who may change a run: token, origin, and the headers of every answer."""
 
 import hmac
-import ipaddress
 from collections.abc import Awaitable, Callable
 from typing import Final
-from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
@@ -12,13 +10,13 @@ from msgspec import Struct
 
 from stream.errors import SettingsError
 from workers.dashboard.rendering import render
+from workers.runtime.http_access import AccessRules, is_loopback, is_same_origin
 from workers.runtime.secret import DASHBOARD_TOKEN
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _COOKIE: Final = "penstock-dashboard"
 _COOKIE_S: Final = 30 * 86400
-_LOOPBACK_NAMES: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 _HEADERS: Final = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -37,30 +35,33 @@ class Access(Struct, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     token: str = ""
-    """Empty: everybody who reaches the address may look."""
+    """Empty: everybody who reaches the address may look, and nobody may change anything."""
     allow_changes: bool = False
     """Pages may retry and drop dead letters."""
 
     def check(self) -> None:
-        """Refuse to be reachable from other machines without a token.
+        """Refuse to be reachable from other machines, or to change anything, without a token.
 
         Raises:
-            SettingsError: the host is not loopback, and there is no token.
+            SettingsError: the host is not loopback or changes are allowed, and there is no token.
         """
-        if not is_loopback(self.host) and not self.token:
+        if self.token:
+            return
+        if not is_loopback(self.host):
             raise SettingsError(
                 f"--host {self.host} lets other machines in: set a token in the environment variable "
                 f"{DASHBOARD_TOKEN}, or keep the default host and forward the port (ssh -L)"
             )
+        if self.allow_changes:
+            raise SettingsError(
+                f"--allow-changes lets every user of this machine change runs: set a token in the environment variable "
+                f"{DASHBOARD_TOKEN}"
+            )
 
-    def allows_host(self, host: str) -> bool:
-        """Whether a request with this Host header may be answered.
-
-        Without a token a name that is not this machine's is refused: another site's page may have let its own name
-        resolve to this machine (DNS rebinding). A browser never sends a token's cookie to such a name.
-        """
-        name = _host_name(host)
-        return bool(name) and (bool(self.token) or name in _LOOPBACK_NAMES or name == self.host.lower())
+    @property
+    def rules(self) -> AccessRules:
+        """Which requests are answered at all. Forms are sent by pages, which have the token."""
+        return AccessRules(host=self.host, has_token=bool(self.token), takes_forms=True)
 
     def allows_token(self, token: str) -> bool:
         """Whether this is the token."""
@@ -69,22 +70,6 @@ class Access(Struct, frozen=True, kw_only=True):
 
 def _as_bytes(text: str) -> bytes:
     return text.encode(errors="surrogateescape")  # a header that is not UTF-8 has surrogates
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def is_same_origin(request: web.Request) -> bool:
-    """Return whether a page of this server sent the request: browsers send the origin with every POST."""
-    if (site := request.headers.get("Sec-Fetch-Site")) is not None and site != "same-origin":
-        return False
-    origin = urlsplit(request.headers.get(hdrs.ORIGIN, ""))
-    return bool(origin.netloc) and origin.netloc == request.headers.get(hdrs.HOST)
 
 
 def access_middleware(access: Access) -> Middleware:
@@ -106,12 +91,10 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 def _refusal(access: Access, request: web.Request) -> web.StreamResponse | None:
     """Return the answer to a request that is refused, or that brings its token; None to go on."""
-    if not access.allows_host(request.headers.get(hdrs.HOST, "")):
-        return _page(403, "This name is not the dashboard's", "Open it as localhost or 127.0.0.1, with its port.")
     if access.token and (answer := _check_token(access, request)) is not None:
         return answer
     if request.method not in ("GET", "HEAD"):
-        if not access.allow_changes:
+        if not access.allow_changes or not access.token:
             return _page(403, "The dashboard only reads", "Start it with --allow-changes to retry or drop.")
         if not is_same_origin(request):
             return _page(403, "Another site sent this request", "Only this dashboard's own pages may change a run.")
@@ -126,15 +109,26 @@ def _check_token(access: Access, request: web.Request) -> web.StreamResponse | N
         there = str(request.rel_url.without_query_params("token"))
         answer = web.Response(status=303, headers={hdrs.LOCATION: there})
         answer.set_cookie(
-            _COOKIE, access.token, max_age=_COOKIE_S, httponly=True, samesite="Strict", secure=request.secure
+            _cookie_name(request),
+            access.token,
+            max_age=_COOKIE_S,
+            httponly=True,
+            samesite="Strict",
+            secure=request.secure,
         )
         return answer
     _, _, bearer = request.headers.get(hdrs.AUTHORIZATION, "").partition("Bearer ")
-    if given is None and access.allows_token(request.cookies.get(_COOKIE) or bearer):
+    if given is None and access.allows_token(request.cookies.get(_cookie_name(request)) or bearer):
         return None
     return web.Response(
         status=401, text=render("token.html", {"refused": given is not None}), content_type="text/html", charset="utf-8"
     )
+
+
+def _cookie_name(request: web.Request) -> str:
+    """Return a name of this dashboard's own: browsers send cookies to every port of a machine."""
+    _, _, port = request.host.rpartition(":")
+    return f"{_COOKIE}-{port}" if port.isdecimal() else _COOKIE
 
 
 def _page(status: int, title: str, text: str) -> web.Response:
@@ -144,11 +138,3 @@ def _page(status: int, title: str, text: str) -> web.Response:
         content_type="text/html",
         charset="utf-8",
     )
-
-
-def _host_name(host: str) -> str:
-    """Return the name in a Host header, without port and brackets; empty if it is none."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
-    except ValueError:
-        return ""

@@ -1,5 +1,6 @@
 """What all pages share: the runs, their live views, and the frame of a page."""
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +32,7 @@ NAVIGATION: Final = (
 _READ_ALL_S: Final = 300.0
 """Deadline of reading all summaries of a run; the next page about groups goes on."""
 _READ_SLICE_S: Final = 0.2
+_MAX_NOTES: Final = 64
 _MAX_RENDERS: Final = 2
 _PAUSE_S: Final = 0.2
 """Between two slices, so that pages and the run itself get their share of the machine."""
@@ -54,6 +56,8 @@ class Dashboard:
         self._views: dict[str, LiveView] = {}
         self._metrics: dict[str, MetricsFile] = {}
         self._groups: dict[str, GroupIndex] = {}
+        self._notes: dict[str, str] = {}
+        """Results of changes, each for the page that follows it; the keys cannot be guessed."""
         self.engines = EngineQueries()
         self.renders = anyio.CapacityLimiter(_MAX_RENDERS)
         """Processes with environments' code, which render snapshots."""
@@ -70,6 +74,18 @@ class Dashboard:
         if source is None:
             raise web.HTTPNotFound(text="This dashboard has no run of that name.")
         return source
+
+    def keep_note(self, text: str) -> str:
+        """Keep the result of a change for the next page. Returns what the page's address has to name."""
+        while len(self._notes) >= _MAX_NOTES:
+            del self._notes[next(iter(self._notes))]
+        key = secrets.token_urlsafe(8)
+        self._notes[key] = text
+        return key
+
+    def take_note(self, key: str) -> str:
+        """Return a result once; empty if there is none: an address alone puts no text on a page."""
+        return self._notes.pop(key, "")
 
     def view(self, source: RunSource) -> LiveView:
         """Return what all viewers of a run share."""

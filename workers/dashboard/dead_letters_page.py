@@ -35,7 +35,8 @@ Change = Callable[[RunConnection, Sequence[str]], Awaitable[list[str]]]
 async def show_dead_letters(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Dead letters*."""
     source = await dashboard.source(request)
-    query = {name: request.query.get(name, "") for name in ("reason", "stage", "after", "done")}
+    query = {name: request.query.get(name, "") for name in ("reason", "stage", "after")}
+    query["done"] = dashboard.take_note(request.query.get("done", ""))
     values: dict[str, Any] = {"query": query, "letters": [], "counts": {}, "counted": 0, "total": 0, "problem": ""}
     values |= {"next": "", "died_at": _died_at}
     try:
@@ -78,14 +79,16 @@ async def change_letters(dashboard: Dashboard, request: web.Request) -> web.Stre
             await record_untrained_ends(connection, ledger)
     text = f"{_DONE[action]} {count:,} dead letter{'' if count == 1 else 's'}"
     text += "" if is_done else "; the time was up before all were done, repeat it for the rest"
-    raise web.HTTPSeeOther(URL(with_query(f"/runs/{quote(source.key, safe='')}/dead", {"done": text}), encoded=True))
+    raise web.HTTPSeeOther(
+        URL(with_query(f"/runs/{quote(source.key, safe='')}/dead", {"done": dashboard.keep_note(text)}), encoded=True)
+    )
 
 
 async def _read_page(connection: RunConnection, query: dict[str, str]) -> tuple[list[DeadEntry], str]:
     """Return the letters of one page, and the id after which the next page begins; empty: there is none."""
     found: list[DeadEntry] = []
     after, deadline = query["after"] or "-", time.monotonic() + _COUNT_S
-    if after != "-" and not re.fullmatch(r"\d{1,20}-\d{1,20}", after):
+    if after != "-" and not re.fullmatch(r"[0-9]{1,19}-[0-9]{1,19}", after):
         raise web.HTTPBadRequest(text="The address has no id of a dead letter.")
     while not found or time.monotonic() < deadline:
         page = await scan_dead_page(connection, after)

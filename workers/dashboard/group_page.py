@@ -22,7 +22,7 @@ from workers.dashboard.conversation import (
     visible_parts,
 )
 from workers.dashboard.dashboard import Dashboard
-from workers.dashboard.rendering import render
+from workers.dashboard.rendering import parse_number, render
 from workers.dashboard.run_source import NoServerError, RunSource
 from workers.dashboard.snapshot_panel import snapshot_panel
 from workers.dashboard.token_panel import TokenChoice, TokenPanel
@@ -288,8 +288,7 @@ def _completion(found: FoundGroup, request: web.Request) -> Completion:
 
 
 def _number(request: web.Request, name: str) -> int:
-    text = request.query.get(name, "")
-    return int(text) if text.isdecimal() and len(text) < 10 else 0
+    return parse_number(request.query.get(name, "")) or 0
 
 
 def _fragment(template: str, values: dict[str, Any]) -> web.Response:

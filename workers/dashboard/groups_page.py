@@ -12,6 +12,7 @@ from stream.operator.unfinished_groups import UnfinishedStage, read_newest_unfin
 from workers.commands.transcripts.selection import Interval
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.group_index import GroupFilter, GroupIndex, GroupSummary, summarize_group
+from workers.dashboard.rendering import parse_number
 from workers.dashboard.run_source import NoServerError, RunSource
 
 PAGE_SIZE: Final = 50
@@ -79,11 +80,9 @@ async def show_groups(dashboard: Dashboard, request: web.Request) -> web.StreamR
     if (stage := _WAITING.get(query.get("at", ""))) is not None:
         values |= await _waiting_groups(source, stage, wanted, values["here_before"])
     else:
-        before = values["here_before"]
+        before = parse_number(values["here_before"])
         index = await dashboard.groups(source)
-        values |= await anyio.to_thread.run_sync(
-            _archived_groups, index, wanted, int(before) if before.isdecimal() else None
-        )
+        values |= await anyio.to_thread.run_sync(_archived_groups, index, wanted, before)
     return dashboard.page("groups.html", source, values)
 
 

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from workers.runtime.transcript import escape_controls, format_seconds
 
 _NOTHING: Final = "\u2013"
+_MAX_DIGITS: Final = 15
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
@@ -50,6 +51,11 @@ def format_age(seconds: float | None) -> str:
 def format_time(at: float | None) -> str:
     """Format a Unix time in seconds; a dash for None and 0."""
     return f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" if at else _NOTHING
+
+
+def parse_number(text: str) -> int | None:
+    """Return a number of an address; None if it is none, or longer than any number of a page."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS else None
 
 
 def with_query(path: str, query: Mapping[str, Any], **changes: Any) -> str:

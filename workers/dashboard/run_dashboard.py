@@ -8,21 +8,23 @@ import anyio
 import msgspec
 
 from workers.commands.output import print_line
-from workers.dashboard.access import Access, is_loopback
+from workers.dashboard.access import Access
 from workers.dashboard.run_source import RunCatalog
 from workers.dashboard.server import serve_dashboard
+from workers.runtime.http_access import is_loopback
 
 
 def run_dashboard(targets: Sequence[str], redis: str, access: Access, port: int) -> None:
     """Serve the pages of some runs, or of all below `runs/`, until SIGINT or SIGTERM.
 
-    An address that other machines reach needs a token: without one, a random one is made and printed in the address.
+    An address that other machines reach, and changes, need a token: a random one is made if there is none, and printed
+    in the address.
 
     Raises:
         PenstockError: a target is no run, or the address cannot be used.
     """
     shown = ""
-    if not access.token and not is_loopback(access.host):
+    if not access.token and (access.allow_changes or not is_loopback(access.host)):
         access = msgspec.structs.replace(access, token=secrets.token_urlsafe(16))
         shown = f"/?token={access.token}"
     catalog = RunCatalog(targets, redis)

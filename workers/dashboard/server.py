@@ -84,14 +84,14 @@ async def serve_dashboard(catalog: RunCatalog, access: Access, port: int) -> Asy
         The URL.
 
     Raises:
-        SettingsError: other machines could look without a token.
+        SettingsError: other machines could look, or pages change a run, without a token.
         EngineError: the address is taken, or none of this machine's.
     """
     access.check()
     static = await anyio.to_thread.run_sync(_read_static)
     async with anyio.create_task_group() as tasks:
         dashboard = Dashboard(catalog, access, _PARTS, tasks)
-        async with listen(_application(dashboard, static), access.host, port) as url:
+        async with listen(_application(dashboard, static), access.host, port, rules=access.rules) as url:
             yield url
         tasks.cancel_scope.cancel()
 

@@ -11,6 +11,7 @@ from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.group_index import GroupIndex, GroupSummary
 from workers.dashboard.groups_page import parse_filter
 from workers.dashboard.metrics_series import MetricsFile
+from workers.dashboard.rendering import parse_number
 
 _ROWS: Final = 60
 _SEARCH_S: Final = 0.5
@@ -72,9 +73,7 @@ async def show_timeline(dashboard: Dashboard, request: web.Request) -> web.Strea
     index = await dashboard.groups(source)
     values: dict[str, Any] = {"step": step, "problem": "", "phases": PHASES, "here_before": before}
     try:
-        values |= await anyio.to_thread.run_sync(
-            _values, index, dashboard.metrics(source), step, int(before) if before.isdecimal() else None
-        )
+        values |= await anyio.to_thread.run_sync(_values, index, dashboard.metrics(source), step, parse_number(before))
     except SettingsError as error:
         values |= {"problem": str(error), "lanes": [], "axis": None, "before": None, "total": len(index)}
     return dashboard.page("timeline.html", source, values)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from stream.errors import PenstockError
 from stream.records import Completion, TrainedCompletion
+from workers.dashboard.rendering import parse_number
 from workers.dashboard.run_source import RunSource
 from workers.dashboard.token_view import COLORS, Decode, TokenColor, TokenPage, decoder, token_page
 
@@ -41,9 +42,9 @@ class TokenChoice(Struct, frozen=True):
     def from_query(cls, query: Mapping[str, str]) -> "TokenChoice":
         """Read it from the parameters `color`, `tokens` (such as `0,3`) and `row` of an address."""
         color = next((known for known in COLORS if known == query.get("color")), _DEFAULT)
-        numbers = [_number(text) for text in query.get("tokens", "").split(",")]
+        numbers = [parse_number(text) for text in query.get("tokens", "").split(",")]
         completions = frozenset(number for number in numbers if number is not None)
-        return cls(color, completions, _number(query.get("row", "")) or 0)
+        return cls(color, completions, parse_number(query.get("row", "")) or 0)
 
     @property
     def query(self) -> dict[str, Any]:
@@ -77,7 +78,3 @@ def _decoder(source: RunSource) -> Decode:
         raise PenstockError("the run's settings are not here, so tokens cannot be shown as text")
     named = Path(settings.model.path)  # a folder that was moved may have its model in it
     return decoder(named if named.is_dir() else source.file(named.name))
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None

@@ -32,6 +32,9 @@ WEIGHT_TRANSFER_BACKEND = "penstock"
 _MAX_VERSION_DIGITS = 15
 """Of policy versions; a longer number names weights of another tool, and no record could hold it."""
 
+NEEDS_DIGESTS = "send the sha256 of its files"
+"""Part of an engine's refusal of a path that it has no reason to trust; a run that sends the digests has one."""
+
 UPDATE_SEQUENCE = "pause, start_weight_update, update_weights, finish_weight_update, resume"
 """Order of the control routes, for messages."""
 
@@ -157,10 +160,10 @@ class WeightFile(Struct):
 
 
 class UpdateInfo(Struct, forbid_unknown_fields=True):
-    """`update_info` of `POST /update_weights`: `path`, or `url` with `files`."""
+    """`update_info` of `POST /update_weights`: `path`, which may come with `files`, or `url` with `files`."""
 
     path: str | None = None
-    """Model folder in Hugging Face format, or a safetensors file."""
+    """Model folder in Hugging Face format, or a safetensors file; outside of the run's folder only with `files`."""
     url: str | None = None
     """URL of the folder that holds the files, ending in a slash."""
     files: list[WeightFile] = field(default_factory=list)

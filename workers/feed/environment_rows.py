@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from envs.call import recorded_call
 from envs.factory import EnvironmentFactory
 from envs.own_rows import call_rows
 from stream.durable import write_file_atomically
@@ -42,7 +43,9 @@ def write_training_rows(settings: Settings, timeout_s: float = TIMEOUT_S) -> Non
     """
     for dataset in settings.datasets:
         if file := _missing_file(dataset):
-            rows = call_rows(_load(settings, dataset), dataset.environment, "train", 0, timeout_s)
+            factory = _load(settings, dataset)
+            with recorded_call(f"environment {dataset.environment} (rows)"):
+                rows = call_rows(factory, dataset.environment, "train", 0, timeout_s)
             if rows is None:
                 raise DataError(_no_rows(dataset.environment))
             _write(file, rows)
@@ -57,7 +60,8 @@ def write_evaluation_rows(settings: Settings, timeout_s: float = TIMEOUT_S) -> N
     for dataset in settings.for_evaluation.datasets if settings.eval.rows else ():
         if file := _missing_file(dataset):
             factory, limit = _load(settings, dataset), settings.eval.rows
-            rows = call_rows(factory, dataset.environment, "eval", limit, timeout_s)
+            with recorded_call(f"environment {dataset.environment} (rows)"):
+                rows = call_rows(factory, dataset.environment, "eval", limit, timeout_s)
             if rows is None and factory.has_rows:
                 raise DataError(_no_held_out_rows(dataset.environment))
             _write(file, rows if rows is not None else [b"{}"] * limit)
@@ -74,7 +78,8 @@ def _missing_file(dataset: DatasetSettings) -> Path | None:
 def _load(settings: Settings, dataset: DatasetSettings) -> EnvironmentFactory:
     given = settings.environments[dataset.environment]
     ref, args = (given, {}) if isinstance(given, str) else (given.ref, given.args)
-    return EnvironmentFactory.load(ref, args, with_tools=False)
+    with recorded_call(f"environment {dataset.environment}, its module and constructor"):
+        return EnvironmentFactory.load(ref, args, with_tools=False)
 
 
 def _write(file: Path, rows: list[bytes]) -> None:

@@ -23,13 +23,14 @@ from workers.engine_api.wire import (
     build_response,
     decode_generate_request,
 )
-from workers.local_engine.info_routes import EngineFigure, InfoRoutes, json_response
+from workers.local_engine.info_routes import MAX_WAITING, EngineFigure, InfoRoutes, json_response
 from workers.local_engine.messages import Generation, ModelCommand
 from workers.local_engine.model_thread import LoopBridge, run_model_thread
 from workers.local_engine.scheduler import Scheduler
 from workers.local_engine.slot_model import SlotModel
 from workers.local_engine.stop_strings import load_tokenizer
 from workers.local_engine.weight_download import download_weights
+from workers.local_engine.weight_paths import EngineAccess, check_path
 from workers.runtime.http_server import MAX_BODY_BYTES, Handler, error_middleware, listen
 
 log = structlog.get_logger()
@@ -39,7 +40,7 @@ T = TypeVar("T")
 async def serve_local_engine(
     model_path: Path,
     *,
-    host: str = "127.0.0.1",
+    access: EngineAccess = EngineAccess(host="127.0.0.1"),  # noqa: B008  (it is frozen)
     port: int,
     max_batch: int,
     max_length: int,
@@ -51,7 +52,7 @@ async def serve_local_engine(
 
     Args:
         model_path: model folder in Hugging Face format.
-        host: address to listen on.
+        access: address to listen on, and which requests and weights are accepted; the model's own folder always is.
         port: port to listen on; 0: any free port.
         max_batch: largest number of sequences decoded together.
         max_length: largest number of tokens in a sequence, prompt included.
@@ -68,8 +69,9 @@ async def serve_local_engine(
     bridge = LoopBridge()
     scheduler = Scheduler(model, max_batch, deliver=bridge.deliver, on_failure=bridge.fail)
     tokenizer = await anyio.to_thread.run_sync(load_tokenizer, model_path)
-    routes = EngineRoutes(scheduler, model, str(model_path), tokenizer)
-    async with listen(routes.application(), host, port) as url, run_model_thread(scheduler, threads):
+    routes = EngineRoutes(scheduler, model, str(model_path), tokenizer, (*access.weight_folders, model_path))
+    serve = listen(routes.application(), access.host, port, rules=access, max_connections=MAX_WAITING)
+    async with serve as url, run_model_thread(scheduler, threads):
         log.info("engine.listening", url=url, model=str(model_path), max_batch=max_batch, max_length=model.max_length)
         if ready is not None:
             ready(url)
@@ -84,10 +86,16 @@ class EngineRoutes:
         model: only its limits are read.
         model_name: name of the model in `/v1/models`.
         tokenizer: tokenizer of the model, for stop strings; None if it has none.
+        weight_folders: folders whose files may become weights without a digest.
     """
 
     def __init__(
-        self, scheduler: Scheduler, model: SlotModel, model_name: str, tokenizer: Tokenizer | None = None
+        self,
+        scheduler: Scheduler,
+        model: SlotModel,
+        model_name: str,
+        tokenizer: Tokenizer | None = None,
+        weight_folders: tuple[Path, ...] = (),
     ) -> None:
         self._scheduler = scheduler
         self._info = InfoRoutes(scheduler, self._metrics, model_name, model.max_length)
@@ -95,6 +103,7 @@ class EngineRoutes:
         self._vocab_size = model.vocab_size
         self._eos_token_ids = model.eos_token_ids
         self._tokenizer = tokenizer
+        self._weight_folders = weight_folders
 
     def application(self) -> web.Application:
         """Return all routes, with errors as responses."""
@@ -177,12 +186,14 @@ class EngineRoutes:
         return await self._run_command(lambda _: self._scheduler.start_weight_update())
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        """Load a safetensors file or a model folder, local or downloaded, into the model."""
+        """Load a safetensors file or a model folder into the model: of the run's folder, or with the files' digests."""
         info = _decode(await http.read(), UpdateWeightsRequest).update_info
         if (info.path is None) == (info.url is None):
             raise EngineRefusedError("update_info has a path, or a url with files")
         if info.path is not None:
-            return await self._load(Path(info.path))
+            path = Path(info.path)
+            await anyio.to_thread.run_sync(check_path, path, self._weight_folders, info.files)
+            return await self._load(path)
         async with download_weights(info.url or "", info.files) as folder:
             return await self._load(folder)
 

@@ -50,9 +50,9 @@ async def download_weights(url: str, files: Sequence[WeightFile]) -> AsyncIterat
 async def _download(session: aiohttp.ClientSession, url: str, to: Path, file: WeightFile) -> None:
     digest, received = hashlib.sha256(), 0
     try:
-        async with session.get(url) as answer, await anyio.open_file(to, "wb") as written:
+        async with session.get(url, allow_redirects=False) as answer, await anyio.open_file(to, "wb") as written:
             if answer.status != 200:
-                kind = EngineRefusedError if 400 <= answer.status < 500 else EngineError
+                kind = EngineRefusedError if 300 <= answer.status < 500 else EngineError
                 raise kind(f"{file.name}: the server answers {answer.status}; the old weights stay")
             async for chunk in answer.content.iter_chunked(_CHUNK):
                 received += len(chunk)

@@ -41,7 +41,7 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
 def _read(path: Path) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     try:
-        for file in _files(path):
+        for file in weight_files(path):
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  (not iterable)
     except (OSError, SafetensorError, ValueError) as error:
@@ -49,8 +49,12 @@ def _read(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def _files(path: Path) -> list[Path]:
-    """Return the safetensors files of a folder, or the file itself."""
+def weight_files(path: Path) -> list[Path]:
+    """Return the safetensors files of a folder, or the file itself.
+
+    Raises:
+        ValueError: the folder's index cannot be read.
+    """
     if path.is_dir() and (path / _INDEX).is_file():
         index = msgspec.json.decode((path / _INDEX).read_bytes(), type=_Shards)
         return [path / name for name in sorted(set(index.weight_map.values()))]

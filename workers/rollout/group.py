@@ -9,6 +9,7 @@ import anyio
 import msgspec
 import structlog
 
+from envs.call import call_subject, describe_subject
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from stream.errors import DataError, PenstockError
@@ -22,7 +23,7 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import run_episode
 from workers.rollout.episode_base import EpisodeContext
 from workers.runtime.in_flight import CompletionProgress, GroupProgress
-from workers.runtime.reward_functions import add_reward_parts, open_reward_functions
+from workers.runtime.reward_functions import add_reward_parts, describe_functions, open_reward_functions
 from workers.settings import Rollout, Settings
 
 
@@ -102,6 +103,12 @@ class GroupRunner:
         await add_reward_parts(group, self.rewards, self.factories, self.limits.call_timeout_s, progress)
         return group
 
+    def describe(self, lease: Lease) -> str:
+        """Return what user code runs for a prompt: `environment NAME, reward function NAME`."""
+        name = lease.prompt().environment
+        environment = f"environment {name}" if name else ""
+        return ", ".join(filter(None, [environment, describe_functions(self.rewards, name)]))
+
     def _validate(self, prompt: Prompt) -> None:
         if prompt.environment not in self.chats:
             raise DataError(f"prompt {prompt.id}: environment {prompt.environment!r} is unknown")
@@ -112,6 +119,7 @@ class GroupRunner:
         self, prompt: Prompt, index: int, min_policy_version: int, progress: CompletionProgress
     ) -> Completion:
         structlog.contextvars.bind_contextvars(completion=index)
+        call_subject.set(describe_subject(f"environment {prompt.environment}, prompt {prompt.id}"))
         is_greedy = index == prompt.group_size
         chat, tool_format = self.chats[prompt.environment]
         async with self.pool.slot(prompt.environment) as slot:

@@ -12,16 +12,23 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+from msgspec.structs import replace
 
+from envs.call.call_memory import CallMemoryReader, RunningCall, make_call_memory
 from stream.causes import ErrorCause, cause_from_crash, cause_from_traceback, parse_cause
 from stream.disk_space import persist
 from stream.durable import append_all
 from stream.errors import RunFailedError
+from workers.run.hang_watch import end_hanging, wait_until_hanging
 from workers.run.process_launcher import LaunchedProcess, ProcessLauncher
 from workers.run.role_specs import RoleSpec
+from workers.runtime.hang_guard import CALL_MEMORY
 
 _LISTENING = re.compile(rb"^listening on (\S+)\n", re.MULTILINE)
 _POLL_S = 0.02
+_ABORT_S = 2.0
+"""Seconds for a hanging process to print where it is, and to end, before SIGKILL."""
+_CALLS_SHOWN = 2
 _OWN_FOLDERS = tuple(f"{Path(__file__).resolve().parents[2] / name}/" for name in ("stream", "envs", "workers"))
 """Folders of Penstock's packages, whose frames are not the user's."""
 _TRACEBACK_INDENT, _TRACEBACK_CORNERS = " \t|", "+-"
@@ -38,9 +45,12 @@ class ChildProcess:
         spec: name and command line.
         log_folder: folder of the log file, `NAME.log`.
         launcher: starts the process.
+        hang_timeout_s: how long its event loop may stand still before it is killed; None: it is not watched.
     """
 
-    def __init__(self, spec: RoleSpec, log_folder: Path, launcher: ProcessLauncher) -> None:
+    def __init__(
+        self, spec: RoleSpec, log_folder: Path, launcher: ProcessLauncher, hang_timeout_s: float | None = None
+    ) -> None:
         self.spec = spec
         self.log_file = log_folder / f"{spec.name}.log"
         self.exited = anyio.Event()
@@ -49,7 +59,13 @@ class ChildProcess:
         """Whether any instance of this process has announced a URL."""
         self.last_pid: int | None = None
         """Process id of the last instance."""
+        self.was_hanging = False
+        """The last instance was killed because its event loop stood still."""
         self._launcher = launcher
+        self._hang_timeout_s = hang_timeout_s
+        self._last_calls: list[RunningCall] = []
+        """Calls of user code that the last instance was in when it ended; of one that hung, what held it up."""
+        self._memory: CallMemoryReader | None = None
         self._process: LaunchedProcess | None = None
         self._stop_requested = False
         self._log_start = self._searched_size = 0
@@ -66,9 +82,25 @@ class ChildProcess:
         Raises:
             RunFailedError: the process cannot be started, or did not announce its URL in time.
         """
+        self.was_hanging, self._last_calls = False, []
+        if self._hang_timeout_s is None:
+            return await self._run(on_listening, None)
+        with make_call_memory() as memory:
+            self._memory = memory
+            try:
+                return await self._run(on_listening, memory)
+            finally:
+                self._memory = None
+                if not self.was_hanging:
+                    self._last_calls = memory.running_calls()
+
+    async def _run(self, on_listening: Callable[[str], None] | None, memory: CallMemoryReader | None) -> int:
+        spec = self.spec
+        if memory is not None:
+            spec = replace(spec, environment={**spec.environment, CALL_MEMORY: memory.path})
         with await anyio.to_thread.run_sync(self._open_log) as file:
             self._log_start = file.tell()
-            self._process = process = await self._launcher.launch(self.spec, file.fileno())
+            self._process = process = await self._launcher.launch(spec, file.fileno())
             self.last_pid = process.pid
         try:
             if self._stop_requested:  # during the launch
@@ -84,6 +116,8 @@ class ChildProcess:
                             process.kill_group()
 
                     tasks.start_soon(limit_start)
+                if memory is not None:
+                    tasks.start_soon(self._end_if_hanging, process, memory)
                 code = await process.wait()
                 tasks.cancel_scope.cancel()
         finally:
@@ -94,6 +128,35 @@ class ChildProcess:
                 f"{self.log_file})"
             )
         return code
+
+    async def _end_if_hanging(self, process: LaunchedProcess, memory: CallMemoryReader) -> None:
+        """Kill the process when its event loop has stood still for too long."""
+        await wait_until_hanging(memory, self._hang_timeout_s or 0.0)
+        self.was_hanging = True
+        call = await anyio.to_thread.run_sync(end_hanging, memory)
+        self._last_calls = [call] if call else []
+        await anyio.sleep(_ABORT_S)
+        process.kill_group()
+
+    @property
+    def hanging_call(self) -> str:
+        """The call of user code that held up the last instance, if it was killed for that."""
+        return self._last_calls[0].text if self.was_hanging and self._last_calls else "unknown"
+
+    def running_calls(self) -> list[RunningCall]:
+        """Return the calls of user code that the process is in, the newest first; none if it is not watched."""
+        return self._memory.running_calls() if self._memory is not None else []
+
+    def describe_end(self, code: int) -> str:
+        """Describe how the last instance ended, and which calls of user code it was in."""
+        how = describe_exit(code)
+        if self.was_hanging:
+            how = f"was killed because its event loop had not turned for {self._hang_timeout_s:g} s"
+        if not self._last_calls:
+            return how
+        named = ", ".join(call.text for call in self._last_calls[:_CALLS_SHOWN])
+        more = len(self._last_calls) - _CALLS_SHOWN
+        return f"{how} in {named}{f' and {more} more calls' if more > 0 else ''}"
 
     def terminate(self) -> None:
         """Send SIGTERM to the process."""
@@ -122,11 +185,10 @@ class ChildProcess:
         """Return the exception that ended the process, if its log shows it. Blocks on file I/O."""
         tail = self._log_tail()
         last = tail[tail.rfind("\nerror: ") + 1 :] if "error: " in tail else tail
-        return (
-            parse_cause(last)
-            or cause_from_crash(tail, self.spec.name, _OWN_FOLDERS)
-            or cause_from_traceback(tail, self.spec.name, _OWN_FOLDERS)
-        )
+        crash = cause_from_crash(tail, self.spec.name, _OWN_FOLDERS)
+        if crash is not None and self.was_hanging:
+            return replace(crash, exception=f"the event loop had not turned for {self._hang_timeout_s:g} s")
+        return parse_cause(last) or crash or cause_from_traceback(tail, self.spec.name, _OWN_FOLDERS)
 
     def blocking_code(self, within_s: float) -> ErrorCause | None:
         """Return the code that blocked the event loop in the last seconds, if the log says so. Blocks on file I/O."""

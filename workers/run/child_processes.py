@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable
 import anyio
 import structlog
 
+from envs.call.call_memory import RunningCall
 from stream.causes import ErrorCause
 from workers.run.child_process import ChildProcess
 from workers.run.role_specs import RoleSpec
@@ -41,6 +42,10 @@ class ChildProcesses:
         """Trim every log that is too large."""
         for child in self._all:
             await anyio.to_thread.run_sync(child.trim_log)
+
+    def running_calls(self) -> list[tuple[str, RunningCall]]:
+        """Return the calls of user code that processes are in, each with the name of its process."""
+        return [(child.spec.name, call) for child in self._all for call in child.running_calls()]
 
     async def blocking_code(self, within_s: float) -> ErrorCause | None:
         """Return the code that last blocked the event loop of a process, if its log says so for the last seconds."""

@@ -34,7 +34,7 @@ def run_engine(
     """
     configure_logging("serve")
     try:
-        serve = choose_server(target, overrides, runner, dtype)
+        serve = choose_server(target, overrides, runner, dtype, host)
     except SettingsError as error:
         return report_error(error, ExitCode.USAGE)
 
@@ -44,7 +44,6 @@ def run_engine(
             tasks.start_soon(watch_signals, stopping, tasks.cancel_scope)
             tasks.start_soon(limit_drain, stopping, 0.0, tasks.cancel_scope)
             await serve(
-                host=host,
                 port=port,
                 ready=lambda url: print(f"listening on {url}", flush=True),  # noqa: T201
             )
@@ -55,15 +54,16 @@ def run_engine(
 
 
 def choose_server(
-    target: Path, overrides: tuple[str, ...], runner: Runner, dtype: str
+    target: Path, overrides: tuple[str, ...], runner: Runner, dtype: str, host: str
 ) -> Callable[..., Awaitable[None]]:
-    """Return the coroutine function that serves a model; it takes `host`, `port` and `ready`.
+    """Return the coroutine function that serves a model; it takes `port` and `ready`.
 
     Args:
         target: settings file or model folder.
         overrides: values of single settings; they take precedence over the file.
         runner: whether to serve tokens or scores.
         dtype: data type of the weights; default: `model.dtype` of the settings.
+        host: address to listen on.
 
     Raises:
         SettingsError: the engine that the settings name cannot serve this model.
@@ -74,25 +74,39 @@ def choose_server(
             raise SettingsError("--runner pooling is for the local engine; start vLLM yourself (docs/reward-models.md)")
         from workers.vllm.server import serve_vllm
 
-        return partial(serve_vllm, settings)
+        return partial(serve_vllm, settings, host=host)
     from workers.local_engine.pooling.classifier import is_classifier
 
     model, dtype, engine = Path(settings.model.path), dtype or settings.model.dtype, settings.engine
     if runner == "pooling" or (runner == "auto" and is_classifier(model)):
         from workers.local_engine.pooling.server import serve_pooling
+        from workers.runtime.http_access import AccessRules
 
         # A reward model uses all its positions, unless the settings limit the length.
-        return partial(serve_pooling, model, max_length=engine.max_model_len, threads=settings.run.threads, dtype=dtype)
+        return partial(
+            serve_pooling,
+            model,
+            access=AccessRules(host=host, names=settings.engine.hosts),
+            max_length=engine.max_model_len,
+            threads=settings.run.threads,
+            dtype=dtype,
+        )
     if settings.publishes_adapters:
         raise SettingsError(
             f"{target}: weights.transport is 'adapter', but the local engine does not support adapters; set it to "
             "'files', or serve the model with vLLM and --enable-lora"
         )
     from workers.local_engine.server import serve_local_engine
+    from workers.local_engine.weight_paths import EngineAccess
 
     return partial(
         serve_local_engine,
         model,
+        access=EngineAccess(
+            host=host,
+            names=settings.engine.hosts,
+            weight_folders=() if target.is_dir() or not settings.run.name else (settings.folder,),
+        ),
         max_batch=engine.max_batch_size,
         max_length=settings.max_model_len,
         threads=settings.run.threads,

@@ -12,10 +12,13 @@ import structlog
 
 from stream.connection.run_connection import RunConnection
 from stream.errors import RunFailedError, ServerError
-from stream.operator.killed_workers import release_worker
-from stream.operator.last_errors import record_exit
-from workers.run.child_process import ChildProcess, describe_exit
+from stream.operator.killed_workers import HeldEntry, release_worker
+from stream.operator.run_status import read_status
+from workers.run.child_process import ChildProcess
+from workers.run.death_lines import DeathLines
 from workers.run.restart_policy import (
+    MAX_LOST_IN_A_ROW,
+    FutileDeaths,
     GiveUp,
     Restart,
     RestartPolicy,
@@ -30,6 +33,8 @@ from workers.settings import Queue
 
 log = structlog.get_logger()
 
+_WORKERS = ("rollout", "score", "train")
+"""Roles that claim entries."""
 _RELEASE_TIMEOUT_S = 5.0
 """Seconds to give back a killed worker's entries; a server that is down returns them when their leases expire."""
 
@@ -41,14 +46,20 @@ class RestartLoop:
         connection: connection to the run.
         queue: settings with the restart budget.
         ending: notified when the trainer is done, and when a process cannot be kept running.
+        show: prints a line for people.
     """
 
-    def __init__(self, connection: RunConnection, queue: Queue, ending: RunEnding) -> None:
+    def __init__(
+        self, connection: RunConnection, queue: Queue, ending: RunEnding, show: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.restarts: Counter[str] = Counter()
         """Restarts after a failure, by process."""
         self._connection = connection
         self._queue = queue
         self._ending = ending
+        self._deaths = DeathLines(show)
+        self._futile_deaths: dict[str, FutileDeaths] = {}
+        """By role."""
         self._stopping = anyio.Event()
         self._reopened = anyio.Event()
 
@@ -84,11 +95,13 @@ class RestartLoop:
                     return
                 else:
                     killed = await anyio.to_thread.run_sync(was_killed_from_outside, code, oom_kills)
-                    if killed:
-                        await self._release_work(child)
-                    elif code not in (ExitCode.SUCCESS, ExitCode.RECYCLE):
-                        await self._record_exit(child, code)
-                    await self._prepare_restart(child, code, policy, time.monotonic() - started_at, killed)
+                    killed = killed and not child.was_hanging
+                    if child.was_hanging:
+                        log.warning("role.hanging", name=child.spec.name, call=child.hanging_call)
+                    held = await self._release_work(child, code, killed_from_outside=killed)
+                    uptime_s = time.monotonic() - started_at
+                    decision = policy.decide(code, uptime_s, killed_from_outside=killed, held_work=bool(held))
+                    await self._prepare_restart(child, code, decision)
         except (RunFailedError, ServerError) as error:
             if not self._stopping.is_set():
                 self._ending.fail(error if isinstance(error, RunFailedError) else RunFailedError(str(error)))
@@ -103,39 +116,57 @@ class RestartLoop:
         self._reopened.set()
         self._reopened = anyio.Event()
 
-    async def _release_work(self, child: ChildProcess) -> None:
-        """Give back what a worker had claimed when it was killed from outside: its entries are not charged for that."""
-        if child.spec.role != ENGINE and child.last_pid is not None:
-            with anyio.move_on_after(_RELEASE_TIMEOUT_S):
-                released = await release_worker(self._connection, socket.gethostname(), child.last_pid)
-                log.info("worker.released", name=child.spec.name, entries=released)
+    async def _release_work(self, child: ChildProcess, code: int, *, killed_from_outside: bool) -> list[HeldEntry]:
+        """Give back what a worker held when it ended. Returns those entries for which its death is counted.
 
-    async def _record_exit(self, child: ChildProcess, code: int) -> None:
-        """Tell the server how a worker failed: the dead letters of what it held name the cause."""
-        if child.spec.role == ENGINE or child.last_pid is None:
-            return
-        cause = await anyio.to_thread.run_sync(child.last_cause)
-        text = f"the last one, {child.spec.name}, {describe_exit(code)}"
+        No death of a trainer counts for its groups: it cannot work on one of them alone.
+
+        Raises:
+            RunFailedError: prompt after prompt is lost like this, and none is completed.
+        """
+        if child.spec.role not in _WORKERS or child.last_pid is None:
+            return []
+        cause = None if killed_from_outside else await anyio.to_thread.run_sync(child.last_cause)
+        how = f"the last one, {child.spec.name}, {child.describe_end(code)}"
+        held: list[HeldEntry] = []
         with anyio.move_on_after(_RELEASE_TIMEOUT_S):
-            host, pid = socket.gethostname(), child.last_pid
-            await record_exit(self._connection, host, pid, f"{text}\n{cause.render()}" if cause else text)
+            held = await release_worker(
+                *(self._connection, socket.gethostname(), child.last_pid, self._queue.max_attempts),
+                f"{how}\n{cause.render()}" if cause else how,
+            )
+        log.info("worker.released", name=child.spec.name, entries=len(held))
+        if child.spec.role == "train":
+            return []
+        if (lost := sum(entry.is_dead for entry in held)) and await self._is_futile(child.spec.role, lost):
+            raise RunFailedError(
+                f"the last {MAX_LOST_IN_A_ROW} prompts became dead letters because their workers died, and none was "
+                f"completed meanwhile: {how} (its log is {child.log_file})",
+                cause,
+            )
+        self._deaths.tell(child.spec.name, child.describe_end(code), held)
+        return held
 
-    async def _prepare_restart(
-        self, child: ChildProcess, code: int, policy: RestartPolicy, uptime_s: float, killed: bool
-    ) -> None:
+    async def _is_futile(self, role: str, lost: int) -> bool:
+        """Return whether a role has lost very many prompts and completed none."""
+        status = await read_status(self._connection)
+        passed = {"rollout": ("groups", "scored"), "score": ("scored",)}[role]
+        ended = status.balance["trained"] + status.balance["dropped"]
+        completed = ended + sum(status.stages[stage].depth - status.stages[stage].marked for stage in passed)
+        return self._futile_deaths.setdefault(role, FutileDeaths()).observe(completed, lost)
+
+    async def _prepare_restart(self, child: ChildProcess, code: int, decision: Restart | GiveUp) -> None:
         """Wait until a process may be restarted.
 
         Raises:
             RunFailedError: the process may not be restarted.
         """
         name = child.spec.name
-        decision: Restart | GiveUp = policy.decide(code, uptime_s, killed_from_outside=killed)
         if code > 0 and child.spec.role == ENGINE and not child.has_listened:
             decision = GiveUp("it has never listened")
         if isinstance(decision, GiveUp):
             last_error = await anyio.to_thread.run_sync(child.last_error)
             raise RunFailedError(
-                f"{name} {describe_exit(code)}, and {decision.reason}: {last_error} (its log is {child.log_file})",
+                f"{name} {child.describe_end(code)}, and {decision.reason}: {last_error} (its log is {child.log_file})",
                 await anyio.to_thread.run_sync(child.last_cause),
             )
         if code == ExitCode.RECYCLE:

@@ -27,6 +27,7 @@ from workers.run.process_main import limit_drain, report_error, run_to_exit_code
 from workers.run.restore import restore_if_lost
 from workers.runtime.context import RoleMain, WorkerContext
 from workers.runtime.exit_codes import ExitCode
+from workers.runtime.hang_guard import HangGuard
 from workers.runtime.health import RoleHealth
 from workers.runtime.log_setup import configure_logging, drop_output_when_full
 from workers.runtime.loop_watchdog import LoopWatchdog
@@ -172,8 +173,10 @@ async def _run_connected(
             health=RoleHealth(queue.lease_s),
         )
         recycler = WorkerRecycler(queue, stopping)
+        guard = HangGuard(settings.hang_timeout_s)
         async with _serve_metrics(name, context), anyio.create_task_group() as tasks:
             tasks.start_soon(recycler.watch)
+            tasks.start_soon(guard.watch)
             tasks.start_soon(LoopWatchdog(queue.lease_s / 3).watch)
             tasks.start_soon(watch_signals, stopping, tasks.cancel_scope)
             tasks.start_soon(limit_drain, stopping, queue.shutdown_timeout_s, tasks.cancel_scope)

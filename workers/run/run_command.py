@@ -84,7 +84,7 @@ def run(
         processes.preload(torch_modules(), (modeling_module(Path(settings.model.path)),))
         processes.preload(LIGHT_MODULES)
         if check:
-            report = anyio.run(run_preflight_process, processes, start.file, start.overrides)
+            report = anyio.run(run_preflight_process, processes, start.file, start.overrides, settings.hang_timeout_s)
             if report.errors and as_json:
                 print(msgspec.json.encode({"preflight": report}).decode(), flush=True)  # noqa: T201
             if report.errors or (report.warnings and not quiet):

@@ -54,6 +54,7 @@ from workers.run.run_folder import replace_last_start
 from workers.run.run_info import RunInfo, remove_run_info, write_run_info
 from workers.run.sampled_completion import SampleSchedule
 from workers.run.stall_detector import StallDetector, describe_longest
+from workers.run.wait_lines import WaitLines
 from workers.settings import Settings
 from workers.train.training_warnings import read_warnings, warnings_size
 
@@ -128,6 +129,7 @@ class Supervisor:
         self._server_gone = False
         self._warnings_read = 0
         """Bytes of the trainer's warnings that were there before, or that were printed."""
+        self._waits = WaitLines()
         self._blocking_shown: set[str] = set()
         """Code that blocks a worker, as it was printed."""
         self._signals = 0
@@ -167,14 +169,12 @@ class Supervisor:
 
     async def _run_connected(self, url: str) -> RunOutcome:
         settings, queue = self._settings, self._settings.queue
-        data = None if settings.run.redis else settings.folder / "redis"
-        async with connect(
-            url, settings.run.name, reconnect_s=queue.reconnect_timeout_s, server_data=data
-        ) as connection:
+        data, limit_s = None if settings.run.redis else settings.folder / "redis", queue.reconnect_timeout_s
+        async with connect(url, settings.run.name, reconnect_s=limit_s, server_data=data) as connection:
             if self._check is not None:
                 await record_identity(connection, settings, self._check, is_private=not settings.run.redis)
                 await anyio.to_thread.run_sync(replace_last_start, settings)
-            restart_loop = RestartLoop(connection, queue, self._ending)
+            restart_loop = RestartLoop(connection, queue, self._ending, self._show)
             await restart_loop.reopen()
             self._has_started = True
             for spec in self._make_roles(settings, self._file, url, ()):
@@ -222,13 +222,13 @@ class Supervisor:
         if self._settings.run.dashboard == "off":
             return None
 
-        def show(text: str) -> None:
-            self._display.print_lines([Text(text)])
-
-        dashboard = DashboardProcess(self._settings, self._log_folder, self._launcher, show)
+        dashboard = DashboardProcess(self._settings, self._log_folder, self._launcher, self._show)
         self._children.add(dashboard.child)
         tasks.start_soon(dashboard.keep_running)
         return dashboard
+
+    def _show(self, text: str) -> None:
+        self._display.print_lines([Text(text)])
 
     async def _start_engines(self, tasks: TaskGroup, restart_loop: RestartLoop, url: str) -> None:
         """Start the run's own engines, if it has any, and then the roles."""
@@ -270,7 +270,7 @@ class Supervisor:
     ) -> None:
         for spec in specs:
             if spec.role in roles:
-                child = ChildProcess(spec, self._log_folder, self._launcher)
+                child = ChildProcess(spec, self._log_folder, self._launcher, self._settings.hang_timeout_s)
                 self._children.add(child)
                 tasks.start_soon(restart_loop.keep_running, child)
 
@@ -290,6 +290,7 @@ class Supervisor:
                 bottlenecks.observe(find_bottleneck(status, groups_in_flight(status)))
             await self._show_warnings()
             await self._show_blocking_code()
+            self._waits.tell(self._show, self._children.running_calls(), groups_in_flight(status) if status else ())
             await self._show_sample(connection, status, samples)
             if self._phase == _RUNNING and detector is None:  # starting engines have their own timeout
                 detector = StallDetector(self._settings.abort.stall_timeout_s)
@@ -299,7 +300,8 @@ class Supervisor:
             await anyio.sleep(_POLL_S)
 
     async def _stalled(self, connection: RunConnection, alarm: str) -> RunFailedError:
-        """Return the error of a run without progress, with what it waits for, or the last error of a worker."""
+        """Return the error of a run without progress: what it waits for, what blocks a worker, or the last error."""
+        alarm += self._waits.longest
         if self._disk.problems:
             return RunFailedError("; ".join([alarm, *map(str, self._disk.problems)]))
         blocked = await self._children.blocking_code(self._settings.abort.stall_timeout_s)

@@ -1,18 +1,22 @@
-"""HTTP servers of the engine protocol: they listen while a context is open and answer all errors in one format."""
+"""HTTP servers of a run: one listener for all of them, and one format of errors.
 
-import errno
+What is served through `listen` answers only what its `AccessRules` allow, has a limit of connections, and ends those
+that bring no request or do not read the answer (`http_connections`).
+"""
+
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import cast
 
 import anyio
-from aiohttp import web
+from aiohttp import hdrs, web
 from anyio.lowlevel import checkpoint
 
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.wire import error_body
-from workers.runtime.ports import cannot_listen
+from workers.runtime.http_access import AccessRules
+from workers.runtime.http_connections import MAX_CONNECTIONS, ConnectionLimit
 
-_BACKLOG = 1024
 _SHUTDOWN_TIMEOUT_S = 2.0
 """Seconds for requests in flight when the server closes."""
 _ROUNDS_OF_ACCEPTING = 5
@@ -24,13 +28,22 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
-async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[str]:
+async def listen(
+    app: web.Application,
+    host: str,
+    port: int,
+    *,
+    rules: AccessRules | None = None,
+    max_connections: int = MAX_CONNECTIONS,
+) -> AsyncIterator[str]:
     """Serve until the context is left; a client that disconnects cancels its handler.
 
     Args:
         app: what to serve.
         host: address to listen on.
         port: 0 for a free one.
+        rules: which requests are answered; default: those that use a name of `host`, none of other sites' pages.
+        max_connections: at most; fewer if the process may open few files (`ConnectionLimit`).
 
     Yields:
         The URL, with the port really taken.
@@ -39,28 +52,43 @@ async def listen(app: web.Application, host: str, port: int) -> AsyncIterator[st
         EngineError: the address is taken, or none of this machine's.
     """
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
+    limit = ConnectionLimit(max_connections)
+    app.middlewares.insert(0, _entrance(rules or AccessRules(host=host), limit))
     await runner.setup()
     try:
+        port = await limit.start_accepting(cast(web.Server, runner.server), host, port)
         try:
-            await web.TCPSite(runner, host, port, backlog=_BACKLOG).start()
-        except OSError as error:
-            is_taken = error.errno in (errno.EADDRINUSE, errno.EACCES)
-            remedy = "choose another port" if is_taken else "name an address of this machine"
-            raise EngineError(f"{cannot_listen(host, port, error)}; {remedy}") from error
-        try:
-            yield server_url(host, runner.addresses[0][1])
+            yield server_url(host, port)
         finally:
+            limit.stop_accepting()
             with anyio.CancelScope(shield=True):
                 for _ in range(_ROUNDS_OF_ACCEPTING):
                     await checkpoint()
     finally:
         with anyio.CancelScope(shield=True):
             await runner.cleanup()
+            limit.close()
 
 
 def server_url(host: str, port: int) -> str:
     """The URL of a server; an address of IPv6 stands in brackets there."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _entrance(rules: AccessRules, limit: ConnectionLimit) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Return the outermost middleware: every request passes it, also one to a route that does not exist."""
+
+    @web.middleware
+    async def enter(request: web.Request, handler: Handler) -> web.StreamResponse:
+        limit.begin_request(request)
+        refusal = rules.find_refusal(request)
+        if refusal is None:
+            return await handler(request)
+        if "text/html" in request.headers.get(hdrs.ACCEPT, ""):
+            return web.Response(status=refusal.status, text=f"{refusal.why}\n")
+        return error_response(refusal.status, refusal.why)
+
+    return enter
 
 
 @web.middleware
@@ -70,6 +98,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return await handler(request)
     except EngineRefusedError as error:
         return error_response(400, str(error))
+    except RecursionError:  # nothing here recurses but over what a request holds
+        return error_response(400, "the request is nested too deeply")
     except EngineError as error:
         return error_response(500, str(error))
 

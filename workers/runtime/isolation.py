@@ -1,6 +1,6 @@
 """Let work that may end its process run alone in it."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import anyio
@@ -38,6 +38,11 @@ class Isolation:
         finally:
             self._shared -= 1
             self._notify()
+
+    async def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run work beside other shared work."""
+        with self.shared():
+            await work()
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:

@@ -1,36 +1,38 @@
-"""`/metrics`, `/health` and `/ready` of a process, answered by threads of their own.
+"""`/metrics`, `/health` and `/ready` of a process, answered by an event loop in a thread of its own.
 
-The event loop takes no part in it: a scrape costs it nothing, and a process whose loop is stuck still says so.
+The process's own loop takes no part in it: a scrape costs it nothing, and a process whose loop is stuck still says so.
 Figures that are on the Redis server are read by the loop, at most once a second however often they are scraped.
 """
 
-import json
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
-from socketserver import ThreadingMixIn
-from typing import Any, Generic, TypeVar
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from typing import Final, Generic, TypeVar
 from urllib.parse import urlsplit
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import anyio
 import anyio.to_thread
 import structlog
-from anyio.from_thread import BlockingPortal
-from prometheus_client import CollectorRegistry, Info, ProcessCollector, make_wsgi_app
+from aiohttp import hdrs, web
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from prometheus_client import CollectorRegistry, Info, ProcessCollector
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from stream.errors import EngineError
 from workers.runtime.health import RoleHealth
+from workers.runtime.http_server import listen
 
 log = structlog.get_logger()
 
 _MAX_AGE_S = 1.0
 _ANSWER_TIMEOUT_S = 2.0
 """Seconds for the event loop to read what a scrape needs."""
-_SHUTDOWN_POLL_S = 0.2
-_REQUEST_TIMEOUT_S = 10.0
+_MAX_CONNECTIONS: Final = 256
+_MAX_THREADS: Final = 4
+"""Threads that read figures for answers; further requests wait for one."""
 
 T = TypeVar("T")
 
@@ -108,30 +110,24 @@ async def serve_metrics(
     if not address:
         yield ""
         return
-    pages: dict[str, Callable[[], tuple[str, str]]] = {
-        "/health": lambda: _text_page(health.liveness_problem()),
-        "/ready": lambda: _text_page(health.readiness_problem() or find_server_problem()),
-    }
+    pages = _Pages(_registry(collectors, info), health, find_server_problem)
+    app = pages.application()
     if list_targets is not None:
-        targets = list_targets
-        pages["/targets"] = lambda: ("200 OK", json.dumps(_target_groups(targets(), info)))
-    server = await anyio.to_thread.run_sync(_listen, address, _make_app(_registry(collectors, info), pages))
-    if server is None:
-        yield ""
-        return
-    url = f"http://{address.rpartition(':')[0]}:{server.server_port}"
-    log.info("metrics.listening", url=url)
-    threading.Thread(
-        target=server.serve_forever, args=(_SHUTDOWN_POLL_S,), daemon=True, name="penstock metrics"
-    ).start()
+        app.router.add_get("/targets", partial(_answer_targets, list_targets, info["run"]))
+    stack = ExitStack()
     try:
+        url = await anyio.to_thread.run_sync(_start, stack, app, address)
+        if not url:
+            yield ""
+            return
+        log.info("metrics.listening", url=url)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(health.watch)
             yield url
             tasks.cancel_scope.cancel()
     finally:
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(_close, server)
+            await anyio.to_thread.run_sync(stack.close)
 
 
 def _registry(collectors: Sequence[Collector], info: dict[str, str]) -> CollectorRegistry:
@@ -143,64 +139,70 @@ def _registry(collectors: Sequence[Collector], info: dict[str, str]) -> Collecto
     return registry
 
 
-def _make_app(registry: CollectorRegistry, pages: dict[str, Callable[[], tuple[str, str]]]) -> Callable[..., Any]:
-    serve_registry = make_wsgi_app(registry)
+class _Pages:
+    """Answers the requests; figures are read in threads, since reading them may wait for the process's own loop."""
 
-    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
-        if path == "/metrics":
-            return serve_registry(environ, start_response)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
-        if path in pages:
-            status, text = pages[path]()
-        else:
-            status, text = "404 Not Found", f"there are {', '.join(['/metrics', *pages])}"
-        kind = "application/json" if path == "/targets" else "text/plain; charset=utf-8"
-        start_response(status, [("Content-Type", kind)])
-        return [f"{text}\n".encode()]
+    def __init__(self, registry: CollectorRegistry, health: RoleHealth, find_server_problem: Callable[[], str]) -> None:
+        self._registry, self._health, self._find_server_problem = registry, health, find_server_problem
+        self._threads: anyio.CapacityLimiter | None = None
 
-    return app
+    def application(self) -> web.Application:
+        """Return the routes."""
+        app = web.Application()
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/health", self.is_alive)
+        app.router.add_get("/ready", self.is_ready)
+        return app
 
+    async def metrics(self, request: web.Request) -> web.Response:
+        """Metrics in Prometheus' text format."""
+        encode, kind = choose_encoder(request.headers.get(hdrs.ACCEPT, ""))
+        names = request.query.getall("name[]", [])
+        registry = self._registry.restricted_registry(names) if names else self._registry
+        answer = web.Response(body=await self._in_thread(lambda: encode(registry)), headers={hdrs.CONTENT_TYPE: kind})
+        answer.enable_compression()
+        return answer
 
-def _text_page(problem: str) -> tuple[str, str]:
-    return ("503 Service Unavailable", problem) if problem else ("200 OK", "ok")
+    async def is_alive(self, _: web.Request) -> web.Response:
+        """200 while the role works; 503 with the reason if it is stuck; no answer if user code holds Python."""
+        return _health_answer(self._health.liveness_problem())
 
+    async def is_ready(self, _: web.Request) -> web.Response:
+        """200 if the role can take work; 503 with the reason."""
+        problem = self._health.readiness_problem()
+        return _health_answer(problem or await self._in_thread(self._find_server_problem))
 
-def _target_groups(targets: Iterable[tuple[str, str]], info: dict[str, str]) -> list[dict[str, object]]:
-    """Return the answer of Prometheus' HTTP service discovery."""
-    return [{"targets": [address], "labels": {"role": role, "run": info["run"]}} for role, address in targets]
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _IPv6Server(_Server):
-    address_family = socket.AF_INET6
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = _REQUEST_TIMEOUT_S
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  (the base class's name)
-        """Log nothing: a scrape every few seconds is no event."""
+    async def _in_thread(self, read: Callable[[], T]) -> T:
+        if self._threads is None:  # a limiter belongs to a loop
+            self._threads = anyio.CapacityLimiter(_MAX_THREADS)
+        return await anyio.to_thread.run_sync(read, limiter=self._threads)
 
 
-def _listen(address: str, app: Callable[..., Any]) -> WSGIServer | None:
-    parts = urlsplit(f"//{address}")
-    host = parts.hostname or ""
-    server_class = _IPv6Server if ":" in host else _Server
+def _health_answer(problem: str) -> web.Response:
+    return web.Response(status=503 if problem else 200, text=f"{problem or 'ok'}\n")
+
+
+async def _answer_targets(
+    list_targets: Callable[[], Iterable[tuple[str, str]]], run: str, _: web.Request
+) -> web.Response:
+    """Of `penstock run`: the processes to scrape, for Prometheus' HTTP service discovery."""
+    groups = [{"targets": [address], "labels": {"role": role, "run": run}} for role, address in list_targets()]
+    return web.json_response(groups)
+
+
+def _start(stack: ExitStack, app: web.Application, address: str) -> str:
+    """Serve in a thread until the stack is closed; returns the URL, empty if the address cannot be had."""
+    host = urlsplit(f"//{address}")
+    portal = stack.enter_context(start_blocking_portal(name="penstock metrics"))
+    server = listen(app, host.hostname or "", host.port or 0, max_connections=_MAX_CONNECTIONS)
     try:
-        return make_server(host, parts.port or 0, app, server_class=server_class, handler_class=_Handler)
-    except OSError as error:
+        return stack.enter_context(portal.wrap_async_context_manager(server))
+    except EngineError as error:
+        stack.close()
         log.warning(
             "metrics.not_served",
             address=address,
             why=str(error),
             remedy="set run.metrics_address to a free port for this process",
         )
-        return None
-
-
-def _close(server: WSGIServer) -> None:
-    server.shutdown()
-    server.server_close()
+        return ""

@@ -7,6 +7,7 @@ from functools import partial
 import anyio
 import msgspec
 
+from envs.call import call_subject, describe_subject, recorded_call
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardBatch, RewardFunction
 from envs.rewards.call_results import CallResult, RowResult
@@ -28,12 +29,12 @@ def load_factories(settings: Settings, *, with_tools: bool = True) -> dict[str, 
 
     `with_tools=False` is enough to restore snapshots, and needs no answer from the environments' servers.
     """
-    return {
-        name: EnvironmentFactory.load(environment, with_tools=with_tools)
-        if isinstance(environment, str)
-        else EnvironmentFactory.load(environment.ref, environment.args, with_tools=with_tools)
-        for name, environment in settings.environments.items()
-    }
+    factories = {}
+    for name, given in settings.environments.items():
+        ref, args = (given, {}) if isinstance(given, str) else (given.ref, given.args)
+        with recorded_call(f"environment {name}, its module and constructor"):
+            factories[name] = EnvironmentFactory.load(ref, args, with_tools=with_tools)
+    return factories
 
 
 def load_reward_functions(settings: Settings, *run_in: str) -> list[RewardFunction]:
@@ -52,7 +53,10 @@ def load_reward_function(settings: RewardSettings) -> RewardFunction:
         settings.environments,
         settings.none,
     )
-    return RewardFunction.load(settings.ref, settings.weight, settings.run_in, settings.name, settings.args, options)
+    with recorded_call(f"reward function {settings.name or settings.ref}, its module and constructor"):
+        return RewardFunction.load(
+            settings.ref, settings.weight, settings.run_in, settings.name, settings.args, options
+        )
 
 
 @asynccontextmanager
@@ -63,6 +67,12 @@ async def open_reward_functions(settings: Settings, *run_in: str) -> AsyncIterat
         for function in functions:
             await stack.enter_async_context(function.open())
         yield functions
+
+
+def describe_functions(functions: Sequence[RewardFunction], environment: str | None) -> str:
+    """Return the names of the functions that measure an environment's completions: `reward function exact, style`."""
+    names = [function.name for function in functions if function.applies_to(environment)]
+    return f"reward function {', '.join(names)}" if names else ""
 
 
 async def add_reward_parts(
@@ -95,6 +105,7 @@ async def add_reward_parts(
     progress.activity, progress.pending = Activity.REWARD, pending
 
     async def call(position: int, function: RewardFunction) -> None:
+        call_subject.set(describe_subject(f"reward function {function.name}, prompt {group.prompt.id}"))
         found[position] = await measure_completions(group, completions, function, factory, timeout_s)
         pending.remove(function)
 

@@ -12,7 +12,8 @@ anything else raises                given back as a failure of the infrastructur
 the lease is lost                   the work is cancelled and its result discarded
 newer policies make it stale        the work is cancelled and the entry given back; counts towards no limit
 the worker is asked to stop         no new claims; work that is not finished within the shutdown timeout is given back
-its workers died twice              it is worked on alone, so that nothing else dies with it again
+its workers died twice              it is worked on alone, so that nothing else dies with it again; each further death
+                                    counts as a failure of the infrastructure
 ==================================  =================================================================================
 """
 
@@ -57,6 +58,7 @@ async def work_loop(
     concurrency: int | ConcurrencyLimit,
     stopping: anyio.Event,
     isolation: Isolation | None = None,
+    describe: Callable[[Lease], str] = lambda _: "",
 ) -> None:
     """Work on entries of a stage until the run has ended or `stopping` is set.
 
@@ -66,6 +68,7 @@ async def work_loop(
         concurrency: how many entries at the same time.
         stopping: ends claiming; what is held may still be finished.
         isolation: of this process, if it has several loops.
+        describe: says what user code the work on a lease runs.
     """
     isolation = isolation or Isolation()
     metrics.watch_leases(stage.name, lambda: len(stage.leases), stage.oldest_lease_age_s)
@@ -74,12 +77,17 @@ async def work_loop(
         background.start_soon(stage.renew_leases)
         async with anyio.create_task_group() as jobs:  # noqa: SIM117  (jobs outlive the claiming)
             async with cancel_on(stopping):
-                await _claim_entries(stage, work, limit, isolation, jobs)
+                await _claim_entries(stage, work, limit, isolation, describe, jobs)
         background.cancel_scope.cancel()
 
 
 async def _claim_entries(
-    stage: Stage, work: Work, limit: ConcurrencyLimit, isolation: Isolation, jobs: TaskGroup
+    stage: Stage,
+    work: Work,
+    limit: ConcurrencyLimit,
+    isolation: Isolation,
+    describe: Callable[[Lease], str],
+    jobs: TaskGroup,
 ) -> None:
     """Claim entries and start their jobs until the run has ended."""
     idle = IdleLogger(stage.name)
@@ -88,7 +96,8 @@ async def _claim_entries(
         claim = await _claim(stage, await limit.wait_available())
         for lease in await _select(stage, claim.leases, isolation):
             limit.acquire()
-            jobs.start_soon(_run_job, stage, lease, partial(work, lease, claim.version), limit, isolation)
+            run = partial(_run_alone, stage, lease, isolation, describe) if lease.is_suspect else isolation.run
+            jobs.start_soon(_run_job, stage, lease, partial(run, partial(work, lease, claim.version)), limit)
         if claim.finish_reason:
             log.info("run.finished", stage=stage.name, why=claim.finish_reason)
             return
@@ -112,9 +121,9 @@ async def _claim(stage: Stage, count: int) -> Claim:
 async def _select(stage: Stage, leases: list[Lease], isolation: Isolation) -> list[Lease]:
     """Return the leases to work on now: all but at most one suspect, and this one last. Give the others back.
 
-    An entry that is held while another one ends this process is charged for it, even if it only waits for its turn.
+    A suspect that is given back may be run alone by another worker meanwhile.
     """
-    suspects = [lease for lease in leases if stage.retry_policy.is_suspect(lease.expired_leases)]
+    suspects = [lease for lease in leases if lease.is_suspect]
     selected = [lease for lease in leases if lease not in suspects] + suspects[:1]
     if isolation.is_closed:  # by a suspect of this process's other loop
         selected = []
@@ -127,20 +136,26 @@ async def _select(stage: Stage, leases: list[Lease], isolation: Isolation) -> li
     return selected
 
 
-async def _run_job(
-    stage: Stage, lease: Lease, work: Callable[[], Awaitable[None]], limit: ConcurrencyLimit, isolation: Isolation
+async def _run_alone(
+    stage: Stage,
+    lease: Lease,
+    isolation: Isolation,
+    describe: Callable[[Lease], str],
+    work: Callable[[], Awaitable[None]],
 ) -> None:
+    """Work on an entry when nothing else is worked on, so that a death of this process is its own."""
+    log.info("entry.isolated", stage=stage.name, prompt=lease.prompt_id, deaths=lease.deaths)
+    async with isolation.exclusive():
+        await stage.begin_alone(lease, describe(lease))
+        await work()
+
+
+async def _run_job(stage: Stage, lease: Lease, work: Callable[[], Awaitable[None]], limit: ConcurrencyLimit) -> None:
     structlog.contextvars.bind_contextvars(prompt=lease.prompt_id)  # in this task and those that it starts
     started = anyio.current_time()
     try:
         with lease.cancel_on_loss() as scope:
-            if stage.retry_policy.is_suspect(lease.expired_leases):
-                log.info("entry.isolated", stage=stage.name, prompt=lease.prompt_id, deaths=lease.expired_leases)
-                async with isolation.exclusive():
-                    await work()
-            else:
-                with isolation.shared():
-                    await work()
+            await work()
         if lease.lost:
             metrics.entries.labels(stage.name, _LOST).inc()
         elif lease.stale and scope.cancelled_caught:

@@ -24,7 +24,12 @@ from workers.runtime.context import WorkerContext
 from workers.runtime.in_flight import GroupProgress, InFlightReporter
 from workers.runtime.isolation import Isolation
 from workers.runtime.metrics import count_rewards
-from workers.runtime.reward_functions import add_reward_parts, load_factories, open_reward_functions
+from workers.runtime.reward_functions import (
+    add_reward_parts,
+    describe_functions,
+    load_factories,
+    open_reward_functions,
+)
 from workers.runtime.work_loop import work_loop
 from workers.score.evaluation import evaluate_group
 
@@ -59,12 +64,15 @@ async def score(context: WorkerContext) -> None:
             result = evaluate_group(group, group.evaluated_version, settings)
             await evaluation_stage.record_evaluation(lease, msgspec.json.encode(result))
 
+        def describe(lease: Lease) -> str:
+            return describe_functions(functions, lease.group().prompt.environment)
+
         limit = ConcurrencyLimit(settings.rollout.groups_in_flight)
         async with anyio.create_task_group() as background:
             background.start_soon(in_flight.run)
             background.start_soon(evaluation_in_flight.run)
             async with anyio.create_task_group() as loops:
-                loop = partial(work_loop, stopping=context.stopping, isolation=Isolation())
+                loop = partial(work_loop, stopping=context.stopping, isolation=Isolation(), describe=describe)
                 loops.start_soon(partial(loop, stage, work, concurrency=limit))
                 if settings.eval.source:
                     await create_evaluation_streams(context.connection)

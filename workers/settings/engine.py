@@ -1,6 +1,7 @@
 """Settings of the inference engines."""
 
 from typing import Final, Literal
+from urllib.parse import urlsplit
 
 from workers.settings.section import NonNegativeInt, PositiveInt, Seconds, Section
 
@@ -43,3 +44,8 @@ class Engine(Section, frozen=True):
         """`http://NAME:PORT` whose every address is an engine; empty if no URL begins with `dns+`."""
         names = (url.removeprefix(DNS_PREFIX) for url in self.urls if url.startswith(DNS_PREFIX))
         return next(names, "")
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names and addresses under which clients know the engines."""
+        return tuple(urlsplit(url.removeprefix(DNS_PREFIX)).hostname or "" for url in self.urls)

@@ -8,7 +8,15 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from workers.settings.section import Fraction, LeaseSeconds, NonNegativeInt, PositiveInt, Seconds, Section
+from workers.settings.section import (
+    Fraction,
+    LeaseSeconds,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Seconds,
+    Section,
+)
 
 RUN_NAME: Final = "letters, digits, '.', '_' and '-', and a letter or a digit at the beginning"
 """What a run's name consists of."""
@@ -128,14 +136,19 @@ class Queue(Section, frozen=True):
     """Lease time: an entry whose worker has not renewed its lease for this long is given to another worker. The first
     retry of a failed entry or role waits 1/30 of it; the delay doubles, with jitter, up to 60 times."""
     max_attempts: PositiveInt = 5
-    """Deliveries of one entry, worker and engine failures included, before it becomes a dead letter. An entry whose own
-    content fails becomes one after two. A worker that is killed from outside under `penstock run` costs no attempt."""
+    """Deliveries of one entry that fail, because of an engine for example, before it becomes a dead letter. An entry
+    whose own content fails becomes one after two. If its worker dies, of whatever cause, the first two times in a row
+    cost no attempt; then the entry is worked on alone, and each further death costs one."""
     reconnect_timeout_s: Seconds = 60.0
     """How long a worker tries to reach Redis or an engine before it gives up."""
     shutdown_timeout_s: Seconds = 20.0
     """Time for a stopping worker to finish or release what it holds."""
     max_memory_mb: NonNegativeInt = 0
     """Resident memory in MiB at which a rollout worker or scorer drains and is restarted; 0: no limit."""
+    hang_timeout_s: NonNegativeFloat = 0.0
+    """Longest time for which the event loop of a role may stand still, because user code blocks it or never releases
+    Python's interpreter lock; then the role is killed. 0: a minute, or twice the longest deadline of a call if that is
+    more."""
     fsync: Literal["always", "everysec"] = "everysec"
     """`appendfsync` of the private server."""
 

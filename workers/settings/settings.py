@@ -25,6 +25,7 @@ PROMPT_TOKENS: Final = 1024
 """Room for the prompt in a started engine, unless `engine.max_model_len` is set."""
 EVALUATION_FRACTION: Final = 0.25
 """Share of a worker's groups in flight that a running evaluation uses."""
+_LEAST_HANG_TIMEOUT_S: Final = 60.0
 ABORT_WINDOW_BATCHES: Final = 4
 """Optimizer batches whose groups `abort.max_invalid_fraction` looks at."""
 
@@ -89,6 +90,12 @@ class Settings(Section, frozen=True, kw_only=True):
         """Time to wait while no engine answers. vLLM needs longer, because it may be loading its model again."""
         wait_s = self.queue.reconnect_timeout_s
         return max(wait_s, self.engine.start_timeout_s) if self.engine.server == "vllm" else wait_s
+
+    @property
+    def hang_timeout_s(self) -> float:
+        """Longest time for which the event loop of a role may stand still."""
+        calls = (self.rollout.call_timeout_s, *(each.timeout_s for each in self.rewards))
+        return self.queue.hang_timeout_s or max(_LEAST_HANG_TIMEOUT_S, 2 * max(calls))
 
     @property
     def groups_per_version(self) -> int:

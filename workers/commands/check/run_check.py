@@ -5,15 +5,18 @@ from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 
+import anyio
 import click
 import msgspec
 
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError
-from workers.run.preflight.findings import render_findings
+from workers.run.preflight.findings import PreflightReport, render_findings
 from workers.run.preflight.preflight import run_preflight
 from workers.runtime.daemon_thread import run_in_daemon_thread
 from workers.runtime.exit_codes import ExitCode
+from workers.runtime.hang_guard import HangGuard
+from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
 
@@ -35,7 +38,7 @@ def check_settings_file(file: Path, overrides: tuple[str, ...], out: Path | None
     """
     settings = load_settings(file, overrides)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # user code may print
-        report = run_in_daemon_thread(partial(run_preflight, settings))
+        report = run_in_daemon_thread(partial(_run_guarded, settings))
     encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
     if out is not None:
         try:
@@ -49,3 +52,13 @@ def check_settings_file(file: Path, overrides: tuple[str, ...], out: Path | None
             click.echo(render_findings(report))
         click.echo(f"checked in {report.seconds:.1f} s: {', '.join(report.checked)}")
     return ExitCode.FAILURE if report.errors else ExitCode.SUCCESS
+
+
+async def _run_guarded(settings: Settings) -> PreflightReport:
+    """Run the preflight; user code that never lets the event loop turn ends the process."""
+    guard = HangGuard(settings.hang_timeout_s)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(guard.watch)
+        report = await run_preflight(settings)
+        tasks.cancel_scope.cancel()
+    return report

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from torch import Tensor
 
 from stream.errors import EngineError, EngineRefusedError
-from workers.local_engine.info_routes import EngineFigure, InfoRoutes, json_response
+from workers.local_engine.info_routes import MAX_WAITING, EngineFigure, InfoRoutes, json_response
 from workers.local_engine.model_thread import LoopBridge, run_model_thread
 from workers.local_engine.pooling.classifier import Classifier
 from workers.local_engine.pooling.thread import PoolingRequest, PoolingThread
@@ -23,6 +23,7 @@ from workers.local_engine.pooling.wire import (
     Usage,
     decode_classify_request,
 )
+from workers.runtime.http_access import AccessRules
 from workers.runtime.http_server import MAX_BODY_BYTES, error_middleware, error_response, listen
 
 log = structlog.get_logger()
@@ -31,7 +32,7 @@ log = structlog.get_logger()
 async def serve_pooling(
     model_path: Path,
     *,
-    host: str = "127.0.0.1",
+    access: AccessRules = AccessRules(host="127.0.0.1"),  # noqa: B008  (it is frozen)
     port: int,
     max_length: int,
     threads: int,
@@ -42,7 +43,7 @@ async def serve_pooling(
 
     Args:
         model_path: model folder in Hugging Face format.
-        host: address to listen on.
+        access: address to listen on, and which requests are answered.
         port: port to listen on; 0: any free port.
         max_length: largest number of tokens in a conversation; 0: the model's positions.
         threads: number of torch threads.
@@ -58,7 +59,8 @@ async def serve_pooling(
     bridge = LoopBridge()
     thread = PoolingThread(model, deliver=bridge.deliver, on_failure=bridge.fail)
     routes = PoolingRoutes(thread, model, str(model_path))
-    async with run_model_thread(thread, threads), listen(routes.application(), host, port) as url:
+    serve = listen(routes.application(), access.host, port, rules=access, max_connections=MAX_WAITING)
+    async with run_model_thread(thread, threads), serve as url:
         log.info("engine.listening", url=url, model=str(model_path), runner="pooling", classes=model.num_classes)
         if ready is not None:
             ready(url)

@@ -37,19 +37,36 @@ def parse_messages(messages: object) -> list[Message]:
     count = 0
     for message in messages:
         role = "system" if message.get("role") == "developer" else message.get("role")
+        if not isinstance(role, str):
+            raise EngineRefusedError("role: a text expected")
         converted: Message = {"role": role, "content": _content(message.get("content"))}
         calls = []
         for call in _calls(message):
             count += 1
             name = call["function"]["name"]
             calls.append(_call(count, name, call["function"].get("arguments")))
-            known[call.get("id")] = call_id(count), name
+            known[_id(call)] = call_id(count), name
         if calls:
             converted["tool_calls"] = calls
-        if role == "tool" and message.get("tool_call_id") in known:
-            converted["tool_call_id"], converted["name"] = known[message.get("tool_call_id")]
+        if role == "tool" and (answered := _id(message, "tool_call_id")) in known:
+            converted["tool_call_id"], converted["name"] = known[answered]
         plain.append(converted)
     return plain
+
+
+def parse_tools(tools: object) -> list[dict[str, Any]] | None:
+    """Check a request's tools; None if it has none.
+
+    Raises:
+        EngineRefusedError: they are not functions.
+    """
+    if not tools:
+        return None
+    if isinstance(tools, list) and all(
+        isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
+    ):
+        return tools
+    raise EngineRefusedError("tools: a list of functions expected")
 
 
 def _calls(message: Mapping[str, Any]) -> list[Any]:
@@ -59,10 +76,20 @@ def _calls(message: Mapping[str, Any]) -> list[Any]:
         raise EngineRefusedError(f"tool_calls: not function calls: {error}") from error
 
 
+def _id(record: Mapping[str, Any], name: str = "id") -> str:
+    """Return the id of a call, as text."""
+    value = record.get(name)
+    if not isinstance(value, str | int | None):
+        raise EngineRefusedError(f"{name}: a text expected")
+    return str(value)
+
+
 def _content(content: object) -> Any:
     """Join text parts; content with other parts stays a list."""
     if content is None:
         return ""
+    if not isinstance(content, str | list) or not all(isinstance(part, str | dict) for part in content):
+        raise EngineRefusedError("content: a text or a list of parts expected")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return content_text(content)
     return content

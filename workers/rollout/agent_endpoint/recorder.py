@@ -22,7 +22,7 @@ from stream.errors import DataError, EngineError, EngineRefusedError, EngineUnav
 from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, Row
 from stream.validity import TruncationReason
-from workers.rollout.agent_endpoint.openai_messages import Reply, parse_messages, to_template_message
+from workers.rollout.agent_endpoint.openai_messages import Reply, parse_messages, parse_tools, to_template_message
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampling import end_after_error
@@ -113,11 +113,12 @@ class Recorder:
         self._request_scope.cancel()
 
     async def _complete(self, request: Mapping[str, Any], *, is_retry: bool) -> Reply:
-        messages, tools = parse_messages(request.get("messages")), request.get("tools") or None
+        messages = parse_messages(request.get("messages"))
         try:
-            key = msgspec.msgpack.encode([messages, tools])
+            key = msgspec.msgpack.encode([messages, request.get("tools")])
         except (ValueError, OverflowError, RecursionError) as error:
             raise EngineRefusedError(f"the request holds values that a record cannot hold: {error}") from error
+        tools = parse_tools(request.get("tools"))
         if is_retry and self._last_reply is not None and self._last_reply[0] == key:
             return self._last_reply[1]
         limits = self._context.limits

@@ -7,7 +7,7 @@ import anyio
 import anyio.to_thread
 from msgspec import Struct
 
-from envs.call import CallRunner, Ok, TimedOut, error_cause
+from envs.call import CallRunner, Ok, TimedOut, call_subject, describe_subject, error_cause
 from envs.contract import Observation
 from envs.factory import EnvironmentFactory
 from envs.sandboxes.process import missing_sandbox
@@ -61,6 +61,7 @@ async def load_user_code(
     load: partial[Any], subject: str, place: str, report: PreflightReport
 ) -> tuple[Any, ErrorCause | None]:
     """Import and construct user code, with a deadline; what fails is reported, and None is returned."""
+    call_subject.set(describe_subject(f"{subject}, its module and constructor"))
     outcome = await CallRunner(anyio.CapacityLimiter(1)).call(load, {}, LOAD_TIMEOUT_S)
     if isinstance(outcome, Ok):
         return outcome.value, None
@@ -132,6 +133,7 @@ async def _play(
     """Reset the environment, and take its reward and its snapshot."""
     subject, place = f"environment {slot.name}", f"environments.{slot.name}"
     timeout_s = min(CALL_TIMEOUT_S, settings.rollout.call_timeout_s)
+    call_subject.set(describe_subject(f"{subject}, prompt {prompt.id}"))
     if missing := _missing_arguments(checked.factory, prompt):
         report.error(subject, place, f"reset needs {missing[0]!r}, {missing_column(missing[0], prompt, settings)}")
         return

@@ -8,24 +8,29 @@ from typing import Final
 import anyio
 import msgspec
 
-from workers.run.child_process import ChildProcess, describe_exit
+from workers.run.child_process import ChildProcess
 from workers.run.preflight.findings import PreflightReport
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.role_specs import LIGHT_MODULES, RoleSpec, penstock_command
+from workers.run.wait_lines import WaitLines
 from workers.runtime.exit_codes import ExitCode
 
 _TIMEOUT_S: Final = 180.0
 """For all checks together; each call of user code has a shorter deadline of its own."""
 _OUTPUT_LINES: Final = 20
+_LOOK_S: Final = 1.0
 
 
-async def run_preflight_process(launcher: ProcessLauncher, file: Path, overrides: tuple[str, ...]) -> PreflightReport:
+async def run_preflight_process(
+    launcher: ProcessLauncher, file: Path, overrides: tuple[str, ...], hang_timeout_s: float
+) -> PreflightReport:
     """Run `penstock check FILE` and return its report.
 
     Args:
         launcher: starts the process.
         file: settings file.
         overrides: values of single settings; they take precedence over the file.
+        hang_timeout_s: how long its event loop may stand still.
 
     Raises:
         RunFailedError: the process cannot be started.
@@ -35,11 +40,26 @@ async def run_preflight_process(launcher: ProcessLauncher, file: Path, overrides
         path = folder / "report.json"
         options = [part for override in overrides for part in ("--set", override)]
         command = (*penstock_command(), "check", str(file), "--report", str(path), *options)
-        child = ChildProcess(RoleSpec(role="check", command=command, modules=LIGHT_MODULES), folder, launcher)
+        spec = RoleSpec(role="check", command=command, modules=LIGHT_MODULES)
+        child = ChildProcess(spec, folder, launcher, min(hang_timeout_s, _TIMEOUT_S / 2))
+        how = f"did not end within {_TIMEOUT_S:g} s"
         code: int | None = None
         with anyio.move_on_after(_TIMEOUT_S):
-            code = await child.run()
-        return await anyio.to_thread.run_sync(_read_report, path, code, child.log_file)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_show_waits, child)
+                code = await child.run()
+                how = child.describe_end(code)
+                tasks.cancel_scope.cancel()
+        return await anyio.to_thread.run_sync(_read_report, path, code, how, child.log_file)
+
+
+async def _show_waits(child: ChildProcess) -> None:
+    """Print which user code the process waits for, until cancelled."""
+    waits = WaitLines()
+    while True:
+        for wait in waits.observe((child.spec.role, call) for call in child.running_calls()):
+            print_report(f"waiting: {wait.text}")
+        await anyio.sleep(_LOOK_S)
 
 
 def print_report(text: str) -> None:
@@ -47,13 +67,12 @@ def print_report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201  (this is the command's output)
 
 
-def _read_report(path: Path, code: int | None, log: Path) -> PreflightReport:
+def _read_report(path: Path, code: int | None, how: str, log: Path) -> PreflightReport:
     """Return the report; one that says what happened if the process wrote none."""
     if code in (ExitCode.SUCCESS, ExitCode.FAILURE) and path.exists():
         return msgspec.json.decode(path.read_bytes(), type=PreflightReport)
     report = PreflightReport(seconds=_TIMEOUT_S if code is None else 0.0)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_OUTPUT_LINES:]) if log.exists() else ""
-    how = f"did not end within {_TIMEOUT_S:g} s" if code is None else describe_exit(code)
     report.error(
         "check",
         "user code",

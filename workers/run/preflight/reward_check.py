@@ -9,7 +9,7 @@ from typing import Any, Final
 import anyio
 import msgspec
 
-from envs.call import describe_error, error_cause
+from envs.call import call_subject, describe_error, describe_subject, error_cause
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from envs.rewards.call_results import RowResult
@@ -118,6 +118,7 @@ async def _call(
         environment.factory if environment is not None and environment.snapshot else None
     )
     group = _scripted_group(prompt, environment)
+    call_subject.set(describe_subject(f"{subject}, prompt {prompt.id}"))
     timeout_s = min(CALL_TIMEOUT_S, function.call_options.timeout_s or CALL_TIMEOUT_S)
     together: list[RowResult] = []
     results: list[RowResult] = []

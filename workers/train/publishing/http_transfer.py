@@ -4,7 +4,6 @@ A small server in the trainer serves the files of the last versions under a path
 that path to the engines.
 """
 
-import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -19,15 +18,16 @@ from msgspec import Struct
 
 from stream.errors import EngineError, SettingsError
 from workers.engine_api.wire import WEIGHT_TRANSFER_BACKEND
+from workers.runtime.http_access import AccessRules
 from workers.runtime.http_server import listen, server_url
 from workers.settings.training import LOOPBACK_HOSTS
 from workers.train.publishing.engine_control import EngineControlClient
+from workers.train.publishing.weight_manifest import file_manifest
 
 log = structlog.get_logger()
 
 _OFFERED_VERSIONS = 3
 """Versions that can be downloaded, as many as are kept on disk."""
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 
 class HttpTransfer:
@@ -86,7 +86,7 @@ class WeightServer:
         if self.find(folder) is not None:
             return
         name = secrets.token_hex(8)
-        files = await anyio.to_thread.run_sync(_file_manifest, folder)
+        files = await anyio.to_thread.run_sync(file_manifest, folder)
         self._offered[name] = OfferedFolder(folder, f"/{self._secret}/{name}/", files)
         while len(self._offered) > _OFFERED_VERSIONS:
             self._offered.popitem(last=False)
@@ -119,7 +119,8 @@ async def serve_weights(host: str, port: int) -> AsyncIterator[HttpTransfer]:
     """
     server, is_listening = WeightServer(), False
     try:
-        async with listen(server.application(), _bind_address(host), port) as url:
+        rules = AccessRules(host=_bind_address(host), names=(host.lower(),))
+        async with listen(server.application(), rules.host, port, rules=rules) as url:
             is_listening = True
             base_url = server_url(host, int(url.rpartition(":")[2]))
             log.info("weights.served", url=base_url)
@@ -135,15 +136,3 @@ def _bind_address(host: str) -> str:
     if host in LOOPBACK_HOSTS:
         return "::1" if host == "::1" else "127.0.0.1"
     return "::" if ":" in host else "0.0.0.0"  # noqa: S104
-
-
-def _file_manifest(folder: Path) -> list[dict[str, Any]]:
-    """Return name, size and digest of each weight file."""
-    found = []
-    for file in sorted({file for pattern in _WEIGHT_FILES for file in folder.glob(pattern)}):
-        with file.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        found.append({"name": file.name, "size": file.stat().st_size, "sha256": digest})
-    if not found:
-        raise EngineError(f"{folder} holds no safetensors files")
-    return found
