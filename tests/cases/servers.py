@@ -22,7 +22,7 @@ from workers.dashboard.access import Access
 from workers.dashboard.run_source import RunCatalog
 from workers.dashboard.server import serve_dashboard
 from workers.local_engine.pooling.server import serve_pooling
-from workers.local_engine.server import serve_local_engine
+from workers.local_engine.server import EngineLimits, serve_local_engine
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
 from workers.runtime.health import RoleHealth
 from workers.runtime.metrics_server import serve_metrics
@@ -129,7 +129,7 @@ async def _listening(serve: Callable[..., Awaitable[None]]) -> AsyncIterator[str
 @asynccontextmanager
 async def _local_engine(folder: Path) -> AsyncIterator[Served]:
     model = await anyio.to_thread.run_sync(partial(write_small_qwen3, folder, 32, layers=1, tied=True))
-    async with _listening(partial(serve_local_engine, model, max_batch=4, max_length=64)) as url:
+    async with _listening(partial(serve_local_engine, model, limits=EngineLimits(4, 64))) as url:
 
         async def read_state() -> object:
             import aiohttp

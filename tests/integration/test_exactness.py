@@ -16,7 +16,7 @@ from workers.base_models.shipped import write_base_model
 from workers.demo.task import training_rows
 from workers.demo.warm_start import warm_start
 from workers.engine_api.discovery.discovery import EngineDiscovery
-from workers.local_engine.server import serve_local_engine
+from workers.local_engine.server import EngineLimits, serve_local_engine
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.client import EngineClient
@@ -91,7 +91,7 @@ async def roll_out_all(policies, prompts, push_after=None):
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(
             lambda: serve_local_engine(
-                policies[0], port=0, max_batch=16, max_length=400, threads=1, dtype="float32", ready=announce
+                policies[0], port=0, limits=EngineLimits(16, 400), threads=1, dtype="float32", ready=announce
             )
         )
         with anyio.fail_after(60):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from stream.errors import EngineError, SettingsError
 from workers.demo.model import make_model
 from workers.local_engine.scheduler import Scheduler
-from workers.local_engine.server import EngineRoutes, serve_local_engine
+from workers.local_engine.server import EngineLimits, EngineRoutes, serve_local_engine
 from workers.local_engine.slot_model import SlotModel
 from workers.local_engine.stop_strings import load_tokenizer
 from workers.local_engine.weight_paths import EngineAccess
@@ -130,7 +130,8 @@ async def serving(
     async def run() -> None:
         access = EngineAccess(host="127.0.0.1", weight_folders=tuple(trusted))
         options = {"threads": 1, "dtype": "float32", "ready": ready}
-        await serve_local_engine(path, access=access, port=0, max_batch=max_batch, max_length=max_length, **options)
+        limits = EngineLimits(max_batch, max_length)
+        await serve_local_engine(path, access=access, port=0, limits=limits, **options)
 
     async with anyio.create_task_group() as tasks, aiohttp.ClientSession() as session:
         tasks.start_soon(run)

@@ -20,6 +20,7 @@ class Generation:
         "has_stale_kv",
         "logprobs",
         "max_length",
+        "on_token",
         "params",
         "prompt_key",
         "prompt_length",
@@ -40,6 +41,7 @@ class Generation:
         eos_token_ids: frozenset[int],
         tokenizer: Any = None,
         wake: Callable[[], None],
+        on_token: "TokenNotice | None" = None,
     ) -> None:
         """Check a request against the model.
 
@@ -81,9 +83,16 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self.error: EngineError | None = None
         self.wake = wake
+        self.on_token = on_token
+        """Delivered after each token before the last one, if the request streams."""
         self.has_stale_kv = False
         """Whether some cached keys and values were computed with earlier weights."""
         self._version_starts: list[tuple[str, int]] = []
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no further token will be sampled; `tokens` are complete then."""
+        return self.finish_reason is not None or self.error is not None
 
     @property
     def sampled(self) -> list[int]:
@@ -141,4 +150,14 @@ class ModelCommand:
         self.error: EngineError | None = None
 
 
-EngineMessage = Generation | ModelCommand
+class TokenNotice:
+    """Wakes a request that streams, so that it reads the new tokens."""
+
+    __slots__ = ("error", "wake")
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+        self.error: EngineError | None = None
+
+
+EngineMessage = Generation | ModelCommand | TokenNotice

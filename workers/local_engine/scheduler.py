@@ -146,6 +146,8 @@ class Scheduler(ModelThread[EngineMessage]):
                 ended.append(row)
             elif generation.append_token(token_ids[row], logprobs[row], top_logprobs[row]):
                 ended.append(row)
+            elif generation.on_token is not None:
+                self._finished.append(generation.on_token)
         for row in reversed(ended):
             self._finish(row)
 

@@ -1,9 +1,10 @@
 """HTTP routes of the local engine, compatible with vLLM's."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import anyio
 import anyio.to_thread
@@ -17,6 +18,7 @@ from stream.errors import EngineRefusedError
 from workers.engine_api.wire import (
     WEIGHT_TRANSFER_BACKEND,
     FinishUpdateRequest,
+    GenerateRequest,
     PauseMode,
     UpdateWeightsRequest,
     WeightInfo,
@@ -24,7 +26,7 @@ from workers.engine_api.wire import (
     decode_generate_request,
 )
 from workers.local_engine.info_routes import MAX_WAITING, EngineFigure, InfoRoutes, json_response
-from workers.local_engine.messages import Generation, ModelCommand
+from workers.local_engine.messages import Generation, ModelCommand, TokenNotice
 from workers.local_engine.model_thread import LoopBridge, run_model_thread
 from workers.local_engine.scheduler import Scheduler
 from workers.local_engine.slot_model import SlotModel
@@ -37,16 +39,25 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 
+class EngineLimits(NamedTuple):
+    """How many sequences an engine has room for, and how long they are."""
+
+    max_batch: int
+    """Largest number of sequences decoded together."""
+    max_length: int
+    """Largest number of tokens in a sequence, prompt included."""
+
+
 async def serve_local_engine(
     model_path: Path,
     *,
     access: EngineAccess = EngineAccess(host="127.0.0.1"),  # noqa: B008  (it is frozen)
     port: int,
-    max_batch: int,
-    max_length: int,
+    limits: EngineLimits,
     threads: int,
     dtype: str,
     ready: Callable[[str], object] | None = None,
+    more_routes: Callable[["EngineRoutes"], Iterable[web.RouteDef]] = lambda _: (),
 ) -> None:
     """Serve a model until cancelled.
 
@@ -54,23 +65,25 @@ async def serve_local_engine(
         model_path: model folder in Hugging Face format.
         access: address to listen on, and which requests and weights are accepted; the model's own folder always is.
         port: port to listen on; 0: any free port.
-        max_batch: largest number of sequences decoded together.
-        max_length: largest number of tokens in a sequence, prompt included.
+        limits: of its sequences.
         threads: number of torch threads.
         dtype: `float32` or `bfloat16`.
         ready: called with the URL once the server listens.
+        more_routes: returns routes that sample with the engine.
 
     Raises:
         SettingsError: the folder holds no causal model, or an incomplete one.
         EngineError: the local engine does not support the model, the address is not available, or generation failed.
     """
-    load = partial(SlotModel.load, model_path, slots=2 * max_batch, max_length=max_length, dtype=dtype)
+    max_batch = limits.max_batch
+    load = partial(SlotModel.load, model_path, slots=2 * max_batch, max_length=limits.max_length, dtype=dtype)
     model = await anyio.to_thread.run_sync(load)
     bridge = LoopBridge()
     scheduler = Scheduler(model, max_batch, deliver=bridge.deliver, on_failure=bridge.fail)
     tokenizer = await anyio.to_thread.run_sync(load_tokenizer, model_path)
     routes = EngineRoutes(scheduler, model, str(model_path), tokenizer, (*access.weight_folders, model_path))
-    serve = listen(routes.application(), access.host, port, rules=access, max_connections=MAX_WAITING)
+    app = routes.application(more_routes(routes))
+    serve = listen(app, access.host, port, rules=access, max_connections=MAX_WAITING)
     async with serve as url, run_model_thread(scheduler, threads):
         log.info("engine.listening", url=url, model=str(model_path), max_batch=max_batch, max_length=model.max_length)
         if ready is not None:
@@ -99,13 +112,14 @@ class EngineRoutes:
     ) -> None:
         self._scheduler = scheduler
         self._info = InfoRoutes(scheduler, self._metrics, model_name, model.max_length)
-        self._max_length = model.max_length
+        self.model_name = model_name
+        self.max_length = model.max_length
         self._vocab_size = model.vocab_size
         self._eos_token_ids = model.eos_token_ids
         self._tokenizer = tokenizer
         self._weight_folders = weight_folders
 
-    def application(self) -> web.Application:
+    def application(self, more_routes: Iterable[web.RouteDef] = ()) -> web.Application:
         """Return all routes, with errors as responses."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
         app.router.add_post("/inference/v1/generate", self.generate)
@@ -126,6 +140,7 @@ class EngineRoutes:
         app.router.add_routes(self._info.routes())
         app.router.add_routes([web.get(path, handler) for path, handler in reads])
         app.router.add_routes([web.post(path, handler) for path, handler in commands])
+        app.router.add_routes(more_routes)
         return app
 
     async def generate(self, http: web.Request) -> web.Response:
@@ -133,28 +148,58 @@ class EngineRoutes:
         request = decode_generate_request(await http.read())
         if request.stream:
             raise EngineRefusedError("stream: this engine does not stream; leave it false")
-        done = anyio.Event()
-        generation = Generation(
-            request,
-            vocab_size=self._vocab_size,
-            max_length=self._max_length,
-            eos_token_ids=self._eos_token_ids,
-            tokenizer=self._tokenizer,
-            wake=done.set,
-        )
-        if (full := self._info.overload_response()) is not None:
+        if (full := self.overload_response()) is not None:
             return full
-        self._scheduler.submit(generation)
-        try:
+        done = anyio.Event()
+        with self.sampling([request], done.set) as (generation,):
             await done.wait()
-        finally:
-            if not done.is_set():
-                self._scheduler.abort(generation)
         if generation.error is not None:
             raise generation.error
         reason = generation.finish_reason or "abort"
         g = generation
         return json_response(build_response(request, g.sampled, g.logprobs, reason, g.version_spans(), g.top_logprobs))
+
+    def overload_response(self) -> web.Response | None:
+        """Return a response with status 429 if too many requests wait, else None."""
+        return self._info.overload_response()
+
+    @contextmanager
+    def sampling(
+        self, requests: Sequence[GenerateRequest], wake: Callable[[], None], *, each_token: bool = False
+    ) -> Iterator[list[Generation]]:
+        """Sample continuations while the context is open; leaving it aborts the unfinished ones.
+
+        Args:
+            requests: all are checked before the first one is sampled.
+            wake: called on the event loop whenever one of them has finished.
+            each_token: call it after each token, too.
+
+        Yields:
+            The generations; their tokens grow.
+
+        Raises:
+            EngineRefusedError: as `Generation`.
+        """
+        generations = [
+            Generation(
+                request,
+                vocab_size=self._vocab_size,
+                max_length=self.max_length,
+                eos_token_ids=self._eos_token_ids,
+                tokenizer=self._tokenizer,
+                wake=wake,
+                on_token=TokenNotice(wake) if each_token else None,
+            )
+            for request in requests
+        ]
+        for generation in generations:
+            self._scheduler.submit(generation)
+        try:
+            yield generations
+        finally:
+            for generation in generations:
+                if not generation.is_finished:
+                    self._scheduler.abort(generation)
 
     async def is_paused(self, _: web.Request) -> web.Response:
         """Return whether decoding is paused or about to pause."""

@@ -1,9 +1,9 @@
 """The process of `penstock serve`: chooses the server for a model and runs it until stopped."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 
@@ -11,7 +11,11 @@ from stream.errors import SettingsError
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.log_setup import configure_logging
+from workers.settings.cross_checks import ENGINE_CHECKS
 from workers.settings.toml_file import load_settings, settings_for_model
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 Runner = Literal["auto", "generate", "pooling"]
 """`generate` serves tokens, `pooling` the scores of a sequence classifier; `auto` follows the model's configuration."""
@@ -68,7 +72,8 @@ def choose_server(
     Raises:
         SettingsError: the engine that the settings name cannot serve this model.
     """
-    settings = settings_for_model(target, overrides) if target.is_dir() else load_settings(target, overrides)
+    is_model = target.is_dir()
+    settings = settings_for_model(target, overrides) if is_model else load_settings(target, overrides, ENGINE_CHECKS)
     if settings.engine.server == "vllm":
         if runner == "pooling":
             raise SettingsError("--runner pooling is for the local engine; start vLLM yourself (docs/reward-models.md)")
@@ -96,8 +101,12 @@ def choose_server(
             f"{target}: weights.transport is 'adapter', but the local engine does not support adapters; set it to "
             "'files', or serve the model with vLLM and --enable-lora"
         )
-    from workers.local_engine.server import serve_local_engine
+    from workers.local_engine.server import EngineLimits, EngineRoutes, serve_local_engine
     from workers.local_engine.weight_paths import EngineAccess
+    from workers.run.chat_api.routes import ChatRoutes
+
+    def chat_routes(engine: EngineRoutes) -> "Iterable[web.RouteDef]":
+        return ChatRoutes(settings, engine).routes()
 
     return partial(
         serve_local_engine,
@@ -107,8 +116,8 @@ def choose_server(
             names=settings.engine.hosts,
             weight_folders=() if target.is_dir() or not settings.run.name else (settings.folder,),
         ),
-        max_batch=engine.max_batch_size,
-        max_length=settings.max_model_len,
+        limits=EngineLimits(settings.engine.max_batch_size, settings.max_model_len),
         threads=settings.run.threads,
         dtype=dtype,
+        more_routes=chat_routes,
     )

@@ -6,6 +6,7 @@ The supervisor writes the resolved settings to the run's folder, so `penstock ru
 import functools
 import re
 import tomllib
+from collections.abc import Sequence
 from datetime import date, datetime, time
 from enum import EnumType
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 import tomli_w
 
 from stream.errors import SettingsError
-from workers.settings.cross_checks import check_combinations
+from workers.settings.cross_checks import RUN_CHECKS, Check, check_combinations
 from workers.settings.data import DatasetSettings, EnvironmentSettings, RewardSettings
 from workers.settings.download import display_source, download_text, is_url
 from workers.settings.estimators import Grpo
@@ -34,12 +35,16 @@ _DEFAULT_OPTIONS: Final[dict[str, type[Section]]] = {"estimator": Grpo, "loss": 
 """Tables whose `name` may be left out."""
 
 
-def load_settings(source: Path | str, overrides: tuple[str, ...] = ()) -> Settings:
+def load_settings(
+    source: Path | str, overrides: tuple[str, ...] = (), checks: Sequence[Check] = RUN_CHECKS
+) -> Settings:
     """Read a settings file and apply overrides such as `train.learning_rate=0`. Blocks.
 
     Args:
         source: a file; or a URL that begins with `http://` or `https://`.
         overrides: values of single settings.
+        checks: combinations of keys to check. An engine passes `ENGINE_CHECKS`, since it also serves settings that no
+            run could train with, such as those of a single episode.
 
     Raises:
         SettingsError: names the key, what is wrong with it, and what is allowed.
@@ -61,7 +66,9 @@ def load_settings(source: Path | str, overrides: tuple[str, ...] = ()) -> Settin
         raise SettingsError(f"{name}: not TOML: {error}{_toml_hint(text, error)}") from error
     for override in overrides:
         _apply_override(table, override)
-    return parse_settings(table, name)
+    settings = _convert(table, name)
+    check_combinations(settings, name, checks)
+    return settings
 
 
 def settings_for_model(folder: Path, overrides: tuple[str, ...] = ()) -> Settings:

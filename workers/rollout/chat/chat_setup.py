@@ -47,7 +47,7 @@ def _for_environment(name: str, factory: EnvironmentFactory, settings: Settings,
         return _without_tools(settings, model_path)
     schemas = [tool.schema for tool in factory.tools]
     shown = (schemas or None) if settings.data.chat_template_kwargs.get("tools", True) else None
-    chat = ChatTokenizer.load(model_path, _template_kwargs(settings), shown)
+    chat = ChatTokenizer.load(model_path, template_kwargs(settings), shown)
     choice = choose_tool_format(settings.model.tool_format if schemas else "hermes", chat.renderer.template, shown)
     history = chat.check_history(with_tools=bool(schemas), with_user_replies=factory.responds)
     prompt = chat.renderer.render_prompt([{"role": "user", "content": "u"}]) if shown else ""
@@ -69,13 +69,13 @@ def _for_environment(name: str, factory: EnvironmentFactory, settings: Settings,
 
 
 def _without_tools(settings: Settings, model_path: Path) -> ChatSetup:
-    chat = ChatTokenizer.load(model_path, _template_kwargs(settings), None)
+    chat = ChatTokenizer.load(model_path, template_kwargs(settings), None)
     return ChatSetup(chat, choose_tool_format("hermes", chat.renderer.template, None).format)
 
 
 def _for_own_loop(settings: Settings, model_path: Path) -> ChatSetup:
     """Load the setup of an environment that runs its own loop; each of its requests names its tools."""
-    chat = ChatTokenizer.load(model_path, _template_kwargs(settings), None)
+    chat = ChatTokenizer.load(model_path, template_kwargs(settings), None)
     try:
         return ChatSetup(chat, choose_tool_format(settings.model.tool_format, chat.renderer.template, None).format)
     except SettingsError as error:  # only a request with tools would need a format
@@ -83,6 +83,6 @@ def _for_own_loop(settings: Settings, model_path: Path) -> ChatSetup:
         return _without_tools(settings, model_path)
 
 
-def _template_kwargs(settings: Settings) -> dict[str, Any]:
+def template_kwargs(settings: Settings) -> dict[str, Any]:
     """Return the extra arguments of the chat template; `tools` says whether schemas are passed, not which."""
     return {name: value for name, value in settings.data.chat_template_kwargs.items() if name != "tools"}

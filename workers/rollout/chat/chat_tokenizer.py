@@ -31,7 +31,7 @@ from workers.rollout.chat.history_window import HistoryWindow
 from workers.rollout.chat.known_parts import KnownParts
 from workers.rollout.chat.renderer import CACHED_PROMPTS, AssistantTurn, ConversationRenderer, Piece, prompt_key
 from workers.rollout.chat.template import ChatTemplate, read_json
-from workers.rollout.chat.text_encoder import TextEncoder, decoder_of
+from workers.rollout.chat.text_encoder import TextEncoder, decoder_of, stream_decoder_of
 from workers.rollout.token_ids import TokenIds
 from workers.rollout.tool_formats.reasoning import OPENING_TAG_ENDS, open_reasoning
 
@@ -289,6 +289,14 @@ class ChatTokenizer:
         """Decode a turn: special tokens stay, except for one stop token at the end."""
         end = len(ids) - 1 if ids and ids[-1] in self.stop_token_ids else len(ids)
         return self._decode_all(ids[:end])
+
+    def text_stream(self) -> Callable[[int], str]:
+        """Return a function that takes the tokens of a turn one by one and returns the text that each completes."""
+        return stream_decoder_of(self._tokenizer)
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token; a part of a character becomes the replacement character."""
+        return self._decode_all([token])
 
     def _prompt(self, messages: Sequence[Message]) -> TokenIds:
         key = prompt_key(messages)

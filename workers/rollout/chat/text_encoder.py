@@ -9,6 +9,7 @@ other. So a system message with the tools' schemas, and what stands around a too
 Tokenizers for which that may not hold encode whole texts.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -105,6 +106,17 @@ def decoder_of(tokenizer: "Tokenizer") -> Callable[[Sequence[int]], str]:
         return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
     bytes_of = _TokenBytes(tokenizer).__getitem__
     return lambda ids: b"".join(map(bytes_of, ids)).decode("utf-8", "replace")
+
+
+def stream_decoder_of(tokenizer: "Tokenizer") -> Callable[[int], str]:
+    """Return a function that decodes one text token by token; each call returns what the token completes."""
+    from tokenizers import decoders
+
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        stream = decoders.DecodeStream(skip_special_tokens=False)
+        return lambda token: stream.step(tokenizer, token) or ""
+    bytes_of, decode = _TokenBytes(tokenizer).__getitem__, codecs.getincrementaldecoder("utf-8")("replace").decode
+    return lambda token: decode(bytes_of(token))
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -1,6 +1,7 @@
 """The format of DeepSeek: special tokens around each call, spelled with a full-width bar and a lower block."""
 
 import re
+from typing import ClassVar
 
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
 from workers.rollout.tool_formats.parsing import DECODER, parse_marked_calls, skip_whitespace, to_tool_call
@@ -21,6 +22,8 @@ class DeepSeek:
 
     The tokens around all calls of a turn are not content, and may be missing.
     """
+
+    openings: ClassVar[tuple[str, ...]] = (_ALL_BEGIN, _BEGIN)
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""

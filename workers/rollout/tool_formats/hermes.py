@@ -1,5 +1,7 @@
 """The format of Hermes and Qwen: JSON between tags."""
 
+from typing import ClassVar
+
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
 from workers.rollout.tool_formats.parsing import DECODER, parse_marked_calls, skip_whitespace, to_tool_call
 
@@ -12,6 +14,8 @@ class Hermes:
 
     Arguments may also be a string that holds a JSON object, or be missing.
     """
+
+    openings: ClassVar[tuple[str, ...]] = (_OPENING,)
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from typing import ClassVar
 
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
 from workers.rollout.tool_formats.parsing import DECODER, limit_errors, parse_error, skip_whitespace, to_tool_call
@@ -21,6 +22,8 @@ class Llama3Json:
     the first, which starts a line. JSON that names neither a function nor parameters is an answer and not a call,
     unless it follows the tag.
     """
+
+    openings: ClassVar[tuple[str, ...]] = (_TAG, "{", "[")
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import ClassVar
 
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
 from workers.rollout.tool_formats.parsing import (
@@ -24,6 +25,8 @@ class Mistral:
 
     A turn may hold any number of either. A call may have an id of nine letters or digits, which its answer repeats.
     """
+
+    openings: ClassVar[tuple[str, ...]] = (_OPENING,)
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""

@@ -1,6 +1,6 @@
 """What parsing a turn yields: its text, its tool calls, and errors for malformed calls."""
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from msgspec import Struct
 
@@ -36,7 +36,13 @@ class ParsedTurn(Struct):
 
 
 class ToolFormat(Protocol):
-    """A syntax of tool calls."""
+    """A syntax of tool calls.
+
+    Attributes:
+        openings: texts with which calls may begin; what comes before the first one is content.
+    """
+
+    openings: ClassVar[tuple[str, ...]]
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """Parse a turn. Never raises.

@@ -4,7 +4,7 @@ import ast
 import math
 import re
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
 from workers.rollout.tool_formats.parsing import limit_errors, make_tool_call, parse_error
@@ -23,6 +23,8 @@ class Pythonic:
     Arguments are literals, given by name: strings, numbers, True, False, None (also in JSON's spelling), and lists,
     tuples and dictionaries of those. Text may precede the list, which starts a line, and follow it.
     """
+
+    openings: ClassVar[tuple[str, ...]] = (*(opening for opening, _ in _TAGS), "[")
 
     def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
         """See `ToolFormat.parse`."""
