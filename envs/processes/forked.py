@@ -30,7 +30,7 @@ class Forked:
     why: str = ""
     """Why it did not return."""
     used_its_time: bool = False
-    """It took all of its processor time."""
+    """It took all of its processor time, or half of it in all of its wall time."""
     was_kept_waiting: bool = False
     """It had far more time than that, and did not get it: the machine is too busy, and nothing is known of the work."""
 
@@ -53,11 +53,12 @@ def run_forked(work: Callable[[], bytes], *, cpu_s: int, max_bytes: int) -> Fork
     finally:
         os.close(reader)
         os.kill(child, signal.SIGKILL)  # it may have closed the pipe and gone on
-        _, status = os.waitpid(child, 0)
+        _, status, usage = os.wait4(child, 0)
+    if data is None and usage.ru_utime + usage.ru_stime >= cpu_s / 2:  # far more than what ends takes
+        return Forked(None, _DEATHS[signal.SIGXCPU], used_its_time=True)
     if data is None:
-        return Forked(
-            None, f"it got less than {cpu_s} s of the processor in {WALL_FACTOR * cpu_s} s", was_kept_waiting=True
-        )
+        seconds = WALL_FACTOR * cpu_s
+        return Forked(None, f"it got less than {cpu_s / 2:g} s of the processor in {seconds} s", was_kept_waiting=True)
     if data[:1] == _OK:
         return Forked(data[1:])
     if data[:1] == _RAISED:

@@ -65,5 +65,11 @@ def strongest_isolation() -> IsolationKind:
     return "process" if sandbox_problem() else "sandbox"
 
 
+def is_importable_in_sandbox(module: str) -> bool:
+    """Return whether a child in a sandbox can import a module that this process has imported. Blocks."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return bool(file) and shows(SandboxSpec(readable=import_paths()), str(file))
+
+
 def _command(config: ChildConfig, path: list[str]) -> list[str]:
     return [sys.executable, "-c", _PROGRAM, msgspec.json.encode(config).decode(), *path]

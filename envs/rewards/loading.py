@@ -35,8 +35,8 @@ class CallOptions:
         none: meaning of a returned None. `invalid`, the default: the completion's reward is unknown; `not_applicable`:
             the function has no part in it.
         isolation: `sandbox`: its child processes need nothing of this machine but installed packages, so they run in a
-            sandbox, or without the worker's environment where no sandbox can be made. `none`, the default: they have
-            the worker's environment, files and network.
+            sandbox, or without the worker's environment where no sandbox can be made. `none`, the default, and where
+            the function's own module is not installed: they have the worker's environment, files and network.
         worst_value: the worst value that the function can give; the value of a completion that it cannot measure
             because of the completion itself: it reads an attribute that is too large for a snapshot. None: such a
             completion is unmeasured.

@@ -13,9 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 import anyio
-from anyio import CapacityLimiter
+from anyio import CapacityLimiter, to_thread
 
 from envs.call import CallRunner, RateLimiter, TimedOut, filter_kwargs, is_async
+from envs.processes.isolation import is_importable_in_sandbox
 from envs.rewards.call_report import CallReport, use_fallback
 from envs.rewards.call_results import CallResult, NamedRewards, RowResult, classify_rows, join_results
 from envs.rewards.loading import CallOptions, load_reward_function
@@ -104,7 +105,7 @@ class RewardFunction:
         """Start the child processes, or enter the function if it is an asynchronous context manager."""
         if self.call_options.processes:
             ref, args = self._source
-            sandboxed = self.call_options.isolation == "sandbox"
+            sandboxed = self.call_options.isolation == "sandbox" and await to_thread.run_sync(self._is_installed)
             async with RewardProcessPool.open(ref, args, self.call_options.processes, sandboxed=sandboxed) as pool:
                 self._process_pool = pool
                 try:
@@ -116,6 +117,12 @@ class RewardFunction:
                 yield self
         else:
             yield self
+
+    def _is_installed(self) -> bool:
+        """Return whether a child in a sandbox can import the function, by its reference and from its own module."""
+        named = self._source[0].rpartition(":")[0]
+        own = str(getattr(self.function, "__module__", ""))
+        return all(map(is_importable_in_sandbox, filter(None, (named, own))))
 
     def to_parts(self, result: RowResult) -> list[RewardPart]:
         """Convert one completion's result to reward parts: one `NAME`, or `NAME.KEY` for each named reward.

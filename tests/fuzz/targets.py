@@ -58,7 +58,7 @@ async def open_targets(names: frozenset[str]) -> AsyncIterator[dict[str, Target]
         golds = {"math": "x^2+1", "calculator_answer": 123457, "code_jaccard": "def f(x): return x + 41"}
         options: dict[str, Mapping[str, Any]] = {
             "judge": {"url": url, "model": "stub"},
-            "reward_model": {"urls": [url]},
+            "reward_model": {"urls": [url], "worst_score": -20.0},
         }
         targets: dict[str, Target] = {}
         for name in ("math", "calculator_answer", "code_jaccard", "judge", "reward_model"):

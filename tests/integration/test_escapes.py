@@ -4,17 +4,14 @@ import pytest
 
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 from tests.fuzz.escapes import attack
-from tests.fuzz.targets import NAMES
 
 pytest.importorskip("reasoning_gym", reason='needs pip install "penstock[reasoning-gym]"')
-SERVED = ("judge", "reward_model")
-"""Rewards whose servers refuse a text that is longer than their model's context."""
 
 
 @pytest.mark.usefixtures("needs_sandbox")
 @pytest.mark.timeout(240)
 def test_answers_that_were_written_to_escape_or_to_break_do_neither():
-    report = attack(6, seed=3, names=[name for name in NAMES if name not in SERVED])
+    report = attack(6, seed=3)
     assert not report["changed_files"]
     assert not report["findings"]
     assert {sum(counts.values()) for counts in report["outcomes"].values()} == {6}
@@ -24,8 +21,7 @@ def test_answers_that_were_written_to_escape_or_to_break_do_neither():
 @pytest.mark.usefixtures("needs_sandbox")
 @pytest.mark.timeout(1200)
 def test_a_hundred_answers_that_were_written_to_escape_or_to_break_do_neither(request):
-    report = attack(
-        100, seed=request.config.getoption("--randomly-seed", 1), names=[n for n in NAMES if n not in SERVED]
-    )
+    seed = request.config.getoption("--hypothesis-seed") or "1"
+    report = attack(100, seed=int(seed) if seed.isdigit() else 1)
     assert not report["changed_files"]
     assert not report["findings"]

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+import anyio
 import psutil
 import pytest
 from structlog.testing import capture_logs
@@ -15,8 +17,10 @@ from envs.call import Ok
 from envs.processes.forked import run_forked
 from envs.processes.isolation import Isolation
 from envs.processes.pool import ProcessPool
+from envs.rewards import RewardBatch, RewardFunction
 from envs.sandboxes import process
 from envs.sandboxes.process import SandboxSpec, interpreter_paths, launch, missing_sandbox, sandbox_problem
+from stream.validity import Measured
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 
 
@@ -156,3 +160,23 @@ def test_children_in_sandboxes_end_with_a_worker_that_is_killed():
     _, alive = psutil.wait_procs(children, timeout=20)
     assert len(children) >= 3
     assert not alive
+
+
+SUBCLASS = """
+import os
+from envs.builtin.math_verifier import Math
+
+class Mine(Math):
+    def __call__(self, completions, **columns):
+        return [float(os.path.exists({file!r})) for _ in completions]
+"""
+
+
+@pytest.mark.usefixtures("needs_sandbox")
+async def test_a_users_own_class_derived_from_a_sandboxed_reward_has_the_workers_files(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(SUBCLASS.format(file=str(file)))
+    load = partial(RewardFunction.load, f"{file}:Mine")
+    function = await anyio.to_thread.run_sync(load)
+    async with function.open():
+        assert await function(RewardBatch(["?"], ["4"], [[1]], columns={"answer": ["4"]}), 60) == [Measured(1.0)]
