@@ -45,6 +45,12 @@ class Lease(Struct, kw_only=True, eq=False):
     """The verb that ends the lease is in progress; it reports whether the lease was still held."""
     _scope: anyio.CancelScope | None = None
 
+    @property
+    def earlier_attempts(self) -> int:
+        """How often the entry was delivered before. Deaths are failures as well, but for the first ones in a row."""
+        failures = self.infra_failures + self.data_failures + min(self.deaths, _DEATHS_OF_SUSPECTS)
+        return failures + len(self.cancelled_attempts_s)
+
     @contextmanager
     def cancel_on_loss(self) -> Iterator[anyio.CancelScope]:
         """Run the body of the `with` statement in a scope that is cancelled when the lease is lost or becomes stale."""

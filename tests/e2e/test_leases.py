@@ -42,7 +42,7 @@ async def roles(tmp_path):
 
 
 async def tell(engine: ScriptedEngine, order: str) -> None:
-    async with aiohttp.ClientSession() as session, session.post(f"{engine.url}/{order}") as response:
+    async with aiohttp.ClientSession() as session, session.post(f"{engine.url}/{order}", json={}) as response:
         assert response.status == 200
 
 

@@ -153,7 +153,7 @@ def with_attempt(group: Group, lease: Lease, *, worker: str, claimed_at: float) 
     return msgspec.structs.replace(
         group,
         prompt=msgspec.structs.replace(group.prompt, fed_at=lease.entered_at),
-        attempt=lease.infra_failures + lease.data_failures + len(lease.cancelled_attempts_s),
+        attempt=lease.earlier_attempts,
         cancelled_attempts_s=list(lease.cancelled_attempts_s),
         evaluated_version=lease.evaluated_version,
         worker=worker,
