@@ -30,6 +30,8 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 GROUPS = 120
 NAMED_WITHIN_S = 10.0
+WRITABLE_WITHIN_S = 30.0
+"""Waits grow to 5 s, of the trainer and of the server, before the supervisor looks."""
 FULL_S = 6.0
 """How long the disk stays full: longer than workers wait for a server that is down for another reason."""
 
@@ -128,7 +130,7 @@ async def run_with_full_disk(supervisor: Supervisor, folder: Path, lines: list[s
         await anyio.sleep(FULL_S)
         assert not outcomes, outcomes
         await anyio.Path(folder / "ballast").unlink()
-        await wait_for(lambda: any("can be written again" in line for line in lines))
+        await wait_for(lambda: any("can be written again" in line for line in lines), within_s=WRITABLE_WITHIN_S)
 
     with anyio.fail_after(150):
         async with anyio.create_task_group() as tasks:

@@ -11,6 +11,7 @@ from stream.errors import SettingsError
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.log_setup import configure_logging
+from workers.settings import Settings
 from workers.settings.cross_checks import ENGINE_CHECKS
 from workers.settings.toml_file import load_settings, settings_for_model
 
@@ -101,6 +102,11 @@ def choose_server(
             f"{target}: weights.transport is 'adapter', but the local engine does not support adapters; set it to "
             "'files', or serve the model with vLLM and --enable-lora"
         )
+    return _policy_server(target, settings, dtype, host)
+
+
+def _policy_server(target: Path, settings: Settings, dtype: str, host: str) -> Callable[..., Awaitable[None]]:
+    """Return what serves a policy by the local engine: the arguments are those of `choose_server`."""
     from workers.local_engine.server import EngineLimits, EngineRoutes, serve_local_engine
     from workers.local_engine.weight_paths import EngineAccess
     from workers.run.chat_api.routes import ChatRoutes
@@ -110,7 +116,7 @@ def choose_server(
 
     return partial(
         serve_local_engine,
-        model,
+        Path(settings.model.path),
         access=EngineAccess(
             host=host,
             names=settings.engine.hosts,
