@@ -120,7 +120,7 @@ class EvaluationGuard:
         """
         if event != "exec":
             return
-        caller = sys._getframe(1)  # noqa: SLF001  (whoever evaluates)
+        caller = sys._getframe(1)  # noqa: SLF001  (the code that evaluates)
         code = arguments[0]
         evaluator = caller.f_globals.get("__name__")
         if not isinstance(code, CodeType) or evaluator in _GENERATORS or _is_import(caller):
