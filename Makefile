@@ -49,6 +49,8 @@ lock: $(VENV)/.runs  ## Lock the newest versions that pyproject.toml permits, fo
 		--output-file requirements/light.lock
 	$(COMPILE) --constraint requirements/all.lock --extra rollout --extra dashboard --extra train --extra storage \
 		pyproject.toml --output-file requirements/train.lock
+	$(COMPILE) --constraint requirements/all.lock --extra reasoning-gym pyproject.toml \
+		--output-file requirements/reasoning-gym.lock
 	echo pip | $(COMPILE) --constraint requirements/all.lock - --output-file requirements/pip.lock
 	grep -o 'transformers>=[0-9.]*' pyproject.toml | $(COMPILE) --upgrade --resolution lowest-direct - \
 		--output-file requirements/oldest.lock

@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
-SETS = ("dev", "local", "light", "train", "pip")
+SETS = ("dev", "local", "light", "train", "reasoning-gym", "pip")
 TORCH = "torch"
 
 
