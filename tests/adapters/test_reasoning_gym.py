@@ -89,6 +89,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.usefixtures("needs_sandbox")
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_answer_that_is_code_is_not_run_and_the_next_one_is_scored_as_before(attack, tmp_path, monkeypatch):
     monkeypatch.setenv("CANARY", "a secret of the worker")
@@ -103,6 +104,7 @@ def test_an_answer_that_is_code_is_not_run_and_the_next_one_is_scored_as_before(
         assert play(REF, [f"<answer>{answer}</answer>"], args={"dataset": "n_queens"}, seed=1).reward_value == worth
 
 
+@pytest.mark.usefixtures("needs_sandbox")
 @pytest.mark.parametrize(
     "answer",
     [
@@ -118,6 +120,7 @@ def test_what_sympy_would_call_for_an_answer_is_not_called(answer):
     assert (played.reward.value, played.reward.reason) == (0.0, RewardReason.RAISED)
 
 
+@pytest.mark.usefixtures("needs_sandbox")
 def test_mathematics_in_an_answer_is_evaluated_as_before():
     entry = reasoning_gym.create_dataset("simple_integration", seed=1, size=1)[0]
     for answer in (entry["answer"], f"{entry['answer']} + sin(x)**2 + cos(x)**2"):
@@ -126,6 +129,7 @@ def test_mathematics_in_an_answer_is_evaluated_as_before():
         )
 
 
+@pytest.mark.usefixtures("needs_sandbox")
 def test_an_answer_that_takes_too_long_is_worth_nothing_and_the_next_one_is_scored():
     args = {"dataset": "countdown", "cpu_s": 1}
     played = play(REF, ["<answer>9**9**9**9</answer>"], args=args)

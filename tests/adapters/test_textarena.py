@@ -9,6 +9,7 @@ import pytest
 from envs.adapters import textarena_games
 from stream.validity import RewardReason
 from tests.adapters.rigged_game import Rigged
+from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 from workers.settings import Rollout
 from workers.testing import play
 
@@ -95,6 +96,7 @@ def rigged(monkeypatch):
     return partial(play, REF, limits=LONG)
 
 
+@pytest.mark.usefixtures("needs_sandbox")  # outside of one, somebody else may have killed it
 @pytest.mark.parametrize(
     ("move", "reason"), [("raise", RewardReason.RAISED), ("hang", RewardReason.TIMEOUT), ("die", RewardReason.RAISED)]
 )

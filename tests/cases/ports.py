@@ -15,3 +15,12 @@ def free_ports(count: int) -> list[int]:
 def free_port() -> int:
     """Return a port without a listener."""
     return free_ports(1)[0]
+
+
+def has_ipv6() -> bool:
+    """Return whether this machine has the loopback address of IPv6; many containers have none."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True

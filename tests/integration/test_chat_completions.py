@@ -228,7 +228,9 @@ async def test_a_client_that_leaves_a_stream_frees_the_engine(random_model):
 async def test_a_pause_that_aborts_ends_whole_and_streamed_answers_with_an_error(random_model):
     served = client_of(random_model, "engine.max_model_len=2000")
     async with served as (client, url), aiohttp.ClientSession() as session:
-        ask = partial(client.chat.completions.create, model=str(random_model), messages=ASK)
+        end = json.loads((random_model / "generation_config.json").read_text())["eos_token_id"]
+        never_ends = {"messages": ASK, "logit_bias": {str(end): -100}}  # a bias of -100 forbids a token
+        ask = partial(client.chat.completions.create, model=str(random_model), **never_ends)
         stream = await ask(stream=True)
         await anext(stream.__aiter__())
         failed: list[openai.APIError] = []

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from stream.records import Completion, Failure
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
+from tests.cases.ports import has_ipv6
 from workers.run.role_specs import role_specs
 from workers.runtime import metrics
 from workers.runtime.batched_metrics import BatchedCounter, BatchedHistogram
@@ -240,6 +241,7 @@ def test_promtool_finds_no_fault_in_names_types_and_texts():
     assert (check.returncode, check.stdout, check.stderr) == (0, b"", b"")
 
 
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no address of IPv6")
 async def test_metrics_are_served_at_an_address_of_ipv6():
     async with serve_metrics("[::1]:0", [], RoleHealth(), INFO) as url:
         assert url.startswith("http://[::1]:")

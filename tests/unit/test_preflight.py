@@ -12,6 +12,7 @@ import tomli_w
 
 from envs.sandboxes import process
 from stream.errors import SettingsError
+from tests.cases.ports import has_ipv6
 from tests.reward_server import reward_server
 from workers.demo.model import make_model
 from workers.run.preflight.findings import PreflightReport, render_findings
@@ -506,7 +507,13 @@ def test_thirty_mistakes_are_answered():
     assert len(MISTAKES) >= 30
 
 
-@pytest.mark.parametrize(("address", "problem"), [("127.0.0.1:65535", "127.0.0.1:65536"), ("[::1]:0", "")])
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("127.0.0.1:65535", "127.0.0.1:65536"),
+        pytest.param("[::1]:0", "", marks=pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")),
+    ],
+)
 def test_ports_beyond_the_last_one_are_an_error_and_ipv6_is_none(project, address, problem):
     project.table["run"]["metrics_address"] = address
     errors = [each.problem for each in project.check().errors]

@@ -41,6 +41,7 @@ def on_the_path(monkeypatch, tmp_path, script):
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(process, "becomes_nobody", lambda _: False)  # nobody cannot reach a test's folder
 
 
 @pytest.mark.parametrize(
