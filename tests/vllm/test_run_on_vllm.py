@@ -35,7 +35,7 @@ from workers.engine_api.wire import GenerateRequest, GenerateResponse, SamplingP
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-PROMPTS, SIZE, TURN = 128, 4, 32  # enough that work is left when the killed server is back
+PROMPTS, SIZE, TURN = 192, 4, 32  # enough that work is left when the killed server is back
 KILLED_AFTER, WITHOUT = 8, 8
 """Groups until one of the two servers is killed, and groups that the other one then serves alone."""
 USED_S = 10
