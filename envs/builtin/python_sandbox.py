@@ -53,7 +53,7 @@ _FILES_PER_FOLDER = 4
 _SANDBOX_PROCESSES = 2
 """Processes that count towards the limit in a sandbox besides those that the code starts: bwrap and the code itself."""
 _SIGNALLED = 128
-"""Exit codes above it are those of a sandboxed program that a signal ended, less the signal's number."""
+"""A larger exit code means that a signal ended the sandboxed program: this number plus the signal's."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Isolation:
 
     kind: IsolationKind = "none"
     readable: tuple[str, ...] = ()
-    """Paths that a sandbox shows besides those of installed packages."""
+    """Paths that a sandbox shows in addition to installed packages."""
     variables: tuple[tuple[str, str], ...] = ()
     """Environment variables of isolated children."""
 

@@ -48,7 +48,7 @@ class SandboxSpec:
     readable: tuple[str, ...] = ()
     """Files and folders of this machine that it may read, at the same place."""
     variables: tuple[tuple[str, str], ...] = ()
-    """Environment variables besides those of `ENVIRONMENT`."""
+    """Environment variables in addition to `ENVIRONMENT`."""
     folder_bytes: int = 64 << 20
     """Size of its working folder, and of its `/tmp`."""
     shm_bytes: int = 16 << 20

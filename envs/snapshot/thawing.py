@@ -34,7 +34,7 @@ class TooLarge(Struct):
     """Attributes of a snapshot that were omitted because they were over the size limit."""
 
     omitted: set[str] = set()
-    """Their names, those of nested objects included."""
+    """Their names, including those of nested objects."""
     read: set[str] = set()
     """Those that were read since, which raised."""
 

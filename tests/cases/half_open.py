@@ -31,7 +31,7 @@ class HalfOpen:
         self.sockets: list[socket.socket] = []
 
     def open(self, count: int, beginnings: Iterable[bytes] | None = None) -> None:
-        """Connect so many times more; a server that is busy may refuse some."""
+        """Open this many more connections; a busy server may refuse some."""
         sent = cycle(beginnings) if beginnings else self._beginnings
         for _ in range(count):
             client = socket.socket()

@@ -1,6 +1,6 @@
 """Answers that a policy may write to escape from its reward or to break it, made from a seed.
 
-Each payload that would write a file names it with a token, so that whoever finds the token knows that it ran.
+Each payload that would write a file names it with a token, so a token that is found shows that the payload ran.
 """
 
 from collections.abc import Callable
