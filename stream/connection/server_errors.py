@@ -128,7 +128,7 @@ def _password_problem(text: str) -> str:
 
 
 def _acl_problem(error: Exception) -> str:
-    return f"its ACL refuses us: {error}; `penstock acl RUN` prints the rules that each role needs"
+    return f"its ACL refuses us: {error}; the aclfile in docs/redis.md has the rules that each role needs"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

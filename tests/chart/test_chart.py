@@ -16,7 +16,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from stream.connection.run_connection import connect
-from stream.operator.acl import acl_user, aclfile_line
+from tests.cases.aclfile import aclfile, url_of
 from tests.cases.ports import free_port
 from tests.chart.rendered import CHART, EXAMPLES, KUBERNETES, ROOT, leaves
 from workers.settings.toml_file import load_settings
@@ -280,10 +280,10 @@ max_staleness = 1
 async def test_the_scaler_reads_the_feeders_metrics_and_counts_the_workers_that_have_work(
     chart, make_server, run_name, pipe_on, tmp_path
 ):
-    server = make_server().start()
+    (tmp_path / "users.acl").write_text(aclfile(run_name, "secret"))
+    server = make_server("--aclfile", str(tmp_path / "users.acl")).start()
     users = redis_client.Redis.from_url(server.url)
-    users.execute_command("ACL", "SETUSER", *aclfile_line("feed", run_name).split()[1:], ">secret")
-    (tmp_path / "redis-url").write_text(server.url.replace("unix://", f"unix://{acl_user('feed', run_name)}:secret@"))
+    (tmp_path / "redis-url").write_text(url_of(server.url, run_name, "trainer", "secret"))
     settings = SETTINGS.format(name=run_name)
     manifests = chart.render(CHART / "ci" / "vllm-values.yaml", {"run": {"settings": settings}})
     found = {(each["kind"], each["metadata"]["name"]): each for each in manifests}

@@ -9,8 +9,8 @@ import pytest
 import redis as redis_client
 
 from stream.connection.run_connection import connect
-from stream.operator.acl import ACL_ROLES, acl_user, aclfile_line
 from stream.operator.run_control import pause, resume
+from tests.cases.aclfile import USERS, aclfile, url_of
 from tests.chart.pods import Pod
 from tests.chart.rendered import CHART
 from tests.e2e.harness import trained
@@ -95,14 +95,9 @@ class Cluster:
 
 @pytest.fixture
 def cluster(chart, make_server, tmp_path):
-    server = make_server().start()
-    users = redis_client.Redis.from_url(server.url)
-    for role in ACL_ROLES:
-        users.execute_command("ACL", "SETUSER", *aclfile_line(role, "first").split()[1:], ">secret")
-    secret = {
-        role: server.url.replace("unix://", f"unix://{acl_user(role, 'first')}:secret@")
-        for role in ("feed", "rollout", "score", "train", "viewer")
-    }
+    (tmp_path / "users.acl").write_text(aclfile("first", "secret"))
+    server = make_server("--aclfile", str(tmp_path / "users.acl")).start()
+    secret = {user: url_of(server.url, "first", user, "secret") for user in USERS}
     make_model(tmp_path / "runs" / "models" / "policy", seed=0)
     rows = "".join(f'{{"prompt": "Say {number}."}}\n' for number in range(PROMPTS))
     values = {"run": {"settings": SETTINGS, "files": {"rewards.py": REWARDS, "prompts.jsonl": rows}}}

@@ -1,4 +1,4 @@
-"""`penstock run` on an external server, as a user whose password appears nowhere."""
+"""`penstock run` on an external server with the users of docs/redis.md; its password appears nowhere."""
 
 import json
 import stat
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from stream.operator.acl import acl_rules, acl_user
+from tests.cases.aclfile import aclfile
 from tests.cases.ports import free_port
 from tests.e2e.harness import children, environment, finish, stop
 
@@ -17,15 +17,13 @@ HUSH = "opensesame"
 
 @pytest.mark.full
 @pytest.mark.timeout(200)
-def test_a_run_as_an_acl_user_never_shows_its_password(project, make_server):
+def test_a_run_as_an_acl_user_never_shows_its_password(project, make_server, tmp_path):
     assert HUSH not in str(environment())
     port = free_port()
-    server = make_server("--port", str(port)).start()
+    (tmp_path / "users.acl").write_text(aclfile("test", HUSH))
+    server = make_server("--port", str(port), "--aclfile", str(tmp_path / "users.acl")).start()
     with Redis.from_url(server.url) as admin:
-        for role in ("run", "viewer", "operator"):
-            admin.execute_command("ACL", "SETUSER", acl_user(role, "test"), f">{HUSH}", *acl_rules(role, "test"))
-        admin.acl_log_reset()
-        project.table["run"]["redis"] = f"redis://{acl_user('run', 'test')}:{HUSH}@127.0.0.1:{port}"
+        project.table["run"]["redis"] = f"redis://test-trainer:{HUSH}@127.0.0.1:{port}"
         process = project.start("run", str(project.write()), "--json")
         try:
             deadline = time.monotonic() + 100
@@ -37,7 +35,7 @@ def test_a_run_as_an_acl_user_never_shows_its_password(project, make_server):
                 assert HUSH not in Path(f"/proc/{pid}/cmdline").read_text()
             for name in ("live.json", "run.toml"):
                 assert stat.S_IMODE((project.run_folder / name).stat().st_mode) == 0o600
-            looking = f"redis://{acl_user('viewer', 'test')}:{HUSH}@127.0.0.1:{port}"
+            looking = f"redis://test-reader:{HUSH}@127.0.0.1:{port}"
             result = project.run("queues", "test", "--redis", looking, "--json")
             assert json.loads(result.stdout)["run"] == "test", result.stderr
             refused = project.run("pause", "test", "--redis", looking)
@@ -48,7 +46,7 @@ def test_a_run_as_an_acl_user_never_shows_its_password(project, make_server):
         finally:
             stop(process)
         assert summary["groups_trained"] + sum(summary["groups_dropped"].values()) == summary["fed"] == 10
-        assert {entry["username"] for entry in refusals} == {acl_user("viewer", "test")}
+        assert {entry["username"] for entry in refusals} == {"test-reader"}
         assert len(admin.acl_log()) == len(refusals)
     secretive = [
         path for path in project.run_folder.rglob("*") if path.is_file() and HUSH.encode() in path.read_bytes()

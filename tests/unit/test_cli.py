@@ -56,7 +56,6 @@ def test_help_loads_no_heavy_library_and_names_every_command(tmp_path):
         "replay",
         "rescore",
         "rewardbench",
-        "acl",
         "engines",
         "dead",
         "check",

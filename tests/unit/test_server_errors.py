@@ -66,7 +66,7 @@ def test_retryable_errors(line):
     [
         (answered("NOAUTH Authentication required."), "the URL has none; write redis://USER:PASSWORD@HOST"),
         (answered("WRONGPASS invalid username-password pair or user is disabled."), "correct them in the URL"),
-        (answered("NOPERM User x has no permissions to run the 'hset' command"), "penstock acl RUN"),
+        (answered("NOPERM User x has no permissions to run the 'hset' command"), "docs/redis.md"),
         (answered("DENIED Redis is running in protected mode because ..."), "DENIED"),
         (while_connecting(PermissionError(13, "Permission denied")), "has no permission to open its socket"),
         (while_connecting(ssl.SSLCertVerificationError("no")), "ssl_ca_certs=FILE"),

@@ -79,7 +79,6 @@ penstock.add_section(
     start_commands.rollout,
     start_commands.score,
     start_commands.train,
-    run_commands.acl,
 )
 
 

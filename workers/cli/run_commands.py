@@ -2,14 +2,12 @@
 
 import sys
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import click
 
 from workers.cli import options
 from workers.cli.command_group import current_command, log_errors_only, log_errors_only_lazily
-
-_ACL_ROLES: Final = ("feed", "rollout", "score", "train", "run", "operator", "viewer")
 
 
 @click.command()
@@ -130,20 +128,6 @@ def replay(target: str | None, as_json: bool) -> None:
 
     log_errors_only("replay")
     sys.exit(show_replay(target, as_json=as_json, command=current_command()))
-
-
-@click.command(short_help="Print a Redis user for each role.")
-@click.argument("target", metavar="RUN")
-@click.option("roles", "--role", multiple=True, type=click.Choice(_ACL_ROLES), help="May be repeated; default: all.")
-def acl(target: str, roles: tuple[str, ...]) -> None:
-    """Print an aclfile with one user for each role of RUN, with the least permissions that it needs.
-
-    RUN is a folder, a settings file or a name; it need not have started. The users have no passwords and cannot log in
-    before you add some.
-    """
-    from workers.commands.acl import print_acl
-
-    print_acl(target, roles)
 
 
 @click.command()
