@@ -12,14 +12,17 @@ import secrets
 import shutil
 import subprocess
 import sys
-import time
+import tempfile
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import ray
 from ray.util import get_node_ip_address
 
 REDIS_PORT = 6390
+LOOKUP_S = 10.0
+"""Between two looks at the addresses of the engines, and the time for one."""
 DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 """Linux kills the process when the Ray worker that started it is gone, so none runs beside its successor."""
 DONE_OR_PERMANENT = (0, 2, 4)
@@ -48,24 +51,42 @@ def plan(settings, samplers, gpus):
 
 @ray.remote(max_retries=20, retry_exceptions=[RoleEndedError])
 def run_role(role, file, redis, engines):
-    """Run one role on this node until its work is done; return its exit code."""
+    """Run one role on this node until its work is done; return its exit code.
+
+    The role reads its engines from a file, which gets the new address of an engine that Ray has started again.
+    """
     here = get_node_ip_address()
-    command = [*DIE_WITH_US, "penstock", role, file, "--set", f'run.address="{here}"']
-    for url in engines:
-        command += ["--engine", url]
-    code = subprocess.run(command, env={**os.environ, "PENSTOCK_REDIS": redis}, check=False).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        urls = Path(folder) / "engines.txt"
+        command = [*DIE_WITH_US, "penstock", role, file, "--set", f'run.address="{here}"', "--engine", f"file:{urls}"]
+        write_urls(urls, engines)
+        process = subprocess.Popen(command, env={**os.environ, "PENSTOCK_REDIS": redis})
+        while process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LOOKUP_S)
+            write_urls(urls, engines)
+    code = process.returncode
     if code in DONE_OR_PERMANENT:
         return code
     raise RoleEndedError(f"penstock {role} ended with code {code} on {here}")
 
 
-@ray.remote(max_restarts=20, max_task_retries=20)
+def write_urls(file, engines):
+    """Replace the file by one with the current addresses of the engines; keep it while one is being started again."""
+    try:
+        urls = ray.get([engine.get_url.remote() for engine in engines], timeout=LOOKUP_S)
+    except ray.exceptions.RayError:
+        return
+    new = file.with_suffix(".new")
+    new.write_text("\n".join(urls))
+    new.replace(file)
+
+
+@ray.remote(max_restarts=20, max_task_retries=20, max_concurrency=100)
 class Engine:
     """One engine on this node. When its server ends, so does the actor, and Ray makes another."""
 
-    def __init__(self, file, redis):
-        self.file = file
-        self.environment = {**os.environ, "PENSTOCK_REDIS": redis}
+    def __init__(self, file):
         command = [*DIE_WITH_US, "penstock", "serve", file, "--host", get_node_ip_address(), "--port", "0"]
         self.server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.url = next((line.split()[2] for line in self.server.stdout if line.startswith("listening on ")), "")
@@ -76,12 +97,7 @@ class Engine:
         return self.url
 
     def run(self):
-        """Add the engine to the run, which does not know the new address of a restarted one; wait for its end."""
-        add = ["penstock", "engines", "add", self.url, self.file]
-        for _ in range(60):  # until a role has begun the run
-            if subprocess.run(add, env=self.environment, check=False).returncode == 0:
-                break
-            time.sleep(1)
+        """Wait for the end of the server."""
         for line in self.server.stdout:
             print(line, end="", flush=True)
         os._exit(1)
@@ -130,11 +146,11 @@ def main():
     ray.init()
     redis, url = start_redis(run["name"])
     engine = Engine.options(num_cpus=1, num_gpus=options.gpus, scheduling_strategy="SPREAD")
-    actors = [engine.remote(options.file, url) for _ in range(options.samplers)]
+    actors = [engine.remote(options.file) for _ in range(options.samplers)]
     timeout_s = settings.get("engine", {}).get("start_timeout_s", 900)
-    engines = ray.get([actor.get_url.remote() for actor in actors], timeout=timeout_s)
+    ray.get([actor.get_url.remote() for actor in actors], timeout=timeout_s)
     tasks = {
-        run_role.options(name=role, **how).remote(role, options.file, url, engines): role
+        run_role.options(name=role, **how).remote(role, options.file, url, actors): role
         for role, how in plan(settings, options.samplers, options.gpus)
     }
     tasks |= {actor.run.remote(): "serve" for actor in actors}

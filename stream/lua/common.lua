@@ -63,8 +63,6 @@
 --   {NAME}:in_flight:S:WORKER string, what a worker's leases in S are doing (JSON, `GroupInFlight`); written at most once a
 --                       second, for people alone, and expires as a lease does
 --   {NAME}:wake         stream with one entry; every blocked worker waits on it
---   {NAME}:engines      stream with one entry, the operator's engine overrides: URL -> `ACTION MS BY` (add or remove, when,
---                       by whom)
 --   {NAME}:published    stream with one entry, the policy version; for readers that must see each version immediately
 -- For evaluation:
 --   {NAME}:eval         hash, `settings` (digest of the settings that made the dataset below), `data` (its fingerprint),

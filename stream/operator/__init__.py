@@ -1,1 +1,1 @@
-"""What an operator does and sees: status, audit, dead letters, control commands, engine overrides."""
+"""What an operator does and sees: status, audit, dead letters, control commands."""

@@ -68,7 +68,9 @@ def engines(project):
 def test_killing_one_of_two_engines_and_adding_a_third_loses_no_group(project, engines):
     stays, dies, added = engines
     project.prompts(5000)
-    project.table["engine"]["urls"] = [stays.url, dies.url]
+    file = project.folder / "engines.txt"
+    file.write_text(f"{stays.url}\n{dies.url}\n")
+    project.table["engine"]["urls"] = [f"file:{file}"]
     project.table["filter"] = {"zero_variance": False}
     process = project.start("run", str(project.write()), "--json")
     try:
@@ -81,12 +83,12 @@ def test_killing_one_of_two_engines_and_adding_a_third_loses_no_group(project, e
         assert dies.used_within(10)
         assert dies.version() >= published
         assert added.sampled() == 0
-        result = project.run("engines", "add", added.url, str(project.run_folder), "--json")
-        assert json.loads(result.stdout)["healthy"], result
-        assert added.used_within(10)
-        result = project.run("engines", "remove", stays.url, str(project.run_folder))
-        assert "was" not in result.stdout, result
-        time.sleep(2)
+        file.write_text(f"{stays.url}\n{dies.url}\n{added.url}\n")
+        assert added.used_within(15)
+        listed = json.loads(project.run("engines", str(project.run_folder), "--json").stdout)
+        assert [(engine["source"], engine["healthy"]) for engine in listed] == [("file", True)] * 3
+        file.write_text(f"{dies.url}\n{added.url}\n")
+        time.sleep(5)
         assert not stays.used_within(2)
         assert project.run("stop", str(project.run_folder)).returncode == 0
         out, err = process.communicate(timeout=100)

@@ -1,28 +1,27 @@
-"""Engine discovery: the operator's overrides, DNS, and `penstock engines`."""
+"""Engine discovery: DNS names, files of URLs, and `penstock engines`."""
 
 import json
 import socket
 from contextlib import asynccontextmanager
-from functools import partial
 
 import anyio
 import pytest
 from click.testing import CliRunner
 from structlog.testing import capture_logs
 
-from stream.errors import PenstockError
-from stream.operator.engine_overrides import add_engine, read_engine_overrides, remove_engine
 from workers.cli import penstock
 from workers.engine_api.discovery.discovery import EngineDiscovery
-from workers.settings.engine import Engine
 from workers.testing.scripted_engine import ScriptedEngine
 
-ANN = "ann@box"
+
+@pytest.fixture(autouse=True)
+def frequent_lookups(monkeypatch):
+    monkeypatch.setattr("workers.engine_api.discovery.discovery._LOOKUP_INTERVAL_S", 0.02)
 
 
 @asynccontextmanager
-async def watched(connection, **engine):
-    discovery = await EngineDiscovery.from_settings(Engine(**engine), connection)
+async def watched(*entries):
+    discovery = await EngineDiscovery.look_up(entries)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(discovery.watch)
         yield discovery
@@ -35,56 +34,55 @@ async def becomes(discovery: EngineDiscovery, *urls: str) -> None:
             await discovery.changed.wait()
 
 
-async def test_a_worker_learns_immediately_of_engines_added_and_removed(connection):
-    async with watched(connection, urls=("http://a:1",)) as discovery:
-        assert await add_engine(connection, "http://b:1", ANN)
-        await becomes(discovery, "http://a:1", "http://b:1")
-        assert await remove_engine(connection, "http://b:1", ANN)
+async def test_engines_are_added_and_removed_by_editing_a_file(tmp_path):
+    file = anyio.Path(tmp_path / "engines.txt")
+    await file.write_text("# the second rack\nhttp://b:1/   # new\n\nhttp://a:1\n", encoding="utf-8")
+    async with watched("http://a:1", f"file:{file}") as discovery:
+        assert discovery.urls == ("http://a:1", "http://b:1")
+        await file.write_text("http://c:1\n")
+        await becomes(discovery, "http://a:1", "http://c:1")
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "engines.txt: No such file or directory"),
+        (b"", "engines.txt has no URL"),
+        (b"# none\n", "engines.txt has no URL"),
+        (b"http://b:1\nb:1\n", "engines.txt:2: 'b:1' is not the URL of an engine"),
+        (b"\xff", "can't decode byte"),
+    ],
+)
+async def test_an_unreadable_file_keeps_the_last_engines_and_is_logged_once(tmp_path, content, why):
+    file = anyio.Path(tmp_path / "engines.txt")
+    await file.write_text("http://a:1\n")
+    with capture_logs() as lines:
+        async with watched(f"file:{file}") as discovery:
+            if content is None:
+                await file.unlink()
+            else:
+                await file.write_bytes(content)
+            await anyio.sleep(0.3)
+            assert discovery.urls == ("http://a:1",)
+            await file.write_text("http://c:1\n")
+            await becomes(discovery, "http://c:1")
+    (failed,) = [line for line in lines if line["event"] == "engines.lookup_failed"]
+    assert why in failed["why"]
+    assert failed["known"] == 1
+    assert [line["event"] for line in lines].count("engines.lookup_recovered") == 1
+
+
+async def test_a_run_starts_before_its_file_exists(tmp_path):
+    file = anyio.Path(tmp_path / "engines.txt")
+    async with watched(f"file:{file}") as discovery:
+        assert discovery.urls == ()
+        assert f"file:{file} (engine.urls) has none" in discovery.empty_reason
+        await file.write_text("http://a:1\n")
         await becomes(discovery, "http://a:1")
-        assert await add_engine(connection, "http://b:1", ANN)
-        await becomes(discovery, "http://a:1", "http://b:1")
+    assert "engine.urls is empty" in EngineDiscovery(()).empty_reason
 
 
-async def test_a_removed_engine_of_the_settings_stays_removed_for_later_workers(connection):
-    urls = ("http://a:1", "http://b:1")
-    async with watched(connection, urls=urls) as discovery:
-        await remove_engine(connection, "http://a:1", ANN)
-        await becomes(discovery, "http://b:1")
-    assert (await EngineDiscovery.from_settings(Engine(urls=urls), connection)).urls == ("http://b:1",)
-    await add_engine(connection, "http://a:1", ANN)
-    assert (await EngineDiscovery.from_settings(Engine(urls=urls), connection)).urls == urls
-
-
-async def test_repeating_an_override_changes_nothing(connection):
-    assert await add_engine(connection, "http://b:1", ANN)
-    assert not await add_engine(connection, "http://b:1", "bob@box")
-    assert [(word.url, word.set_by) for word in await read_engine_overrides(connection)] == [("http://b:1", ANN)]
-
-
-async def test_a_full_list_drops_the_oldest_removals_but_no_added_engine(connection, monkeypatch):
-    monkeypatch.setattr("stream.operator.engine_overrides.MAX_ENGINES", 4)
-    for name in ("a", "b", "c", "d"):
-        await (remove_engine if name in "ac" else add_engine)(connection, name, ANN)
-    await add_engine(connection, "e", ANN)
-    assert [word.url for word in await read_engine_overrides(connection)] == ["b", "c", "d", "e"]
-    await add_engine(connection, "f", ANN)
-    with pytest.raises(PenstockError, match="4 engines on its list"):
-        await add_engine(connection, "g", ANN)
-    assert await remove_engine(connection, "b", ANN)
-    assert [word.url for word in await read_engine_overrides(connection)] == ["d", "e", "f", "b"]
-
-
-async def test_an_unknown_run_has_no_overrides(redis_url):
-    from stream.connection.run_connection import connect
-
-    async with connect(redis_url, "no-such-run", create=False) as connection:
-        with pytest.raises(PenstockError, match="has no run named 'no-such-run'"):
-            await add_engine(connection, "http://a:1", ANN)
-        assert await read_engine_overrides(connection) == []
-
-
-async def test_a_dns_failure_keeps_the_known_engines_and_is_logged_once(connection, monkeypatch):
-    monkeypatch.setattr("workers.engine_api.discovery.discovery._DNS_INTERVAL_S", 0.02)
+async def test_a_dns_failure_keeps_the_known_engines_and_is_logged_once(monkeypatch):
     answers = {"now": ["10.0.0.1", "10.0.0.2"]}
 
     async def getaddrinfo(host, port, **_):
@@ -94,7 +92,7 @@ async def test_a_dns_failure_keeps_the_known_engines_and_is_logged_once(connecti
 
     monkeypatch.setattr("anyio.getaddrinfo", getaddrinfo)
     with capture_logs() as lines:
-        async with watched(connection, urls=("dns+http://engines:8000",)) as discovery:
+        async with watched("dns+http://engines:8000") as discovery:
             assert discovery.urls == ("http://10.0.0.1:8000", "http://10.0.0.2:8000")
             answers["now"] = None
             await anyio.sleep(0.3)
@@ -102,113 +100,54 @@ async def test_a_dns_failure_keeps_the_known_engines_and_is_logged_once(connecti
             answers["now"] = ["10.0.0.2", "10.0.0.3"]
             await becomes(discovery, "http://10.0.0.2:8000", "http://10.0.0.3:8000")
     events = [line["event"] for line in lines]
-    assert events.count("engines.dns_failed") == events.count("engines.dns_recovered") == 1
+    assert events.count("engines.lookup_failed") == events.count("engines.lookup_recovered") == 1
 
 
 # The command
 
 
-def invoke(*words: str) -> dict:
-    result = CliRunner().invoke(penstock, ["engines", *words, "--json"])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
 @pytest.fixture
-def file(tmp_path, redis_url, run_name):
-    text = f'run.name = "{run_name}"\nrun.redis = "{redis_url}"\nmodel.path = "m"\ndata.path = "d"\n'
-    text += 'rewards = [{ref = "r:f"}]\nengine.urls = ["http://127.0.0.1:9/"]\n'
-    (tmp_path / "run.toml").write_text(text)
-    return str(tmp_path / "run.toml")
+def listed(tmp_path):
+    """List the engines of a settings file with these `engine.urls`."""
+
+    async def list_engines(*urls, json_=True):
+        text = 'run.name = "looked-at"\nmodel.path = "m"\ndata.path = "d"\nrewards = [{ref = "r:f"}]\n'
+        file = anyio.Path(tmp_path / "run.toml")
+        await file.write_text(text + f"engine.urls = {json.dumps(urls)}\n")
+        words = ["engines", str(file), *(["--json"] if json_ else [])]
+        result = await anyio.to_thread.run_sync(CliRunner().invoke, penstock, words)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout) if json_ else " ".join(result.stdout.split())
+
+    return list_engines
 
 
-async def test_the_command_lists_source_health_and_version_of_each_engine(connection, file):
-    async with ScriptedEngine(lambda *_: [1], version="7") as engine:
-        added = await anyio.to_thread.run_sync(lambda: invoke("add", f"{engine.url}/", file))
-        assert (added["url"], added["changed"], added["healthy"]) == (engine.url, True, True)
-        named, listed = await anyio.to_thread.run_sync(lambda: invoke("list", file))
-    assert (named["url"], named["source"], named["healthy"], named["removed"]) == (
-        *("http://127.0.0.1:9", "settings", False, False),
-    )
-    assert named["error"]
-    assert (listed["url"], listed["source"], listed["healthy"], listed["policy_version"]) == (
-        engine.url,
-        "operator",
-        True,
-        7,
-    )
-
-
-async def test_the_command_ignores_the_proxy_of_the_environment(connection, file, monkeypatch):
+async def test_the_command_lists_source_health_and_version_of_each_engine(listed, tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr("urllib.request._opener", None)  # cached proxy settings of an earlier call
+    file = anyio.Path(tmp_path / "engines.txt")
     async with ScriptedEngine(lambda *_: [1], version="7") as engine:
-        added = await anyio.to_thread.run_sync(lambda: invoke("add", engine.url, file))
-    assert added["healthy"], added
+        await file.write_text(f"{engine.url}/\n")
+        silent, healthy = await listed("http://127.0.0.1:9/", f"file:{file}")
+    assert (silent["url"], silent["source"], silent["healthy"]) == ("http://127.0.0.1:9", "settings", False)
+    assert silent["error"]
+    assert healthy == {
+        "url": engine.url,
+        "source": "file",
+        "healthy": True,
+        "error": "",
+        "policy_version": 7,
+    }
 
 
-async def test_a_name_that_does_not_resolve_is_listed_with_the_other_engines(connection, file):
-    settings = anyio.Path(file)
-    text = await settings.read_text()
-    name = '"dns+http://no.such.host.invalid:8000"'
-    await settings.write_text(text.replace('"http://127.0.0.1:9/"', f'"http://127.0.0.1:9/", {name}'))
-    await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:8", file))
-    named, listed, at_name = await anyio.to_thread.run_sync(lambda: invoke("list", file))
-    assert (named["url"], listed["url"]) == ("http://127.0.0.1:9", "http://127.0.0.1:8")
-    assert (at_name["url"], at_name["source"], at_name["healthy"]) == (
-        *("http://no.such.host.invalid:8000", "dns", False),
+async def test_a_name_or_file_that_cannot_be_looked_up_is_listed_with_the_other_engines(listed, tmp_path):
+    entries = ("http://127.0.0.1:9", "dns+http://no.such.host.invalid:8000", f"file:{tmp_path}/none.txt")
+    reports = await listed(*entries)
+    assert [(report["url"], report["source"]) for report in reports] == list(
+        zip(entries, ("settings", "dns", "file"), strict=True)
     )
-    assert at_name["error"].startswith("the name does not resolve here: ")
-    plain = await anyio.to_thread.run_sync(lambda: CliRunner().invoke(penstock, ["engines", "list", file]))
-    assert "the name does not resolve here" in " ".join(plain.stdout.split())
-    for port in (9, 8):
-        removed = await anyio.to_thread.run_sync(partial(invoke, "remove", f"http://127.0.0.1:{port}", file))
-    assert removed["none_left"] is False, "the DNS name may still have engines"
-
-
-async def test_an_engine_that_does_not_answer_may_be_added_with_a_note(connection, file):
-    added = await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:9/x", file))
-    assert (added["changed"], added["healthy"]) == (True, False)
-    plain = await anyio.to_thread.run_sync(
-        lambda: CliRunner().invoke(penstock, ["engines", "add", "http://127.0.0.1:8/", file])
-    )
-    assert "it does not answer from here" in plain.stdout
-    assert [word.url for word in await read_engine_overrides(connection)] == [
-        "http://127.0.0.1:9/x",
-        "http://127.0.0.1:8",
-    ]
-
-
-async def test_a_removed_engine_of_the_settings_is_listed_as_removed(connection, file):
-    await anyio.to_thread.run_sync(lambda: invoke("add", "http://127.0.0.1:8", file))
-    for port, none_left in ((9, False), (8, True)):
-        url = f"http://127.0.0.1:{port}"
-        removed = await anyio.to_thread.run_sync(partial(invoke, "remove", url, file))
-        assert removed["none_left"] is none_left
-    named, _ = await anyio.to_thread.run_sync(lambda: invoke("list", file))
-    assert (named["removed"], named["source"]) == (True, "settings")
-    assert "@" in named["changed_by"]
-    plain = await anyio.to_thread.run_sync(lambda: CliRunner().invoke(penstock, ["engines", "list", file]))
-    assert "removed by" in plain.stdout
-    plain = await anyio.to_thread.run_sync(
-        lambda: CliRunner().invoke(penstock, ["engines", "remove", "http://127.0.0.1:9", file])
-    )
-    assert "was removed from run" in plain.stdout
-    assert "it was the last one" in plain.stdout
-
-
-def test_a_malformed_url_is_refused_before_any_request():
-    result = CliRunner().invoke(penstock, ["engines", "add", "engine-3"])
-    assert result.exit_code == 2
-    assert "'engine-3' is not the URL of an engine; write it as http://HOST:PORT" in result.output
-
-
-async def test_discovery_without_engines_explains_why(connection):
-    assert "engine.urls is empty" in EngineDiscovery(()).empty_reason
-    discovery = await EngineDiscovery.from_settings(Engine(urls=("dns+http://no.such.host.invalid:8000",)), connection)
-    assert "http://no.such.host.invalid:8000 (engine.urls) resolves to no address" in discovery.empty_reason
-    await remove_engine(connection, "http://a:1", ANN)
-    discovery = await EngineDiscovery.from_settings(Engine(urls=("http://a:1",)), connection)
-    assert discovery.urls == ()
-    assert "those in engine.urls were removed" in discovery.empty_reason
-    assert "penstock engines add" in discovery.empty_reason
+    for report in reports[1:]:
+        assert report["error"].startswith("cannot be looked up here: ")
+    assert "none.txt: No such file" in reports[2]["error"]
+    assert "cannot be looked up here" in await listed(*entries, json_=False)
+    assert "engine.urls is empty" in await listed(json_=False)

@@ -183,8 +183,8 @@ async def test_added_and_removed_engines_are_seen_at_the_next_push():
         assert (one.version, other.version) == ("1", "2")
 
 
-async def test_a_run_without_engines_waits_and_then_names_the_command_to_add_one():
-    with pytest.raises(EngineUnavailableError, match="penstock engines add"):
+async def test_a_run_without_engines_waits_and_then_names_the_setting_that_has_none():
+    with pytest.raises(EngineUnavailableError, match=r"engine\.urls is empty; name one there"):
         await publisher_of([], 0.3).push(Path("/w"), 1)
 
 

@@ -10,13 +10,11 @@ from aiohttp import web
 from structlog.testing import capture_logs
 
 from stream.errors import EngineUnavailableError
-from stream.operator.engine_overrides import add_engine, remove_engine
 from stream.records import Span
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.rollout.engine_client.affinity import rank_engines
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampling import SamplingOptions
-from workers.settings.engine import Engine
 from workers.testing.scripted_engine import ScriptedEngine
 from workers.testing.scripted_routes import ScriptedRoutes
 
@@ -267,46 +265,49 @@ async def test_a_pause_for_new_weights_is_not_a_failure(monkeypatch):
 # The discovery
 
 
-async def test_an_added_engine_works_once_it_has_weights_and_a_removed_one_finishes_its_requests(
-    connection,
-):
+async def test_an_added_engine_works_once_it_has_weights_and_a_removed_one_finishes_its_requests(tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.engine_api.discovery.discovery._LOOKUP_INTERVAL_S", 0.02)
+    file = anyio.Path(tmp_path / "engines.txt")
     async with (
         ScriptedEngine(reply, version="3", delay_s=0.5) as old,
         ScriptedEngine(reply, version=None) as new,
-        client_of(await EngineDiscovery.from_settings(Engine(urls=(old.url,)), connection)) as client,
         anyio.create_task_group() as tasks,
     ):
-        samples = []
+        await file.write_text(f"{old.url}\n")
+        async with client_of(await EngineDiscovery.look_up([f"file:{file}"])) as client:
+            samples = []
 
-        async def ask() -> None:
-            samples.append(await client.sample([1], sampling(), min_policy_version=3))
+            async def ask() -> None:
+                samples.append(await client.sample([1], sampling(), min_policy_version=3))
 
-        await ask()
-        await add_engine(connection, new.url, "me")
-        with anyio.fail_after(5):
-            while not new.query_counts["/version"]:
-                await anyio.sleep(0.02)
-        for _ in range(6):
-            tasks.start_soon(ask)
-        await anyio.sleep(0.2)
-        assert (old.running, new.request_count) == (6, 0)
-        await remove_engine(connection, old.url, "me")
-        new.version = "4"
-        with anyio.fail_after(5):
-            while len(samples) < 7:
-                await anyio.sleep(0.02)
-        before = old.request_count
-        for _ in range(6):
             await ask()
-        assert (old.request_count, new.request_count) == (before, 6)
+            await file.write_text(f"{old.url}\n{new.url}\n")
+            with anyio.fail_after(5):
+                while not new.query_counts["/version"]:
+                    await anyio.sleep(0.02)
+            for _ in range(6):
+                tasks.start_soon(ask)
+            await anyio.sleep(0.2)
+            assert (old.running, new.request_count) == (6, 0)
+            await file.write_text(f"{new.url}\n")
+            new.version = "4"
+            with anyio.fail_after(5):
+                while len(samples) < 7:
+                    await anyio.sleep(0.02)
+            before = old.request_count
+            for _ in range(6):
+                await ask()
+            assert (old.request_count, new.request_count) == (before, 6)
     assert {span for one in samples[1:7] for span in one.spans} == {Span(3, 0, 2)}
     assert {span for one in samples[7:] for span in one.spans} == {Span(4, 0, 2)}
 
 
-async def test_requests_that_wait_for_an_engine_are_answered_by_one_that_is_added(connection):
+async def test_requests_that_wait_for_an_engine_are_answered_by_one_that_is_added(tmp_path, monkeypatch):
+    monkeypatch.setattr("workers.engine_api.discovery.discovery._LOOKUP_INTERVAL_S", 0.02)
+    file = anyio.Path(tmp_path / "engines.txt")
     async with ScriptedEngine(reply, version="0") as gone:
-        pass
-    discovery = await EngineDiscovery.from_settings(Engine(urls=(gone.url,)), connection)
+        await file.write_text(f"{gone.url}\n")
+    discovery = await EngineDiscovery.look_up([f"file:{file}"])
     async with (
         ScriptedEngine(reply, version="0") as new,
         EngineClient(discovery, request_timeout_s=5, max_attempts=3, unavailable_timeout_s=20) as client,
@@ -314,18 +315,15 @@ async def test_requests_that_wait_for_an_engine_are_answered_by_one_that_is_adde
     ):
         tasks.start_soon(ask_all, client, 12)
         await anyio.sleep(0.2)
-        await add_engine(connection, new.url, "me")
+        await file.write_text(f"{gone.url}\n{new.url}\n")
     assert new.request_count == 12
 
 
-async def test_without_any_engine_the_error_names_the_remedy(connection):
-    async with ScriptedEngine(reply, version="0") as engine:
-        discovery = await EngineDiscovery.from_settings(Engine(urls=(engine.url,)), connection)
-        async with client_of(discovery, reconnect_s=0.5) as client:
-            await remove_engine(connection, engine.url, "me")
-            await anyio.sleep(0.2)
-            with pytest.raises(EngineUnavailableError, match="penstock engines add"):
-                await client.sample([1], sampling())
+async def test_without_any_engine_the_error_names_the_remedy(tmp_path):
+    discovery = await EngineDiscovery.look_up([f"file:{tmp_path / 'engines.txt'}"])
+    with pytest.raises(EngineUnavailableError, match=r"engines\.txt \(engine\.urls\) has none; name one"):
+        async with client_of(discovery, reconnect_s=0.5):
+            pass
 
 
 # Concurrency

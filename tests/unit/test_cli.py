@@ -74,7 +74,6 @@ def test_help_loads_no_heavy_library_and_names_every_command(tmp_path):
     [
         *penstock.commands,
         *(f"dead {verb}" for verb in ("list", "show", "retry", "drop")),
-        *(f"engines {verb}" for verb in ("list", "add", "remove")),
     ],
 )
 def test_every_command_has_help(command):

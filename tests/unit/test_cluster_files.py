@@ -194,6 +194,7 @@ def on_ray(monkeypatch):
     ray, util = types.ModuleType("ray"), types.ModuleType("ray.util")
     ray.remote = lambda **_: lambda function: function
     ray.util, util.get_node_ip_address = util, lambda: "10.0.0.1"
+    ray.get = lambda urls, timeout: urls
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.util", util)
     return types.SimpleNamespace(**runpy.run_path(str(RAY)))
@@ -209,23 +210,28 @@ def test_every_sampler_on_ray_has_rollout_workers_and_scorers(on_ray):
 def test_a_role_on_ray_is_done_or_raises_to_be_started_again(on_ray, tmp_path, tools, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", tools)
-    assert on_ray.run_role("feed", "run.toml", "redis://h", ["http://h:1"]) == 0
+    (tmp_path / "bin" / "penstock").write_text(
+        '#!/bin/sh\necho "$*" >> calls; cat "${6#file:}" >> urls; [ "$1" != "$FAILS" ] || exit 2\n'
+    )
+    get_url = types.SimpleNamespace(remote=lambda: "http://h:1")
+    assert on_ray.run_role("feed", "run.toml", "redis://h", [types.SimpleNamespace(get_url=get_url)] * 2) == 0
+    assert (tmp_path / "urls").read_text() == "http://h:1\nhttp://h:1"
     monkeypatch.setenv("FAILS", "score")
     assert on_ray.run_role("score", "run.toml", "redis://h", []) == 2
     (tmp_path / "bin" / "penstock").write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(on_ray.RoleEndedError, match="penstock train ended with code 1"):
         on_ray.run_role("train", "run.toml", "redis://h", [])
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls[0] == 'feed run.toml --set run.address="10.0.0.1" --engine http://h:1'
+    assert re.fullmatch(r'feed run\.toml --set run\.address="10\.0\.0\.1" --engine file:/\S+/engines\.txt', calls[0])
     for call in calls:
         check_penstock(call.split())
 
 
-def test_an_engine_on_ray_joins_the_run_and_ends_with_its_server(on_ray, tmp_path, tools, monkeypatch):
+def test_an_engine_on_ray_ends_with_its_server(on_ray, tmp_path, tools, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", tools)
     (tmp_path / "bin" / "penstock").write_text('#!/bin/sh\necho "$*" >> calls; echo; echo listening on http://h:1\n')
-    engine = on_ray.Engine("run.toml", "redis://h")
+    engine = on_ray.Engine("run.toml")
     assert engine.get_url() == "http://h:1"
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match="1"):
@@ -233,7 +239,7 @@ def test_an_engine_on_ray_joins_the_run_and_ends_with_its_server(on_ray, tmp_pat
     with engine.server:
         pass  # it has ended
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls == ["serve run.toml --host 10.0.0.1 --port 0", "engines add http://h:1 run.toml"]
+    assert calls == ["serve run.toml --host 10.0.0.1 --port 0"]
     for call in calls:
         check_penstock(call.split())
 

@@ -1,11 +1,10 @@
-"""Engine URLs: spelling, DNS names, and the operator's overrides."""
+"""Engine URLs: spelling, and DNS names."""
 
 import socket
 
 import pytest
 
 from stream.errors import SettingsError
-from stream.operator.engine_overrides import EngineOverride, apply_engine_overrides
 from workers.engine_api.discovery.addresses import merge_dns_answer, normalize_engine_url, resolve_engines
 
 
@@ -81,13 +80,3 @@ def test_an_address_is_dropped_after_three_answers_without_it():
         assert set(known) == {"a", "b"}
     assert set(merge_dns_answer(known, ["a", "b"])) == {"a", "b"}
     assert set(merge_dns_answer(known, ["a"])) == {"a"}
-
-
-def word(url: str, action: str) -> EngineOverride:
-    return EngineOverride(url, action, "me", 0.0)
-
-
-def test_the_last_override_of_an_engine_counts():
-    assert apply_engine_overrides(("a", "b", "a"), [word("b", "remove"), word("c", "add")]) == ("a", "c")
-    assert apply_engine_overrides(("a", "b"), [word("b", "add")]) == ("a", "b")
-    assert apply_engine_overrides((), []) == ()

@@ -478,6 +478,14 @@ def test_an_engine_that_does_not_answer_is_a_warning(project):
     assert "does not answer" in report.warnings[0].problem
 
 
+def test_a_file_of_engines_that_does_not_exist_is_a_warning(project):
+    project.table["engine"]["urls"] = ["file:engines.txt", "dns+http://no.such.host.invalid:8000"]
+    report = project.check()
+    assert not report.errors
+    (warning,) = report.warnings
+    assert warning.problem == "engines.txt: No such file or directory; the run waits until it names engines"
+
+
 @pytest.mark.parametrize(("has_gpu", "is_cpu_build"), [(False, True), (False, False), (True, True), (True, False)])
 def test_gpus_that_are_not_there_are_an_error_and_not_the_cpu(project, monkeypatch, has_gpu, is_cpu_build):
     python = project.folder / "python"

@@ -20,7 +20,7 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
         ({"engine": {"count": 2, "urls": ["http://a"]}}, ["engine.count", "engine.urls"]),
         ({"engine": {"devices": ["0"], "urls": ["dns+http://a:1"]}}, ["engine.devices", "engine.urls"]),
         ({"engine": {"urls": ["dns+https://a:1"]}}, ["engine.urls", "dns+https", "write http"]),
-        ({"engine": {"urls": ["dns+http://a:1", "dns+http://b:1"]}}, ["engine.urls", "several names"]),
+        ({"engine": {"urls": ["http://a:1", "file:"]}}, ["engine.urls", "file:PATH"]),
         ({"engine": {"devices": ["0", "1"], "count": 2}}, ["engine.devices", "engine.server is 'local'", "'vllm'"]),
         (
             {"engine": {"devices": ["0", "1", "2"], "count": 2, "server": "vllm"}},

@@ -56,6 +56,7 @@ penstock.add_section(
     run_commands.queues,
     run_commands.inflight,
     run_commands.top,
+    engine_commands.engines,
     transcript_commands.groups,
     run_commands.compare,
     run_commands.audit,
@@ -69,7 +70,6 @@ penstock.add_section(
     run_commands.resume,
     run_commands.stop,
     dead_letter_commands.dead,
-    engine_commands.engines,
 )
 penstock.add_section("Score again", measure_commands.rescore, measure_commands.rewardbench)
 penstock.add_section(

@@ -7,7 +7,6 @@ import anyio
 import anyio.to_thread
 
 from stream.errors import PenstockError
-from stream.operator.engine_overrides import read_engine_overrides
 from workers.commands.engines import EngineReport, read_engine_reports
 from workers.dashboard.run_source import RunSource
 
@@ -38,9 +37,7 @@ async def _ask_engines(source: RunSource) -> tuple[list[EngineReport], str]:
     try:
         with anyio.fail_after(_QUERY_S):
             location = await anyio.to_thread.run_sync(source.locate)
-            async with source.connect() as connection:
-                overrides = await read_engine_overrides(connection)
-            return await read_engine_reports(location, overrides), ""
+            return await read_engine_reports(location), ""
     except TimeoutError:
         return [], f"they did not answer within {_QUERY_S:g} s"
     except PenstockError as error:

@@ -71,12 +71,9 @@ async def rollout(context: WorkerContext) -> None:
     """Roll out prompts until the run has ended."""
     collect_less_often()
     settings = context.settings
-    discovery = await EngineDiscovery.from_settings(settings.engine, context.connection)
-    if not discovery.urls and not settings.engine.urls:
-        raise SettingsError(
-            "engine.urls is empty, no --engine was given, and `penstock engines add` has added none: a rollout worker "
-            "needs an engine"
-        )
+    if not settings.engine.urls:
+        raise SettingsError("engine.urls is empty, and no --engine was given: a rollout worker needs an engine")
+    discovery = await EngineDiscovery.look_up(settings.engine.urls)
     if truncating := settings.truncated_sampling:
         log.warning(
             "rollout.truncated_sampling", keys=truncating, effect="the ratio to the engine's log-probs is not 1"

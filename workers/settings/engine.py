@@ -6,15 +6,18 @@ from urllib.parse import urlsplit
 from workers.settings.section import NonNegativeInt, PositiveInt, Seconds, Section
 
 DNS_PREFIX: Final = "dns+"
-"""Prefix of the entry of `engine.urls` that is a DNS name."""
+"""Prefix of an entry of `engine.urls` that is a DNS name."""
+FILE_PREFIX: Final = "file:"
+"""Prefix of an entry of `engine.urls` that is a file of URLs."""
 
 
 class Engine(Section, frozen=True):
     """`[engine]`: the servers that sample tokens."""
 
     urls: tuple[str, ...] = ()
-    """Servers with vLLM's HTTP API. `dns+http://NAME:PORT` stands for every address behind a DNS name, resolved again
-    every few seconds. Empty: `penstock run` starts engines, each on a free port."""
+    """Servers with vLLM's HTTP API. `dns+http://NAME:PORT` stands for every address behind a DNS name, `file:PATH` for
+    the URLs in a file, one a line; both are read again every few seconds. Empty: `penstock run` starts engines, each on
+    a free port."""
     server: Literal["local", "vllm"] = "local"
     """Server that `penstock run` starts. `vllm` needs an interpreter with vLLM and Penstock's plugin (docs/vllm.md)."""
     count: PositiveInt = 1
@@ -36,16 +39,15 @@ class Engine(Section, frozen=True):
 
     @property
     def static_urls(self) -> tuple[str, ...]:
-        """The engines that are named one by one."""
-        return tuple(url for url in self.urls if not url.startswith(DNS_PREFIX))
+        """The engines that the settings name one by one."""
+        return tuple(url for url in self.urls if not url.startswith((DNS_PREFIX, FILE_PREFIX)))
 
     @property
-    def dns(self) -> str:
-        """`http://NAME:PORT` whose every address is an engine; empty if no URL begins with `dns+`."""
-        names = (url.removeprefix(DNS_PREFIX) for url in self.urls if url.startswith(DNS_PREFIX))
-        return next(names, "")
+    def named_urls(self) -> tuple[str, ...]:
+        """The URLs in the settings, those of DNS names included."""
+        return tuple(url.removeprefix(DNS_PREFIX) for url in self.urls if not url.startswith(FILE_PREFIX))
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names and addresses under which clients know the engines."""
-        return tuple(urlsplit(url.removeprefix(DNS_PREFIX)).hostname or "" for url in self.urls)
+        """The names and addresses in the settings under which clients know the engines."""
+        return tuple(urlsplit(url).hostname or "" for url in self.named_urls)

@@ -85,7 +85,7 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
             settings=risks,
             effect="a policy that can make its completions invalid may learn to (docs/masking.md)",
         )
-    discovery = await EngineDiscovery.from_settings(settings.engine, context.connection)
+    discovery = await EngineDiscovery.look_up(settings.engine.urls)
     async with (
         open_publisher(settings, discovery, context.stopping) as publisher,
         anyio.create_task_group() as tasks,

@@ -1,1 +1,1 @@
-"""Discovery of a run's engines from settings, DNS and the operator's overrides; normalization of their URLs."""
+"""Discovery of a run's engines, which `engine.urls` names one by one, by a DNS name, or in a file."""

@@ -1,13 +1,16 @@
-"""Engine addresses: normalized URLs, and DNS names that stand for several engines."""
+"""What an entry of `engine.urls` stands for: a URL, the addresses behind a DNS name, or the URLs in a file."""
 
 import socket
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 import anyio
+import anyio.to_thread
 
 from stream.errors import SettingsError
+from workers.settings.engine import DNS_PREFIX, FILE_PREFIX
 
 _DNS_TIMEOUT_S: Final = 10.0
 _MAX_MISSES: Final = 3
@@ -42,6 +45,43 @@ def normalize_engine_url(text: str, source: str = "") -> str:
         raise SettingsError(f"{named} has a query or a fragment, which an engine's base URL cannot have; {example}")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}{f':{port}' if port is not None else ''}{parts.path.rstrip('/')}"
+
+
+async def find_engines(entry: str) -> list[str]:
+    """Return the URLs of the engines that an entry of `engine.urls` stands for at this moment.
+
+    Raises:
+        SettingsError: the entry, or a line of its file, is no engine's URL; or its file has no line.
+        OSError: a DNS name does not resolve in time, or a file cannot be read.
+        UnicodeError: a label of the DNS name is empty or too long, or the file is not UTF-8.
+    """
+    if entry.startswith(DNS_PREFIX):
+        return await resolve_engines(normalize_engine_url(entry.removeprefix(DNS_PREFIX), "engine.urls"))
+    if entry.startswith(FILE_PREFIX):
+        return await anyio.to_thread.run_sync(read_engine_file, Path(entry.removeprefix(FILE_PREFIX)))
+    return [normalize_engine_url(entry, "engine.urls")]
+
+
+def explain_lookup(error: Exception) -> str:
+    """Return why `find_engines` found none, as a message for operators."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or "no answer in time"
+
+
+def read_engine_file(path: Path) -> list[str]:
+    """Return the URLs in a file with one a line; a `#` begins a comment. Blocks.
+
+    Raises:
+        SettingsError: a line is no engine's URL, or there is none.
+        OSError: the file cannot be read.
+        UnicodeError: it is not UTF-8.
+    """
+    lines = [line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    urls = [normalize_engine_url(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line]
+    if not urls:
+        raise SettingsError(f"{path} has no URL; write one a line")
+    return urls
 
 
 async def resolve_engines(url: str) -> list[str]:

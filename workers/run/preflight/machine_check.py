@@ -13,13 +13,15 @@ import anyio.to_thread
 import psutil
 
 from stream.connection.run_connection import connect
-from stream.errors import EngineError, PenstockError, ServerError
+from stream.errors import EngineError, PenstockError, ServerError, SettingsError
 from stream.server_process import find_server
+from workers.engine_api.discovery.addresses import explain_lookup, find_engines
 from workers.run.preflight.findings import PreflightReport
 from workers.run.preflight.model_check import ModelFacts
 from workers.run.run_folder import RUNS
 from workers.runtime.ports import free_port
 from workers.settings import Settings
+from workers.settings.engine import DNS_PREFIX
 from workers.vllm.interpreter import check_interpreter, resolve_interpreter
 
 _DASHBOARD_HOST: Final = "127.0.0.1"
@@ -158,8 +160,16 @@ async def check_engines(settings: Settings, report: PreflightReport) -> None:
     """Report engines that do not answer, and a vLLM that cannot be started."""
     engine = settings.engine
     async with anyio.create_task_group() as tasks:
-        for url in engine.static_urls:
-            tasks.start_soon(_check_engine, url, settings, report)
+        for entry in engine.urls:
+            if entry.startswith(DNS_PREFIX):  # it may resolve on the workers' machines alone
+                continue
+            try:
+                urls = await find_engines(entry)
+            except (OSError, UnicodeError, SettingsError) as error:
+                report.warn("engine", "engine.urls", f"{explain_lookup(error)}; the run waits until it names engines")
+                continue
+            for url in urls:
+                tasks.start_soon(_check_engine, url, settings, report)
     if engine.server == "vllm" and not engine.urls:
         await _check_vllm(partial(_inspect_vllm, settings), report)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from workers.settings.engine import DNS_PREFIX
+from workers.settings.engine import DNS_PREFIX, FILE_PREFIX
 from workers.settings.settings import Settings
 from workers.settings.training import LOOPBACK_HOSTS
 
@@ -20,12 +20,12 @@ def is_http_url(text: str) -> bool:
 def check_engines(s: Settings) -> Iterator[str]:
     """`[engine]`: engines are either named or started."""
     engine = s.engine
-    for url in engine.urls:
-        if not is_http_url(url.removeprefix(DNS_PREFIX)):
+    for url in engine.named_urls:
+        if not is_http_url(url):
             yield f"engine.urls: {url!r} is not the URL of an engine; write it as http://HOST:PORT"
-    if len(engine.urls) - len(engine.static_urls) > 1:
-        yield f"engine.urls has several names with {DNS_PREFIX}; leave one, or list the engines one by one"
-    if engine.dns.startswith("https:"):
+    if FILE_PREFIX in engine.urls:
+        yield f"engine.urls: {FILE_PREFIX!r} names no file; write {FILE_PREFIX}PATH"
+    if any(url.startswith(f"{DNS_PREFIX}https:") for url in engine.urls):
         yield (
             f"engine.urls has {DNS_PREFIX}https, but engines behind a name are reached by address, for which no "
             "certificate is valid; write http, or list the engines one by one"
@@ -59,11 +59,7 @@ def check_weights(s: Settings) -> Iterator[str]:
                 "weights.kv_cache is set, but with weights.transport = 'adapter' running requests keep their adapter; "
                 "leave the first out"
             )
-    remote = [
-        url
-        for url in (*s.engine.static_urls, s.engine.dns)
-        if is_http_url(url) and urlsplit(url).hostname not in LOOPBACK_HOSTS
-    ]
+    remote = [url for url in s.engine.named_urls if is_http_url(url) and urlsplit(url).hostname not in LOOPBACK_HOSTS]
     if weights.transport in {"http", "nccl"} and s.run.host in LOOPBACK_HOSTS and remote:
         yield (
             f"run.address is {s.run.address!r}, by which {remote[0]} cannot reach the trainer for weights.transport = "
