@@ -164,9 +164,9 @@ def test_demos_that_are_different_runs_have_different_folders():
     assert len(set(folders)) == len(folders)
 
 
-@pytest.mark.parametrize("command", ["queues", "run", "show", "compare", "export", "dead list"])
+@pytest.mark.parametrize("command", ["queues", "run", "show", "export", "dead list"])
 def test_a_name_that_no_file_can_have_is_one_clear_line(command):
-    other = {"compare": ["x"], "export": ["out"]}.get(command, [])
+    other = ["out"] if command == "export" else []
     result = CliRunner().invoke(penstock, [*command.split(), "n" * 300, *other])
     assert result.exit_code == 1
     assert len(result.stderr.splitlines()) == 1

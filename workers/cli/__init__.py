@@ -58,7 +58,6 @@ penstock.add_section(
     run_commands.top,
     engine_commands.engines,
     transcript_commands.groups,
-    run_commands.compare,
     run_commands.audit,
     run_commands.replay,
     transcript_commands.export_groups,

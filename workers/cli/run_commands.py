@@ -64,23 +64,6 @@ def top(target: str | None, redis: str, as_json: bool, stuck_s: float) -> None:
     show_top(target, redis, stuck_s=stuck_s, as_json=as_json)
 
 
-@click.command(short_help="Show the metrics of runs side by side.")
-@click.argument("targets", metavar="RUN RUN...", nargs=-1, required=True)
-@click.option("--step", type=click.IntRange(1), help="Compare at this step; default: the last one that all have.")
-@click.option("window", "-w", default=10, show_default=True, type=click.IntRange(1), help="Steps in a mean.")
-@click.option("names", "--metric", multiple=True, metavar="NAME", help="Metric, with * and ?; may be repeated.")
-@options.json
-def compare(targets: tuple[str, ...], step: int | None, window: int, names: tuple[str, ...], as_json: bool) -> None:
-    """Show the metrics of runs side by side, each a mean over the same steps.
-
-    RUN is a folder, settings file or name. Only the folders are read, so runs may be running, killed or finished.
-    """
-    from workers.commands.compare import show_comparison
-
-    log_errors_only("compare")
-    show_comparison(targets, step=step, window=window, names=names, as_json=as_json)
-
-
 def _control_command(name: Literal["pause", "resume", "stop"], text: str) -> click.Command:
     @click.command(name, help=text)
     @options.run
