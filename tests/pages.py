@@ -62,9 +62,7 @@ READERS_FILES = {
     "rewards.py",
     "run.toml",
     "runs/demo",
-    "runs/first",
     "runs/my-run",
-    "runs/second",
 }
 """What the reader of test_docs_commands.py has in his folder."""
 

@@ -27,7 +27,7 @@ from workers.demo.task import held_out_rows
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.feed.row_mapping import row_to_prompt
 from workers.run.child_process import ChildProcess
-from workers.run.plot import read_metrics
+from workers.run.display_metrics import read_metrics
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.process_main import run_async
 from workers.run.role_specs import engine_spec

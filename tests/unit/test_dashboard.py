@@ -16,7 +16,7 @@ from workers.dashboard.metrics_series import MAX_POINTS, make_charts
 from workers.dashboard.rendering import render, with_query
 from workers.dashboard.run_source import RunCatalog, read_overview
 from workers.dashboard.server import serve_dashboard
-from workers.run.plot import read_metrics
+from workers.run.display_metrics import read_metrics
 
 TOKEN = "a token, 7 words long"
 STEPS = [

@@ -4,14 +4,13 @@ import json
 
 import msgspec
 import pytest
-from matplotlib.figure import Figure
 
 from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus
 from stream.trainer.ledger_records import read_events
-from workers.run import plot
+from workers.run.display_metrics import read_metrics
 from workers.run.pinned import differences, free_changes, pinned_settings
-from workers.run.plot import draw_progress, read_metrics, smooth
+from workers.run.plot import draw_progress, make_figure, smooth
 from workers.run.run_info import read_run_info
 from workers.run.summary import RunSummary, latest_progress, read_summary, summarize
 from workers.run.verdict import describe_early_end, describe_rewards
@@ -147,10 +146,9 @@ def test_only_the_last_execution_of_a_repeated_step_counts(tmp_path):
     assert [row["a"] for row in read_metrics(file)] == [1, 3]
 
 
-def test_a_running_mean_preserves_constants_and_length():
-    points = [(float(step), 2.0) for step in range(20)]
-    assert smooth(points) == points
-    assert smooth([(0.0, 0.0), (1.0, 3.0), (2.0, 9.0)], window=3) == [(0.0, 0.0), (1.0, 4.0), (2.0, 9.0)]
+def test_a_running_mean_preserves_constants_and_length_and_ends_as_the_data_do():
+    assert smooth([2.0] * 20) == [2.0] * 20
+    assert smooth([0.0, 3.0, 9.0]) == [0.0, 4.0, 9.0]
 
 
 def test_a_run_is_plotted_even_with_missing_measurements(tmp_path):
@@ -177,29 +175,42 @@ def row(step: int, **metrics: float) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("metrics", "panels"),
     [
-        ({}, "reward loss gradient length entropy valid staleness speed"),
-        ({"reference/kl": 0.1}, "reward loss gradient length entropy divergence valid staleness speed"),
+        ({}, ["Reward", "Loss", "Gradient norm", "Completion length", "Entropy", "Validity"]),
+        (
+            {"reference/kl": 0.1},
+            ["Reward", "Loss", "Completion length", "Entropy", "KL divergence", "Validity"],
+        ),
         (
             {"reference/kl": 0.1, "reward/part/a/mean": 1.0, "reward/part/b.c/mean": 0.0},
-            "reward parts loss length entropy divergence valid staleness speed",
+            [
+                "Reward",
+                "Reward parts",
+                "Loss",
+                "Gradient norm",
+                "Completion length",
+                "Entropy",
+                "KL divergence",
+                "Validity",
+            ],
         ),
     ],
 )
 def test_a_plot_shows_what_was_measured(metrics, panels):
-    assert [panel.__name__ for panel in plot._panels([row(7, **metrics)])] == [f"_{name}" for name in panels.split()]
+    figure = make_figure([row(7, **metrics)], "my", "")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == panels
 
 
-def test_a_plot_names_step_and_version_as_the_terminal_does_and_begins_with_the_data(tmp_path):
+def test_a_plot_names_step_and_version_as_the_terminal_does_and_begins_with_the_data(tmp_path, monkeypatch):
+    facts = []
+    monkeypatch.setattr("workers.run.plot.make_figure", lambda *words: facts.append(words[2]) or make_figure(*words))
     rows = [row(41), row(42)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     status = view(0)
-    assert plot._title(tmp_path / "my", rows, status).endswith("step 42, policy version 41, 1.0 min")
+    draw_progress(tmp_path, status)
     status.policy |= {"step": "42", "version": "42"}
-    assert plot._title(tmp_path / "my", rows, status).endswith("step 42, policy version 42, 1.0 min")
-    axes = Figure().subplots()
-    plot._reward(axes, rows)
-    plot._limit_steps(axes, rows)
-    assert 40.9 < axes.get_xlim()[0] < 41
-    assert 42 < axes.get_xlim()[1] < 42.1
+    draw_progress(tmp_path, status)
+    assert facts == ["step 42, policy version 41, 1.0 min", "step 42, policy version 42, 1.0 min"]
+    assert {axes.get_xlim() for axes in make_figure(rows, "my", "").axes} == {(40.5, 42.5)}
 
 
 def rewarded(served: float, clean: float) -> dict[str, float]:

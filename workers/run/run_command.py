@@ -12,8 +12,9 @@ from msgspec import Struct
 from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
 from stream.operator.run_status import RunStatus
+from workers.run.display_metrics import read_metrics
 from workers.run.identity_check import NOTHING, Accept, check_folder
-from workers.run.plot import draw_progress, read_metrics
+from workers.run.plot import draw_progress
 from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight_process import print_report, run_preflight_process
 from workers.run.process_launcher import ProcessLauncher
