@@ -7,9 +7,8 @@ from pathlib import Path
 import msgspec
 
 from stream.durable import write_file_atomically
-from stream.errors import PenstockError
+from stream.errors import PenstockError, SettingsError
 from workers.commands.run_files import saved_settings
-from workers.commands.trace.opentelemetry_export import export_spans
 from workers.commands.trace.perfetto import perfetto_trace
 from workers.commands.trace.spans import Span, Step, group_span, read_steps
 from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
@@ -52,6 +51,10 @@ def write_trace(target: str | None, perfetto: Path | None, otlp: str, steps: str
             raise PenstockError(f"{perfetto} could not be written: {error.strerror}") from error
         done.append(f"{perfetto}: {len(groups)} groups; open it at https://ui.perfetto.dev")
     if otlp:
+        try:
+            from workers.commands.trace.opentelemetry_export import export_spans
+        except ModuleNotFoundError as error:
+            raise SettingsError(f'--otlp needs {error.name}: pip install "penstock[otel]"') from error
         done.append(f"sent {export_spans(groups, settings.run.name, otlp)} traces to {otlp}")
     return "\n".join(done)
 
