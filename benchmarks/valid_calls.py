@@ -40,7 +40,7 @@ def ours() -> Iterator[tuple[str, object, str]]:
     yield "calculator", Calculator(), "Start with 97, times 7, then minus 46."
     till = runpy.run_path(str(ROOT / "examples/own_env/envs/till.py"))["Till"]
     yield "till", till(), "Start with 88, plus 46."
-    counter, capital = class_in("README.md", "Counter"), class_in("docs/from-other-projects.md", "Capital")
+    counter, capital = class_in("README.md", "Counter"), class_in("docs/coming-from.md", "Capital")
     yield "counter", counter(), "Count to 3."
     yield "capital", capital(), "What is the capital of Peru?"
 

@@ -1,4 +1,4 @@
-"""One run of Penstock on a Ray cluster: docs/ray.md.
+"""One run of Penstock on a Ray cluster: examples/ray/README.md.
 
     ray job submit --working-dir . -- python penstock_on_ray.py run.toml --samplers 4
 

@@ -41,7 +41,6 @@ BEFORE = {
         f"{GOING_ON} --set run.metrics_address=127.0.0.1:9400",
         "penstock dashboard --port 7077",
     ],
-    "docs/laptop-to-cluster.md": [*SEVERAL, "penstock serve my.toml --port 8000"],
     "docs/reading-a-run.md": [GOING_ON],
     "docs/several-machines.md": [
         *SEVERAL,
@@ -49,7 +48,6 @@ BEFORE = {
         "penstock serve run.toml --port 8000",
         "python -u -m http.server 8080",
     ],
-    "docs/vllm.md": [GOING_ON],
     "docs/watching.md": [GOING_ON],
 }
 """What the reader of a page has typed before."""
