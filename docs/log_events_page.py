@@ -128,7 +128,7 @@ MEANINGS = {
     "run.failed": "The first error, which ends the run.",
     "run.finished": "There is nothing left to claim.",
     "run.unreadable": "The dashboard cannot read a run: an unexpected exception.",
-    "run.restored": "The run's folder was lost; it was restored from [object storage](object-storage.md).",
+    "run.restored": "The run's folder was lost; it was restored from [object storage](resuming.md#object-storage).",
     "run_status.failed": "The supervisor could not read the run's status once.",
     "sample.failed": "The supervisor could not read a completion to show.",
     "sandbox.unavailable": "Code that models influence runs here without a sandbox: which, why, and what it can reach.",

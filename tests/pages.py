@@ -28,7 +28,7 @@ RUN_BY = {
     "docs/five-minutes.md": "tests/e2e/test_first_hour.py",
     "docs/index.md": "tests/e2e/test_first_hour.py",
     "docs/own-estimator.md": "tests/e2e/test_own_estimator.py",
-    "docs/resuming.md": "tests/e2e/test_docs_commands.py",
+    "docs/resuming.md: penstock run": "tests/e2e/test_docs_commands.py",
     "examples/own_trainer/README.md": "tests/e2e/test_own_trainer.py",
     "examples/reward_model/README.md": "tests/e2e/test_reward_model_run.py",
 }

@@ -209,7 +209,7 @@ def test_programs_that_read_a_run_print_its_groups(reader, page):
 
 
 def test_a_run_is_started_again_with_other_settings_and_other_code(reader):
-    (block,) = blocks_of(ROOT / "docs" / "resuming.md", "sh")
+    block = blocks_of(ROOT / "docs" / "resuming.md", "sh")[0]
     first, changed, edited = (line for line in block.text.splitlines() if line.startswith("penstock"))
     table = tomllib.loads((reader.home / "my.toml").read_text())
     table["train"] |= {"max_steps": STEPS + 4}
