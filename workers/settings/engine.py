@@ -38,11 +38,6 @@ class Engine(Section, frozen=True):
     """Tokens of a sequence in a started engine, prompt included; 0: `rollout.max_tokens` and 1024 for the prompt."""
 
     @property
-    def static_urls(self) -> tuple[str, ...]:
-        """The engines that the settings name one by one."""
-        return tuple(url for url in self.urls if not url.startswith((DNS_PREFIX, FILE_PREFIX)))
-
-    @property
     def named_urls(self) -> tuple[str, ...]:
         """The URLs in the settings, those of DNS names included."""
         return tuple(url.removeprefix(DNS_PREFIX) for url in self.urls if not url.startswith(FILE_PREFIX))

@@ -18,7 +18,7 @@ from workers.settings.section import (
     Section,
 )
 
-RUN_NAME: Final = "letters, digits, '.', '_' and '-', and a letter or a digit at the beginning"
+_RUN_NAME: Final = "letters, digits, '.', '_' and '-', and a letter or a digit at the beginning"
 """What a run's name consists of."""
 _STORAGE_URL: Final = "a URL with its scheme, such as s3://BUCKET/PREFIX"
 
@@ -31,7 +31,7 @@ def name_from(text: str) -> str:
 class Run(Section, frozen=True):
     """`[run]`: name, folder and server of the run."""
 
-    name: Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?\Z", description=RUN_NAME)] = ""
+    name: Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?\Z", description=_RUN_NAME)] = ""
     """Name of the run; prefix of all its Redis keys, in braces. Empty: the name of `folder`; without a folder, every
     `penstock run` starts a new run, named after file and time. Roles that are started one by one need a name."""
     folder: str = ""
