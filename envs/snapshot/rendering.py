@@ -65,16 +65,13 @@ def render_snapshot(factory: EnvironmentFactory, snapshot: bytes) -> RenderedSna
     return RenderedSnapshot(text=text.encode(errors="replace").decode())
 
 
-async def render_snapshots(
-    ref: str, args: Mapping[str, Any], snapshots: Sequence[bytes], timeout_s: float = RENDER_TIMEOUT_S
-) -> list[RenderedSnapshot]:
+async def render_snapshots(ref: str, args: Mapping[str, Any], snapshots: Sequence[bytes]) -> list[RenderedSnapshot]:
     """Render snapshots of one environment in a process of its own; user code that hangs is killed.
 
     Args:
         ref: reference of the environment.
         args: arguments of its factory.
         snapshots: frozen environments.
-        timeout_s: for each of them.
 
     Returns:
         One result for each snapshot.
@@ -84,9 +81,9 @@ async def render_snapshots(
     """
     handler = f"{SnapshotRenderer.__module__}:{SnapshotRenderer.__qualname__}"
     try:
-        with anyio.fail_after(LOAD_TIMEOUT_S + timeout_s * len(snapshots)):
+        with anyio.fail_after(LOAD_TIMEOUT_S + RENDER_TIMEOUT_S * len(snapshots)):
             async with ProcessPool.open(handler, {"ref": ref, "args": dict(args)}, 1) as pool:
-                outcomes = await pool.map(snapshots, timeout_s)
+                outcomes = await pool.map(snapshots, RENDER_TIMEOUT_S)
     except TimeoutError as error:
         raise ReferenceNotFoundError(f"the environment {ref!r} did not load within {LOAD_TIMEOUT_S:g} s") from error
     except ProcessPoolError as error:

@@ -17,10 +17,9 @@ on a trainer's behalf check it, so a trainer that was replaced cannot change any
 import os
 import secrets
 import socket
-from collections.abc import Awaitable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import msgspec
@@ -163,7 +162,6 @@ class TrainerLease:
         Raises:
             RunMismatchError: the server has ended prompts of which the ledger's file knows nothing. Nothing is changed.
         """
-        await self._index_dead_letters()
         facts = await self._read_recovery(ledger, has_checkpoint, is_restored)
         starts = not self._has_recovered
         if facts.must_rebuild:
@@ -225,16 +223,6 @@ class TrainerLease:
                 "checkpoint. Restore the run's folder, or give this run another name"
             )
         return facts
-
-    async def _index_dead_letters(self) -> None:
-        """Index by prompt the dead letters of a server that an earlier release has filled."""
-        for letter in await scan_dead_entries(self.connection):
-            if letter.ends_prompt:
-                await self.connection.with_retry(partial(self._index_dead_letter, letter.prompt, letter.id))
-
-    def _index_dead_letter(self, prompt: str, letter_id: str) -> Awaitable[Any]:
-        name = self.connection.key("dead_prompts")
-        return cast("Awaitable[Any]", self.connection.redis.hsetnx(name, prompt, letter_id))
 
     async def _revoke_dead_letters(self, ledger: Ledger) -> None:
         """Turn dead letters of prompts that were trained or dropped into junk: a server that lost writes made them."""

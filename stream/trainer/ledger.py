@@ -28,10 +28,9 @@ from stream.trainer.ledger_records import (
     end_hash,
     find_rebuilt,
     parse_contents,
-    read_contents,
     record_or_none,
 )
-from stream.trainer.outcomes import OPERATOR, Dropped, LedgerEntry, LedgerOutcome, Retried, encode_outcome
+from stream.trainer.outcomes import OPERATOR, Dropped, LedgerEntry, Retried, encode_outcome
 
 
 class Ledger:
@@ -180,15 +179,6 @@ class Ledger:
             token: fencing token of the trainer that wrote it.
         """
         return any(offset < length and token < later for later, offset, _ in self._asides_by_token())
-
-    @staticmethod
-    def read_outcomes(path: Path, length: int | None = None) -> dict[str, LedgerOutcome]:
-        """Read how prompts were trained or dropped from the first `length` bytes, or all complete lines.
-
-        Raises:
-            RunMismatchError: the file is shorter, or a line is no record.
-        """
-        return read_contents(path, length).outcomes
 
     def append(self, records: Sequence[LedgerRecord]) -> None:
         """Write records; they are durable only after `sync`. While the disk is full, this waits for room.

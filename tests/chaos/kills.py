@@ -19,7 +19,7 @@ from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
 from stream.operator.run_control import pause, resume
 from stream.operator.run_status import RunStatus, read_status
-from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import read_contents
 from tests.chaos.schedule import SERVER, Blow
 from workers.run.run_info import RunInfo, read_run_info
 from workers.train.checkpointing.checkpoint import MANIFEST, Manifest
@@ -154,7 +154,7 @@ class RoleKiller:
         """Whether groups in the newest checkpoint are still marked on the server."""
         newest = max((self.folder / "checkpoints").glob("step-*"), key=_modified_ns)
         manifest = msgspec.json.decode((newest / MANIFEST).read_bytes(), type=Manifest)
-        ends = Ledger.read_outcomes(self.folder / "ledger.jsonl", manifest.progress.ledger_bytes)
+        ends = read_contents(self.folder / "ledger.jsonl", manifest.progress.ledger_bytes).outcomes
         marked = await connection.read_hash("scored:marked")
         return any(prompt in ends for prompt in marked.values())
 

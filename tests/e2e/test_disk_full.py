@@ -5,8 +5,7 @@ import sys
 import pytest
 from msgspec.structs import replace
 
-from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import read_ledger
+from stream.trainer.ledger_records import read_contents, read_ledger
 from tests.chaos import project
 from tests.chaos.audit import acquitted
 from tests.faults import heavy_trainer
@@ -46,7 +45,9 @@ def test_a_full_disk_at_a_checkpoint_stops_the_run_and_acknowledges_nothing(tmp_
     after = [line.record for line in lines if line.end_offset > checkpoint.progress.ledger_bytes]
     behind = {record.prompt for record in after if record.has_group}
     assert behind, "nothing was done after the checkpoint"
-    assert not behind & Ledger.read_outcomes(settings.folder / "ledger.jsonl", checkpoint.progress.ledger_bytes).keys()
+    assert (
+        not behind & read_contents(settings.folder / "ledger.jsonl", checkpoint.progress.ledger_bytes).outcomes.keys()
+    )
     marked = with_run(find_run(str(settings.folder)), lambda connection: connection.read_hash("scored:marked"))
     assert behind <= set(marked.values())
 

@@ -15,7 +15,7 @@ from tests.integration.test_exactness import TOLERANCE, forward, versions
 from workers.settings.toml_file import load_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.checkpointing.export import export
-from workers.train.checkpointing.replay import replay
+from workers.train.checkpointing.replayer import Replayer
 from workers.train.model.adapter import merge_adapter
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
@@ -45,7 +45,7 @@ def test_log_probs_match_the_merged_weights_and_the_replay_is_exact(project, ran
                 seen.add(version)
     assert len(seen) >= 2, f"all tokens are of versions {seen}"
 
-    report = replay(load_settings(project.run_folder / "run.toml"), project.run_folder)
+    report = Replayer(load_settings(project.run_folder / "run.toml"), project.run_folder).run()
     assert report.is_identical, report.mismatch
     assert report.steps == summary["steps"]
 

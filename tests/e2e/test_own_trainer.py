@@ -13,7 +13,7 @@ import pytest
 
 from stream.connection.run_connection import connect
 from stream.operator.run_status import read_status
-from stream.trainer.ledger import Ledger
+from stream.trainer.ledger_records import read_contents
 from tests.chaos import ends, project
 from tests.chaos.engine import reply
 from tests.e2e.dying_trainer import EXAMPLE, MOMENTS
@@ -71,7 +71,7 @@ class Foreign:
     def kept(self) -> set[str]:
         """Return the prompts whose outcome the checkpoint holds."""
         length = json.loads((self.folder / "table.json").read_text())["ledger_bytes"]
-        return set(Ledger.read_outcomes(self.folder / "ledger.jsonl", length))
+        return set(read_contents(self.folder / "ledger.jsonl", length).outcomes)
 
     def audited(self) -> dict:
         """Return the report of `penstock audit`."""

@@ -12,13 +12,12 @@ from redis import Redis
 
 from stream.errors import RecordError
 from stream.trainer.archive import scan_archive
-from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import read_ledger
+from stream.trainer.ledger_records import read_contents, read_ledger
 from tests.e2e.harness import balanced, children, finish, running, wait_for_trained
 from workers.run.run_info import read_run_info
 from workers.settings.toml_file import load_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
-from workers.train.checkpointing.replay import replay
+from workers.train.checkpointing.replayer import Replayer
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -71,7 +70,7 @@ class Killer:
         os.kill(self.trainer(), signal.SIGKILL)
         newest = CheckpointStore(self.checkpoints).latest()
         os.kill(self.server_pid, signal.SIGCONT)
-        ends = Ledger.read_outcomes(self.project.run_folder / "ledger.jsonl", newest.progress.ledger_bytes)
+        ends = read_contents(self.project.run_folder / "ledger.jsonl", newest.progress.ledger_bytes).outcomes
         return any(prompt.decode() in ends for prompt in self.server.hvals("{test}:scored:marked"))
 
     def stopped_in_time(self) -> bool:
@@ -142,7 +141,7 @@ def test_a_run_whose_trainer_was_killed_five_times_is_replayed_bit_for_bit(proje
     content[place.offset + place.size // 2] ^= 1
     place.file.write_bytes(content)
     with pytest.raises(RecordError, match=f"the group of prompt {line.prompt}: damaged"):
-        replay(load_settings(project.run_folder / "run.toml"), project.run_folder)
+        Replayer(load_settings(project.run_folder / "run.toml"), project.run_folder).run()
 
 
 LONG = {

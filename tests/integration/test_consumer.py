@@ -14,7 +14,7 @@ from stream.trainer.consume import consume
 from stream.trainer.consumer import Consumer
 from stream.trainer.lease import TrainerLease
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import read_ledger
+from stream.trainer.ledger_records import read_contents, read_ledger
 from stream.trainer.outcomes import Dropped, Trained
 from stream.trainer.resume_point import ResumePoint
 
@@ -39,7 +39,7 @@ async def wake_repeatedly(pipe) -> None:
 
 
 async def ends_in(ledger) -> dict[str, str]:
-    return await anyio.to_thread.run_sync(Ledger.read_outcomes, ledger)
+    return await anyio.to_thread.run_sync(lambda: read_contents(ledger).outcomes)
 
 
 async def test_groups_are_claimed_committed_checkpointed_and_deleted(pipe, ledger):

@@ -14,7 +14,6 @@ from stream.errors import RunMismatchError
 from stream.queue.stage import RetryPolicy, Stage
 from stream.trainer.archive import Archive
 from stream.trainer.consume import open_consumer, open_trainer_lease
-from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import read_contents, read_ledger
 from stream.trainer.outcomes import Dead, Dropped, Trained
 from stream.trainer.resume_point import ResumePoint
@@ -60,7 +59,7 @@ class Run:
             self.checkpoints[-1] = replace(self.checkpoints[-1], groups=trained, resumed=resumed)
 
     async def outcomes(self):
-        return await anyio.to_thread.run_sync(Ledger.read_outcomes, self.ledger)
+        return await anyio.to_thread.run_sync(lambda: read_contents(self.ledger).outcomes)
 
     async def content(self):
         return await anyio.Path(self.ledger).read_bytes()

@@ -329,11 +329,18 @@ async def test_without_any_engine_the_error_names_the_remedy(tmp_path):
 # Concurrency
 
 
-async def test_an_engine_gets_no_more_than_its_limit_and_waiting_requests_go_in_order():
+def bound_requests(monkeypatch, lowest: int, highest: int) -> None:
+    """Set the limits of requests in flight at one engine."""
+    monkeypatch.setattr("workers.rollout.engine_client.health.MIN_CONCURRENCY", lowest)
+    monkeypatch.setattr("workers.rollout.engine_client.health.MAX_CONCURRENCY", highest)
+
+
+async def test_an_engine_gets_no_more_than_its_limit_and_waiting_requests_go_in_order(monkeypatch):
+    bound_requests(monkeypatch, 2, 4)
     most = 0
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.02) as engine,
-        client_of(engine, concurrency_bounds=(2, 4)) as client,
+        client_of(engine) as client,
         anyio.create_task_group() as tasks,
     ):
 
@@ -351,10 +358,11 @@ async def test_an_engine_gets_no_more_than_its_limit_and_waiting_requests_go_in_
     assert all(abs(place - i) < 8 for place, i in enumerate(order))
 
 
-async def test_a_request_cancelled_while_waiting_keeps_no_slot():
+async def test_a_request_cancelled_while_waiting_keeps_no_slot(monkeypatch):
+    bound_requests(monkeypatch, 1, 2)
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.05) as engine,
-        client_of(engine, concurrency_bounds=(1, 2)) as client,
+        client_of(engine) as client,
     ):
         async with anyio.create_task_group() as tasks:
             for i in range(20):
@@ -365,11 +373,12 @@ async def test_a_request_cancelled_while_waiting_keeps_no_slot():
 
 
 async def test_an_engine_with_a_queue_gets_fewer_requests(monkeypatch):
+    bound_requests(monkeypatch, 2, 100)
     monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.02, 0.03))
     waited = []
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.02, max_concurrency=10) as engine,
-        client_of(engine, concurrency_bounds=(2, 100)) as client,
+        client_of(engine) as client,
         anyio.create_task_group() as tasks,
     ):
 
@@ -389,6 +398,7 @@ async def test_an_engine_with_a_queue_gets_fewer_requests(monkeypatch):
 
 
 async def test_an_engine_without_metrics_gets_a_fixed_limit_which_is_logged_once(monkeypatch):
+    bound_requests(monkeypatch, 2, 6)
     monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.01, 0.02))
 
     async def nothing(self, _):
@@ -397,7 +407,7 @@ async def test_an_engine_without_metrics_gets_a_fixed_limit_which_is_logged_once
     monkeypatch.setattr(ScriptedRoutes, "_metrics", nothing)
     async with ScriptedEngine(reply, version="0", delay_s=0.2) as engine:
         with capture_logs() as lines:
-            async with client_of(engine, concurrency_bounds=(2, 6)) as client:
+            async with client_of(engine) as client:
                 await ask_all(client, 18)
     assert [(line["url"], line["limit"]) for line in lines if line["event"] == "engine.metrics_missing"] == [
         (engine.url, 6)
@@ -405,6 +415,7 @@ async def test_an_engine_without_metrics_gets_a_fixed_limit_which_is_logged_once
 
 
 async def test_an_engine_whose_metrics_fail_once_is_polled_again(monkeypatch):
+    bound_requests(monkeypatch, 2, 6)
     monkeypatch.setattr("workers.rollout.engine_client.health._POLL_INTERVAL_S", (0.01, 0.02))
     polls, figures = [], ScriptedRoutes._metrics
 
@@ -415,17 +426,18 @@ async def test_an_engine_whose_metrics_fail_once_is_polled_again(monkeypatch):
     monkeypatch.setattr(ScriptedRoutes, "_metrics", sometimes)
     async with ScriptedEngine(reply, version="0", delay_s=0.2) as engine:
         with capture_logs() as lines:
-            async with client_of(engine, concurrency_bounds=(2, 6)) as client:
+            async with client_of(engine) as client:
                 await ask_all(client, 18)
     assert sum(polls) > 2
     assert not [line for line in lines if line["event"] == "engine.metrics_missing"]
 
 
-async def test_a_free_slot_goes_to_a_waiting_request_with_a_cached_prefix():
+async def test_a_free_slot_goes_to_a_waiting_request_with_a_cached_prefix(monkeypatch):
+    bound_requests(monkeypatch, 2, 4)
     async with (
         ScriptedEngine(reply, version="0", delay_s=0.1) as one,
         ScriptedEngine(reply, version="0", delay_s=0.1) as other,
-        client_of(one, other, concurrency_bounds=(2, 4)) as client,
+        client_of(one, other) as client,
         anyio.create_task_group() as tasks,
     ):
         urls = (one.url, other.url)  # ports decide which engine a group prefers: use equal numbers of groups for each

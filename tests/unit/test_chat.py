@@ -10,6 +10,7 @@ from stream.errors import DataError, PenstockError
 from tests.cases.chats import ADD, CALL, TEMPLATE, USER, make_tokenizer, model_folder, tool, write
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.template import ChatTemplate
+from workers.rollout.chat.text_encoder import TextEncoder
 
 
 @pytest.fixture
@@ -197,10 +198,12 @@ class WatchedTemplate(ChatTemplate):
         return super().render(*args, **kwargs)
 
 
-async def test_long_prompts_are_rendered_in_a_thread_once_per_group(folder):
+async def test_long_prompts_are_rendered_in_a_thread_and_tokenized_once_per_group(folder, monkeypatch):
     import anyio
 
-    template = WatchedTemplate(TEMPLATE, {}, folder)
+    template, tokenized = WatchedTemplate(TEMPLATE, {}, folder), []
+    encode = TextEncoder.encode
+    monkeypatch.setattr(TextEncoder, "encode", lambda encoder, text: tokenized.append(text) or encode(encoder, text))
     chat = await anyio.to_thread.run_sync(
         ChatTokenizer, make_tokenizer(), template, None, set()
     )  # as a worker makes it
@@ -210,13 +213,14 @@ async def test_long_prompts_are_rendered_in_a_thread_once_per_group(folder):
     assert set(template.threads) == {threading.get_ident()}
 
     template.threads.clear()
+    tokenized.clear()
     long = [{"role": "user", "content": "x" * 25_000}]
     async with anyio.create_task_group() as tasks:
         for _ in range(4):
             tasks.start_soon(chat.encode_prompt, long)
-    assert len(template.threads) == 1
+    assert tokenized == ["user\n" + "x" * 25_000]
     await chat.encode_continuation([tool("x" * 25_000)], True)
-    assert len(template.threads) == 2
+    assert len(template.threads) == 5
     assert threading.get_ident() not in template.threads
 
 

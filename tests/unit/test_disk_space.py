@@ -13,7 +13,7 @@ from stream import disk_space, server_data
 from stream.disk_space import disk_problem, persist, waiting
 from stream.durable import append_all, write_file_atomically
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord
+from stream.trainer.ledger_records import LedgerRecord, read_contents
 from stream.trainer.outcomes import Trained
 from workers.train.metrics_log import MetricsLog
 
@@ -88,7 +88,7 @@ def test_a_ledger_that_waited_has_each_record_once(tiny_disk):
     assert raised == []
     length = ledger.sync()
     ledger.close()
-    assert list(Ledger.read_outcomes(tiny_disk / "ledger.jsonl", length)) == [record.prompt for record in records]
+    assert list(read_contents(tiny_disk / "ledger.jsonl", length).outcomes) == [record.prompt for record in records]
     again = Ledger(tiny_disk / "ledger.jsonl", length, digest=ledger.digest())
     assert len(again.outcomes) == 200
     again.close()

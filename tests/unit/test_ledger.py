@@ -8,7 +8,14 @@ import pytest
 from stream.errors import RunMismatchError
 from stream.records import Completion, Failure, Group, Interval, Prompt, RewardPart, Span
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerEvent, LedgerRecord, content_hash, read_events, read_ledger
+from stream.trainer.ledger_records import (
+    LedgerEvent,
+    LedgerRecord,
+    content_hash,
+    read_contents,
+    read_events,
+    read_ledger,
+)
 from stream.trainer.outcomes import Dead, Dropped, LedgerOutcome, Retried, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
@@ -51,13 +58,13 @@ def test_resuming_truncates_to_the_checkpoint(path, length):
     ledger.append([line("e")])
     assert ledger.sync() > length
     ledger.close()
-    assert list(Ledger.read_outcomes(path)) == ["a", "b", "e"]
+    assert list(read_contents(path).outcomes) == ["a", "b", "e"]
 
 
 def test_an_incomplete_line_after_the_checkpoint_is_cut(path, length):
     with path.open("ab") as file:
         file.write(b'{"prompt":"e","end":"tra')
-    assert list(Ledger.read_outcomes(path)) == ["a", "b", "c", "d"]
+    assert list(read_contents(path).outcomes) == ["a", "b", "c", "d"]
     ledger = Ledger(path, length)
     assert list(ledger.outcomes) == ["a", "b"]
     ledger.close()
@@ -102,10 +109,10 @@ def test_an_invalid_line_before_the_checkpoint_is_refused(path, length, junk):
 
 def test_reading_changes_nothing(path, length):
     before = path.read_bytes()
-    assert list(Ledger.read_outcomes(path, length)) == ["a", "b"]
-    assert list(Ledger.read_outcomes(path)) == ["a", "b", "c", "d"]
+    assert list(read_contents(path, length).outcomes) == ["a", "b"]
+    assert list(read_contents(path).outcomes) == ["a", "b", "c", "d"]
     assert path.read_bytes() == before
-    assert Ledger.read_outcomes(path.with_name("none.jsonl")) == {}
+    assert read_contents(path.with_name("none.jsonl")).outcomes == {}
     assert not path.with_name("none.jsonl").exists()
 
 
@@ -115,7 +122,7 @@ def test_unusual_ids_round_trip(path):
     ledger.append([line(each) for each in ids])
     length = ledger.sync()
     ledger.close()
-    assert list(Ledger.read_outcomes(path, length)) == ids
+    assert list(read_contents(path, length).outcomes) == ids
 
 
 def make_group() -> Group:

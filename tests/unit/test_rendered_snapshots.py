@@ -96,9 +96,10 @@ def test_what_render_returns_is_shown_and_what_it_raises_is_said(board):
     assert render_snapshot(silent, snapshot()) == RenderedSnapshot()
 
 
-async def test_a_render_that_hangs_is_killed_and_costs_no_other_snapshot(board):
+async def test_a_render_that_hangs_is_killed_and_costs_no_other_snapshot(board, monkeypatch):
+    monkeypatch.setattr("envs.snapshot.rendering.RENDER_TIMEOUT_S", 0.5)
     ref, _, snapshot = board
-    hanging, other = await render_snapshots(ref, {}, [snapshot("hang"), snapshot()], 0.5)
+    hanging, other = await render_snapshots(ref, {}, [snapshot("hang"), snapshot()])
     assert hanging == RenderedSnapshot(error="render: it did not return within 0.5 s")
     assert other.text.startswith("x o\n")
 

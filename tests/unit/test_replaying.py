@@ -25,7 +25,7 @@ from workers.commands.replay import show_replay
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings, parse_settings
 from workers.train.checkpointing.checkpoint import MANIFEST, OPTIMIZER, CheckpointStore, Manifest
-from workers.train.checkpointing.replay import replay
+from workers.train.checkpointing.replayer import Replayer
 from workers.train.progress import Progress
 from workers.train.step.collation import collate
 from workers.train.step.group_checks import check_group
@@ -124,7 +124,7 @@ class Made:
         ledger.append(lines)
 
     def replay(self, settings: Settings | None = None):
-        return replay(settings or self.settings, self.folder)
+        return Replayer(settings or self.settings, self.folder).run()
 
     def lines(self) -> list[LedgerRecord]:
         return [written.record for written in read_ledger(self.ledger)[0]]

@@ -1,4 +1,4 @@
-"""Texts are encoded in parts, and tokens decoded from their bytes, exactly as the whole tokenizer does it."""
+"""Texts are encoded in parts exactly as the whole tokenizer does it, and each part once."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.cases.families import FAMILIES, chat_of, tokenizer_of
-from workers.rollout.chat.text_encoder import TextEncoder, decoder_of
+from workers.rollout.chat.text_encoder import TextEncoder
 
 TOKENIZERS = {name: tokenizer_of(name) for name in FAMILIES}
 SPECIAL = {name: sorted(t.content for t in tok.get_added_tokens_decoder().values()) for name, tok in TOKENIZERS.items()}
@@ -36,16 +36,9 @@ def test_a_text_in_parts_has_the_tokens_of_the_whole(encoders, data, family):
     pieces = st.lists(WORDS | st.sampled_from(special), max_size=8).map("".join)
     encoder = encoders[family]
     assert encoder._cuts is not None
-    encoder.remember([data.draw(pieces), data.draw(pieces)])
     text = data.draw(pieces)
-    assert encoder.encode_prompt(text) == encoder.encode_continuation(text) == whole(tokenizer, text)
-    assert encoder.encode_prompt(text) == whole(tokenizer, text), "again, from what is remembered"
-
-
-@given(family=st.sampled_from(sorted(FAMILIES)), ids=st.lists(st.integers(0, 400), max_size=12))
-def test_tokens_decode_as_the_tokenizer_decodes_them(family, ids):
-    tokenizer = TOKENIZERS[family]
-    assert decoder_of(tokenizer)(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+    assert encoder.encode_segments(text) == whole(tokenizer, text)
+    assert encoder.encode_segments(text) == whole(tokenizer, text), "again, from what is remembered"
 
 
 class RecordingTokenizer:
@@ -59,18 +52,28 @@ class RecordingTokenizer:
         return self.tokenizer.encode(text, **options)
 
 
-@pytest.mark.parametrize(("content", "times"), [("a result", 1), ("a long result " * 100, 2)])
-def test_only_what_a_result_says_is_tokenized_and_a_short_one_once(content, times):
+def test_what_a_result_says_is_tokenized_once():
     chat = chat_of("qwen2.5", [{"type": "function", "function": {"name": "add"}}])
-    chat.check_history()
     chat._encoder._tokenizer = tokenizer = RecordingTokenizer(chat._tokenizer)
-    result = {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": content}
+    chat.continuation_ids([{"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "?"}], True)
+    tokenizer.texts.clear()
+    result = {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "a result"}
     expected = whole(chat._tokenizer, chat.renderer.render_continuation([result]))[1:]
     for _ in range(2):
         ids = chat.continuation_ids([result], ended_with_eos=True)
         assert ids == expected
         ids.append(7)  # the caller's own
-    assert tokenizer.texts == [f"user\n<tool_response>\n{content}\n</tool_response>"] * times
+    assert tokenizer.texts == ["user\n<tool_response>\na result\n</tool_response>"]
+
+
+def test_what_is_remembered_is_bounded():
+    tokenizer = RecordingTokenizer(tokenizer_of("qwen2.5"))
+    encoder = TextEncoder(tokenizer)
+    for number in range(40):
+        encoder.encode_segments(f"{number} " + "word " * 3_000)
+    encoder.encode_segments("39 " + "word " * 3_000)
+    encoder.encode_segments("0 " + "word " * 3_000)
+    assert [text[:3] for text in tokenizer.texts[40:]] == ["0 w"]
 
 
 def sentencepiece_like():
@@ -114,10 +117,7 @@ def test_a_tokenizer_whose_parts_depend_on_each_other_encodes_whole_texts(tokeni
     encoder = encoder_of(tokenizer, "<x>")
     assert encoder._cuts is None
     text = "a b<x> a<x>a <x>b"
-    assert encoder.encode_prompt(text) == whole(tokenizer, text)
-    assert decoder_of(tokenizer)(whole(tokenizer, text)) == tokenizer.decode(
-        whole(tokenizer, text), skip_special_tokens=False
-    )
+    assert encoder.encode_segments(text) == whole(tokenizer, text)
 
 
 def test_a_tokenizer_with_a_normalizer_of_each_part_is_cut():
@@ -127,4 +127,4 @@ def test_a_tokenizer_with_a_normalizer_of_each_part_is_cut():
     encoder = encoder_of(tokenizer, "<x>")
     text = "e\u0301<x>\u0301e<x>"
     assert encoder._cuts is not None
-    assert encoder.encode_prompt(text) == whole(tokenizer, text)
+    assert encoder.encode_segments(text) == whole(tokenizer, text)

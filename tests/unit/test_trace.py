@@ -61,11 +61,10 @@ def test_a_group_is_one_span_from_the_feeder_to_the_publication():
 
 
 def test_times_that_are_missing_leave_their_spans_out():
-    """Records of earlier releases have no intervals and no time at which a scorer claimed them."""
     group = make_group(score_claimed_at=0.0)
     group.completions[0].intervals.clear()
     span = group_span(group, "dropped:ties", None)
-    assert names(span) == ["wait for a rollout worker", "rollout p", "score"]
+    assert names(span) == ["wait for a rollout worker", "rollout p"]
     assert not span.children[1].children
     assert group_span(Group(prompt=Prompt(id="p", messages=[]), completions=[]), "trained", None) is None
 

@@ -41,12 +41,17 @@ class Recorder:
         self.closed = True
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr("workers.train.tracking.tracker_thread._BACKOFF", Backoff(0.001, 0.002))
+
+
 def tracked(folder, first_step: int = 1) -> TrackedRun:
     return TrackedRun(id="id", name="r", folder=folder, settings={}, first_step=first_step)
 
 
 def start(folder, recorder, first_step: int = 1) -> TrackerThread:
-    return TrackerThread("fake", tracked(folder, first_step), recorder, Backoff(0.001, 0.002))
+    return TrackerThread("fake", tracked(folder, first_step), recorder)
 
 
 def line(step: int) -> dict:

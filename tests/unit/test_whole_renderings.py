@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from tests.cases.chats import ADD, TEMPLATE, make_tokenizer
+from tests.cases.families import chat_of, spelled
+from tests.unit.test_families import SYSTEM, THOUGHTS, TOOLS
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
-from workers.rollout.chat.known_parts import KnownParts
-from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer
+from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.chat.template import ChatTemplate
 
 ASK = {"role": "user", "content": "What is 1 + 2?"}
@@ -36,12 +39,53 @@ def turns_of(chat, *rounds):
 
 def assert_context_is_whole(chat, messages, turns):
     """Compare what the engine gets after each turn with the template's rendering of the whole conversation."""
-    renderer = ConversationRenderer(chat.renderer.template, chat.renderer.tools)  # has learned nothing
-    renderer.set_end_of_turn(chat.renderer.end_of_turn)
-    known = KnownParts()
     for count in range(1, len(turns) + 1):
-        ids, _ = chat.conversation_ids(messages, turns[:count], known)
-        assert chat._decode_all(ids) == renderer.render_whole(messages, turns[:count])
+        ids, _ = chat.conversation_ids(messages, turns[:count])
+        assert chat._decode_all(ids) == chat.renderer.render_whole(messages, turns[:count])
+
+
+REWRITING = {"qwq": {}, "deepseek-r1": {}, "qwen3": {"enable_thinking": False}, "mistral-nemo": {}}
+"""Families whose templates rewrite history that has tool results, with arguments of the template."""
+CONTENTS = st.text(max_size=20) | st.sampled_from(["<tool_response>", "</think>", "user", "3", "\n 7 \n", '{"a": 1}'])
+
+
+@pytest.fixture(scope="module")
+def chats():
+    """Chat tokenizers of every rewriting family."""
+    return {name: chat_of(name, TOOLS, **arguments) for name, arguments in REWRITING.items()}
+
+
+@st.composite
+def episodes(draw):
+    """Draw a family, whether there is a system message, and turns that are answered by tools and perhaps by a user."""
+    name = draw(st.sampled_from(sorted(REWRITING)))
+    thought, opening = THOUGHTS.get(name, ""), "<think>\n" if name in ("qwq", "deepseek-r1") else ""
+    turns = []
+    for number in range(draw(st.integers(1, 8))):
+        start = thought.format(draw(CONTENTS)) if draw(st.booleans()) else ""
+        replies = [tool(text, i) for i, text in enumerate(draw(st.lists(CONTENTS, min_size=1, max_size=2)))]
+        if draw(st.integers(0, 5)) == 0:
+            replies = [user(draw(CONTENTS))]
+        turns.append((f"{start}Step {number}: add.", replies, opening if start and number % 3 else ""))
+    return name, draw(st.booleans()), turns
+
+
+@given(episodes())
+def test_a_rewritten_conversation_is_what_the_template_writes_with_the_tokens_that_were_sampled(chats, episode):
+    name, has_system, drawn = episode
+    chat = chats[name]
+    messages = [SYSTEM, ASK] if has_system else [ASK]
+    turns = []
+    for text, replies, opening in drawn:
+        ids = [*spelled(chat._tokenizer, text), chat.end_of_turn_id]
+        turns.append(AssistantTurn(ids, chat.decode(ids), replies, opening))
+    assert_context_is_whole(chat, messages, turns)
+    context = chat.conversation_ids(messages, turns)[0].tolist()
+    shown = chat.renderer.render_whole(messages, turns)
+    for number in range(len(turns)):
+        answer = spelled(chat._tokenizer, f"Step {number}: add.")
+        is_sampled = any(context[at : at + len(answer)] == answer for at in range(len(context)))
+        assert is_sampled or f"Step {number}: add." not in shown
 
 
 GENERATION = "{{- '<|im_start|>assistant\\n' }}"
@@ -53,7 +97,7 @@ SYSTEM_FIRST = (
     "{%- for m in messages if m.role != 'system' %}{{ m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
     "{%- if add_generation_prompt %}{{- 'assistant\\n' }}{%- endif %}"
 )
-LATE = TEMPLATE.replace(GENERATION, "{{- '<|im_start|>assistant\\n' + ('!' if messages|length > 7 * 11 else '') }}")
+LATE = TEMPLATE.replace(GENERATION, "{{- '<|im_start|>assistant\\n' + ('!' if messages|length > 7 * 20 else '') }}")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +106,7 @@ LATE = TEMPLATE.replace(GENERATION, "{{- '<|im_start|>assistant\\n' + ('!' if me
         (BY_SYSTEM_MESSAGE, [ASK], [tool("3")] * 9, None),
         (BY_SYSTEM_MESSAGE, [{"role": "system", "content": "Be brief. /no_think"}, ASK], [tool("3")] * 9, 1),
         (SYSTEM_FIRST, [ASK], [tool("3"), {"role": "system", "content": "Hurry."}], 2),
-        (LATE, [ASK], [tool("3")] * 64, 64),
+        (LATE, [ASK], [tool("3")] * 128, 128),
     ],
 )
 async def test_a_conversation_that_the_template_treats_unlike_the_samples_is_rendered_as_a_whole(
@@ -125,7 +169,7 @@ def test_blanks_after_a_turn_are_the_tokens_of_the_whole_text():
     end = tokenizer.token_to_id("<|im_end|>")
     chat = ChatTokenizer(tokenizer, ChatTemplate(LLAMA_2, {}, Path("folder")), None, {end})
     sampled = [tokenizer.token_to_id("3"), end]
-    ids, _ = chat.conversation_ids([ASK], [AssistantTurn(sampled, "3", [user("Sure?")])], KnownParts())
+    ids, _ = chat.conversation_ids([ASK], [AssistantTurn(sampled, "3", [user("Sure?")])])
     whole = tokenizer.encode("[INST] What is 1 + 2? [/INST] 3 <|im_end|>[INST] Sure? [/INST]").ids
     tail = whole[whole.index(sampled[0]) :]
     assert ids.tolist()[-len(tail) :] == tail
@@ -153,7 +197,7 @@ def test_a_result_that_the_template_names_by_its_call_has_that_name(rewrites):
     assert not chat.check_history().rewrites_history
     turns = turns_of(chat, ("a", tool("3")), ("b", tool("4"), tool("5", 2, "sub")))
     if rewrites:
-        text = chat._decode_all(chat.conversation_ids([ASK], turns, KnownParts())[0])
+        text = chat._decode_all(chat.conversation_ids([ASK], turns)[0])
     else:
         text = "".join(chat._decode_all(chat.continuation_ids(turn.replies, True)) for turn in turns)
     assert text.count("<|im_start|>functions.add\n3<|im_end|>") == 1

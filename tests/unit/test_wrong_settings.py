@@ -1,7 +1,6 @@
 """Wrong settings: each message names the key, the problem and the remedy."""
 
 import math
-import re
 import tomllib
 from typing import get_type_hints
 
@@ -15,9 +14,7 @@ from stream.errors import DataError, ReferenceNotFoundError, SettingsError
 from workers.commands.rescore.rescore import _load_functions
 from workers.feed.dataset_mix import open_dataset_mix
 from workers.feed.evaluation_prompts import read_evaluation_prompts
-from workers.settings import sections, setting_keys
-from workers.settings.estimators import Gae
-from workers.settings.renamed_keys import RENAMED_KEYS
+from workers.settings import sections
 from workers.settings.toml_file import dump_settings, load_settings, parse_settings
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
@@ -94,25 +91,6 @@ def test_every_pattern_of_a_setting_has_a_form_in_words():
     }
     assert "run.name" in patterns
     assert all(patterns.values()), patterns
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED_KEYS.items())
-def test_an_old_key_is_refused_with_its_new_name(old, new):
-    section, _, key = old.partition(".")
-    table = LEAST | {section: {key: 1} if key else {}}
-    if section in {"rewards", "model", "data"}:
-        table[section] = LEAST[section] | {key: 1} if section != "rewards" else [{"ref": "a:b", key: 1}]
-    with pytest.raises(SettingsError) as caught:
-        parse_settings(table)
-    assert old in str(caught.value)
-    assert (f"is now {new}" if new else "was removed") in str(caught.value)
-
-
-def test_new_names_of_old_keys_exist():
-    current = {*setting_keys(), *sections(), *(f"estimator.{name}" for name in Gae.trainer_options)}
-    named = {new for new in RENAMED_KEYS.values() if re.fullmatch(r"[a-z_.]+", new)}
-    assert named <= current
-    assert not RENAMED_KEYS.keys() & current
 
 
 def test_a_logit_bias_is_read_and_written_back():

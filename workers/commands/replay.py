@@ -14,9 +14,7 @@ from workers.commands.run_files import saved_settings
 from workers.run.process_main import run_async
 from workers.run.run_info import find_run
 from workers.runtime.exit_codes import ExitCode
-from workers.settings import Settings
-from workers.train.checkpointing.replay import ReplayReport, replay
-from workers.train.checkpointing.replay_comparison import CheckpointMatch, ReplayMismatch
+from workers.train.checkpointing.replayer import CheckpointMatch, Replayer, ReplayReport
 from workers.train.distributed.ranks import collective_timeout_s, rank_and_world_size
 
 
@@ -25,7 +23,7 @@ def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[
 
     Args:
         target: folder, settings file or name of the run.
-        as_json: print one JSON object.
+        as_json: print one JSON object, which contains all matches.
         command: command line that starts each further rank.
 
     Raises:
@@ -45,7 +43,8 @@ def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[
 
         collective_timeout_s()  # report an invalid value here once, not in every rank
         return launch_ranks(settings.train.ranks, command)
-    report = _run_replay(settings, folder, _ignore_checkpoint if as_json else _print_checkpoint, world_size)
+    make_replayer = partial(Replayer, settings, folder, (lambda _: None) if as_json else _print_checkpoint)
+    report = make_replayer().run() if world_size == 1 else _replay_on_ranks(make_replayer)
     if as_json:
         print_json({"run": location.run} | msgspec.to_builtins(report))
     else:
@@ -53,18 +52,14 @@ def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[
     return ExitCode.SUCCESS if report.is_identical else ExitCode.FAILURE
 
 
-def _run_replay(
-    settings: Settings, folder: Path, on_checkpoint: Callable[[CheckpointMatch], None], world_size: int
-) -> ReplayReport:
-    """Replay in this process alone, or as rank 0 of several."""
-    if world_size == 1:
-        return replay(settings, folder, on_checkpoint)
+def _replay_on_ranks(make_replayer: Callable[..., Replayer]) -> ReplayReport:
+    """Replay as rank 0 of several."""
     from workers.train.rank_control.commands import RankCommands
     from workers.train.rank_control.rank0 import Rank0Learner, run_with_followers
 
     async def lead(commands: RankCommands) -> ReplayReport:
         learner = partial(Rank0Learner, commands=commands)
-        return await anyio.to_thread.run_sync(partial(replay, settings, folder, on_checkpoint, make_learner=learner))
+        return await anyio.to_thread.run_sync(lambda: make_replayer(make_learner=learner).run())
 
     return run_async(partial(run_with_followers, lead))
 
@@ -72,23 +67,15 @@ def _run_replay(
 def _print_report(report: ReplayReport, settings_file: Path) -> None:
     for note in report.notes:
         print_line(f"note: {note}")
-    if report.mismatch is None:
+    if (mismatch := report.mismatch) is None:
         print_line(
             f"equal bit for bit after {report.steps:,} steps: {report.groups:,} groups, {report.dropped:,} dropped"
         )
     else:
-        print_line(f"different: {_describe(report.mismatch)}")
+        where = f"{mismatch.checkpoint}: " if mismatch.checkpoint else ""
+        print_line(f"different: step {mismatch.step}: {where}{mismatch.description}")
         print_line(f"(replayed with {settings_file} as it is now; a changed [train] explains a difference)")
-
-
-def _describe(mismatch: ReplayMismatch) -> str:
-    where = f"{mismatch.checkpoint}: " if mismatch.checkpoint else ""
-    return f"step {mismatch.step}: {where}{mismatch.description}"
 
 
 def _print_checkpoint(match: CheckpointMatch) -> None:
     print_line(f"step {match.step}: {match.checkpoint} is equal ({match.tensors} tensors)")
-
-
-def _ignore_checkpoint(_: CheckpointMatch) -> None:
-    """Print nothing: with `--json`, the final object contains all matches."""

@@ -12,7 +12,7 @@ An episode ends with a value: None (the model or the environment was done), a `T
 what concerns all completions of the group is raised: no engine answers, or the chat template refuses the prompt.
 """
 
-from functools import cached_property, partial
+from functools import partial
 
 import anyio
 
@@ -22,7 +22,6 @@ from stream.errors import EngineError, EngineUnavailableError
 from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, Row
 from stream.validity import RolloutReason, TruncationReason
-from workers.rollout.chat.known_parts import KnownParts
 from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampled_turn import SampledTurn
 from workers.rollout.engine_client.sampling import end_after_error
@@ -66,11 +65,6 @@ class ConversationEpisode(BaseEpisode):
         self._turns: list[AssistantTurn] = []
         self._is_rewritten = False
         self._replies = EnvironmentReplies(context, self.completion, self.clock)
-
-    @cached_property
-    def _known(self) -> KnownParts:
-        """What is known of a conversation whose history the template rewrites."""
-        return KnownParts()
 
     def prompt_messages(self, observation: Observation) -> list[Message]:
         """Return the prompt with the observation appended."""
@@ -149,7 +143,7 @@ class ConversationEpisode(BaseEpisode):
         prompt = self.completion.prompt_messages
         self._is_rewritten = self._is_rewritten or not await chat.continues(prompt, self._turns)
         if self._is_rewritten:
-            whole, new_count = await chat.encode_conversation(prompt, self._turns, self._known)
+            whole, new_count = await chat.encode_conversation(prompt, self._turns)
             if new_count >= left:
                 return TruncationReason.LENGTH
             self._builder.set_context(whole, new_count)

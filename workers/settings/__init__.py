@@ -5,9 +5,9 @@
     section        base class of every table        pipeline    [run], [model], [score], [archive], [queue] ..
     settings       Settings: the whole file         data        [data], [environments], [[rewards]]
     toml_file      reading and writing TOML         rollout     [rollout], [eval], [pacing]
-    renamed_keys   old keys and their new names     engine      [engine]
-    cross_checks/  combinations that cannot work    training    [train], [lora], [weights]
-    presets        published corrections            algorithm   [algorithm], [filter], [correction]
+    cross_checks/  combinations that cannot work    engine      [engine]
+    presets        published corrections            training    [train], [lora], [weights]
+                                                    algorithm   [algorithm], [filter], [correction]
     estimators, losses                              [estimator], [loss]: one class per name, with its options
 """
 

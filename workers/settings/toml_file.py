@@ -21,7 +21,6 @@ from workers.settings.data import DatasetSettings, EnvironmentSettings, RewardSe
 from workers.settings.download import display_source, download_text, is_url
 from workers.settings.estimators import Grpo
 from workers.settings.losses import Clipped
-from workers.settings.renamed_keys import explain_renamed
 from workers.settings.rollout import SamplingSettings
 from workers.settings.section import LARGEST, Section
 from workers.settings.settings import Settings, sections
@@ -101,8 +100,7 @@ def parse_rewards(table: dict[str, Any], source: str) -> tuple[RewardSettings, .
         SettingsError: there are none, or a key is wrong.
     """
     if unknown := sorted(table.keys() - set(Settings.__struct_fields__)):
-        old = "; ".join(explain_renamed(table))
-        raise SettingsError(f"{source}: {old or f'unknown key {unknown[0]}; only [[rewards]] is read'}")
+        raise SettingsError(f"{source}: unknown key {unknown[0]}; only [[rewards]] is read")
     if not table.get("rewards"):
         raise SettingsError(f"{source}: no [[rewards]], so there is nothing to score with")
     try:
@@ -171,8 +169,6 @@ def _explain(message: str, table: dict[str, Any]) -> str:
     environment = f"environments.{_first_invalid_environment(table)}"
     path = where.rstrip("`").lstrip(".").replace("environments[...]", environment)
     if "unknown field" in text:
-        if old := explain_renamed(table):
-            return "; ".join(old)
         key = ".".join(filter(None, [re.sub(r"\[.*?\]", "", path), text.rsplit("`", 2)[1]]))
         shown = ".".join(filter(None, [path, text.rsplit("`", 2)[1]]))
         return f"unknown key {shown}; allowed there: {', '.join(_allowed_keys(key.rpartition('.')[0], table))}"

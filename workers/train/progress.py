@@ -78,7 +78,7 @@ class Progress(Struct, kw_only=True):
     ledger_bytes: int = 0
     """Length of the ledger whose groups the weights contain; a resumed run cuts the rest."""
     ledger_digest: str = ""
-    """Digest of that part of the ledger, so that an altered one is refused; empty in earlier releases."""
+    """Digest of that part of the ledger, so that an altered one is refused."""
     resumed: list[tuple[int, int]] = field(default_factory=list)
     """Step and version of each checkpoint that the run was resumed from."""
     metrics_bytes: int = 0

@@ -12,7 +12,7 @@
     ├── train            the optimizer step that had the group
     └── publish          the next publication
 
-A time that a record does not have, as records of earlier releases, leaves its span out.
+A time that a record does not have leaves its span out.
 """
 
 import hashlib
@@ -78,7 +78,7 @@ def group_span(group: Group, outcome: str, step: Step | None) -> Span | None:
         _span("wait for a rollout worker", group.prompt.fed_at, group.claimed_at, "queue of prompts", prompt),
         _rollout(group),
         _span("wait for a scorer", group.rolled_out_at, group.score_claimed_at, "queue of groups", prompt),
-        _span("score", group.score_claimed_at or group.rolled_out_at, group.scored_at, "score", prompt),
+        _span("score", group.score_claimed_at, group.scored_at, "score", prompt),
     ]
     if step is not None:
         parts += [

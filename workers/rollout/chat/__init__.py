@@ -4,10 +4,7 @@
 `chat_setup.py`            chat tokenizer and tool-call format of each environment
 `chat_tokenizer.py`        conversations as token ids
 `renderer.py`              conversations as text: prompts, continuations, whole conversations
-`history_window.py`        conversations that the template rewrites, rendered from their last turns
-`known_parts.py`           what is known of such a conversation from its earlier turns
 `history_check.py`         whether the template rewrites earlier turns of sample conversations
-`sample_conversations.py`  these conversations
 `conversation_check.py`    whether it rewrites earlier turns of a real conversation
 `content_parts.py`         content parts that the template can render
 `format_detection.py`      which tool-call format a model writes, from its template

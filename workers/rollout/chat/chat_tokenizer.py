@@ -8,14 +8,14 @@ the assistant's end-of-turn token and the next place to sample::
     \n<|im_start|>user\n<tool_response>42</tool_response>...           continuation_ids([tool message], True)
 
 `check_history` finds out at start whether that equals rendering the whole conversation, and `continues` whether it does
-for a real one, too. If it does not, because the template rewrites earlier turns, `conversation_ids` renders before each
-turn what the template may have changed (`history_window.py`); turns that it leaves unchanged still keep their sampled
-ids.
+for a real one, too. If it does not, because the template rewrites earlier turns, `conversation_ids` renders the whole
+before each turn; turns that the template leaves unchanged still keep their sampled ids.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,13 +27,11 @@ from stream.errors import DataError, PenstockError
 from stream.records import Message
 from workers.rollout.chat.conversation_check import ConversationCheck
 from workers.rollout.chat.history_check import HistoryCheck, check_history
-from workers.rollout.chat.history_window import HistoryWindow
-from workers.rollout.chat.known_parts import KnownParts
-from workers.rollout.chat.renderer import CACHED_PROMPTS, AssistantTurn, ConversationRenderer, Piece, prompt_key
+from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer, Piece
 from workers.rollout.chat.template import ChatTemplate, read_json
-from workers.rollout.chat.text_encoder import TextEncoder, decoder_of, stream_decoder_of
+from workers.rollout.chat.text_encoder import TextEncoder
 from workers.rollout.token_ids import TokenIds
-from workers.rollout.tool_formats.reasoning import OPENING_TAG_ENDS, open_reasoning
+from workers.rollout.tool_formats.reasoning import open_reasoning
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,8 +44,6 @@ _LONG_TURN_TOKENS = 10_000
 """Turns of this length and more are decoded in a thread."""
 _REASONING_WINDOW = 40
 """Tokens at a prompt's end in which a template may open a reasoning block."""
-_LAST_TOKENS = 4
-"""Tokens that mostly suffice to see that it does not."""
 _SAMPLE_PROMPT: list[Message] = [{"role": "user", "content": "u"}]
 
 
@@ -68,19 +64,14 @@ class ChatTokenizer:
     ) -> None:
         self.renderer = ConversationRenderer(template, tools)
         self.rewrites_history = False
-        self._window = HistoryWindow(self.renderer)
         self._conversations = ConversationCheck(self.renderer, HistoryCheck(False, ""), ("tool", "user"))
         self._tokenizer = tokenizer
-        self._decode_all = decoder_of(tokenizer)
         self._encoder = TextEncoder(tokenizer)
         self.end_of_turn_id = self._find_end_of_turn()
         end_of_turn = set() if self.end_of_turn_id is None else {self.end_of_turn_id}
         self.stop_token_ids = tuple(sorted(eos_ids | end_of_turn))
         self._tool_characters = len(msgspec.json.encode(tools)) if tools else 0
-        self._cached_prompt = lru_cache(maxsize=CACHED_PROMPTS)(self._prompt_from_key)
         self._long_prompts = anyio.Lock()
-        self._plain_end: Sequence[int] = ()
-        """The last tokens of a context that does not end with a reasoning tag."""
         with suppress(DataError):
             self._encoder.find_cuts(self.renderer.render_prompt(_SAMPLE_PROMPT) + self.renderer.after_answer())
 
@@ -128,14 +119,9 @@ class ChatTokenizer:
         """
         check = check_history(self.renderer, with_tools=with_tools, with_user_replies=with_user_replies)
         self.rewrites_history = check.rewrites_history
-        if check.rewrites_history and with_tools:
-            self._window.learn(with_user_replies=with_user_replies)
         if not check.rewrites_history:
             roles = ["tool"] * with_tools + ["user"] * with_user_replies
             self._conversations = ConversationCheck(self.renderer, check, roles)
-            self.renderer.learn_frames(roles)
-            for role in roles:
-                self._encoder.remember(self.renderer.render_continuation([_reply(role, text)]) for text in ("a", "b"))
         return check
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -144,7 +130,7 @@ class ChatTokenizer:
         Raises:
             DataError: the template refuses these messages.
         """
-        return self._prompt(messages).tolist()
+        return self._encoder.encode_segments(self.renderer.render_prompt(messages))
 
     def continuation_ids(self, new_messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
         """Encode what is between two assistant turns: the new messages and the start of the next turn.
@@ -156,16 +142,14 @@ class ChatTokenizer:
         Raises:
             PenstockError: the template cannot continue after an assistant's turn.
         """
-        ids = self._encoder.encode_continuation(self.renderer.render_continuation(new_messages))
+        ids = self._encoder.encode_segments(self.renderer.render_continuation(new_messages))
         if not ids or ids[0] != self.end_of_turn_id:
             raise PenstockError(
                 f"{self.renderer.template.folder}: its tokenizer splits the end of turn {self.renderer.end_of_turn!r}"
             )
         return ids[1:] if ended_with_eos else ids
 
-    def conversation_ids(
-        self, messages: Sequence[Message], turns: Sequence[AssistantTurn], known: KnownParts
-    ) -> tuple[TokenIds, int]:
+    def conversation_ids(self, messages: Sequence[Message], turns: Sequence[AssistantTurn]) -> tuple[TokenIds, int]:
         """Encode the whole conversation as the template writes it now, and the start of the next turn.
 
         Turns that the template leaves unchanged keep their sampled ids.
@@ -173,7 +157,6 @@ class ChatTokenizer:
         Args:
             messages: the prompt.
             turns: everything after it.
-            known: what earlier turns of this conversation encoded, which is not encoded again.
 
         Returns:
             The ids, and how many of them follow the last turn.
@@ -181,83 +164,58 @@ class ChatTokenizer:
         Raises:
             DataError: the template refuses the conversation.
         """
-        start, pieces = self._window.render(messages, turns, known.settled)
-        if not start:
-            known.unsettle()
-        following = [piece.text for piece in pieces[1:]] + [""]
-        for turn, piece, after in zip(self._window.settles(turns)[start:], pieces, following, strict=False):
-            if piece.turn is not turn:  # the template leaves out a turn
-                break
-            self._append_piece(known.settled_ids, piece, after, known)
-            known.settled.append(piece)
-        ids, last, settled = known.settled_ids.copy(), 0, len(known.settled) - start
-        for piece, after in zip(pieces[settled:], following[settled:], strict=True):
-            last = self._append_piece(ids, piece, after, known)
-        known.drop_unused()
+        pieces = list(self.renderer.render_pieces(messages, turns))
+        ids, last = TokenIds(), 0
+        for piece, following in zip(pieces, [piece.text for piece in pieces[1:]] + [""], strict=True):
+            text = self._text_ids(piece.text, ids)
+            ids.extend(text)
+            ids.extend(self._turn_ids(piece, following))
+            last = len(text)
         return ids, last
 
-    def _append_piece(self, ids: TokenIds, piece: Piece, following: str, known: KnownParts) -> int:
-        """Append a piece to the ids before it; return how many of its ids the template's text has.
+    def _text_ids(self, text: str, before: TokenIds) -> list[int]:
+        """Encode a text of the template, without the end of turn if the ids before it have one."""
+        if before and not self._starts_with_end(text):
+            return self._encoder.encode_after_text(text)
+        ids = self._encoder.encode_segments(text)
+        return ids[1:] if ids[:1] == before[-1:] == [self.end_of_turn_id] else ids
 
-        A turn keeps its stop token if the template's own end of turn follows directly. Otherwise the text that follows
-        ends the turn: Llama 2's template writes a blank and `</s>`.
+    def _turn_ids(self, piece: Piece, following: str) -> Sequence[int]:
+        """Return the ids of a piece's turn.
+
+        It keeps its stop token if the template's own end of turn follows directly. Otherwise the text that follows ends
+        the turn: Llama 2's template writes a blank and `</s>`.
         """
-        after_eos = ids[-1:] == [self.end_of_turn_id]
-        continues_word = bool(ids) and not self._starts_with_end(piece.text)
-        text = known.parts.get(
-            (piece.text, after_eos, continues_word),
-            lambda: TokenIds(
-                self._encoder.encode_after_text(piece.text)
-                if continues_word
-                else self._encode_text(piece.text, after_eos, known)
-            ),
-        )
-        ids.extend(text)
-        if (turn := piece.turn) is not None:
-            stops = self._starts_with_end(following)
-            ids.extend(known.parts.get((id(turn), piece.cut, stops), lambda: self._turn_ids(turn, piece.cut, stops)))
-        return len(text)
+        if piece.turn is None:
+            return ()
+        ids = self._ids_from(piece.turn, piece.cut)
+        has_two_ends = ids and ids[-1] in self.stop_token_ids and not self._starts_with_end(following)
+        return ids[:-1] if has_two_ends else ids
 
     def _starts_with_end(self, text: str) -> bool:
         """Return whether a text starts with the special token that ends a turn."""
         return bool(self.renderer.end_of_turn) and text.startswith(self.renderer.end_of_turn)
 
-    def _turn_ids(self, turn: AssistantTurn, cut: int, stops: bool) -> TokenIds:
-        ids = self._ids_from(turn, cut)
-        return TokenIds(ids if stops or not ids or ids[-1] not in self.stop_token_ids else ids[:-1])
-
-    def _encode_text(self, text: str, after_eos: bool, known: KnownParts) -> list[int]:
-        """Encode a text of the template, without the end of turn if the ids before it have one."""
-        encode = self._encoder.encode
-        ids = self._encoder.encode_segments(text, lambda part: known.segments.get(part, lambda: encode(part)))
-        return ids[1:] if after_eos and ids[:1] == [self.end_of_turn_id] else ids
-
     def open_reasoning(self, context: Sequence[int]) -> str:
         """Return the start of a reasoning block that these ids end with; what is sampled next is then reasoning."""
-        last = context[-_LAST_TOKENS:]
-        if last == self._plain_end:  # contexts mostly end alike, with the start of a turn
-            return ""
-        end = self._decode_all(last).rstrip()
-        if end and not end.endswith(OPENING_TAG_ENDS):
-            self._plain_end = last
-            return ""
         return open_reasoning(self._decode_all(context[-_REASONING_WINDOW:]))
 
     async def encode_prompt(self, messages: Sequence[Message]) -> TokenIds:
         """Run `prompt_ids`, in a thread if the prompt is long."""
         if self._tool_characters + _characters(messages) < _LONG_TEXT_CHARACTERS:
-            return self._prompt(messages)
-        async with self._long_prompts:  # a group's other completions wait for the first, and then find the ids cached
-            return await _in_thread(partial(self._prompt, messages))
+            return TokenIds(self.prompt_ids(messages))
+        async with (
+            self._long_prompts
+        ):  # a group's other completions wait for the first, and then find much of it cached
+            return await _in_thread(lambda: TokenIds(self.prompt_ids(messages)))
 
     async def encode_conversation(
-        self, messages: Sequence[Message], turns: Sequence[AssistantTurn], known: KnownParts
+        self, messages: Sequence[Message], turns: Sequence[AssistantTurn]
     ) -> tuple[TokenIds, int]:
-        """Run `conversation_ids`, in a thread if much of the conversation has to be rendered."""
-        work = partial(self.conversation_ids, messages, turns, known)
-        rendered = turns[self._window.first_turn(turns, len(known.settled)) :]
+        """Run `conversation_ids`, in a thread if the conversation is long."""
+        work = partial(self.conversation_ids, messages, turns)
         size = self._tool_characters + _characters(messages)
-        size += sum(len(turn.text) + _characters(turn.replies) for turn in rendered)
+        size += sum(len(turn.text) + _characters(turn.replies) for turn in turns)
         return work() if size < _LONG_TEXT_CHARACTERS else await _in_thread(work)
 
     async def continues(self, messages: Sequence[Message], turns: Sequence[AssistantTurn]) -> bool:
@@ -292,35 +250,29 @@ class ChatTokenizer:
 
     def text_stream(self) -> Callable[[int], str]:
         """Return a function that takes the tokens of a turn one by one and returns the text that each completes."""
-        return stream_decoder_of(self._tokenizer)
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        return lambda token: stream.step(self._tokenizer, token) or ""
 
     def token_text(self, token: int) -> str:
         """Return the text of one token; a part of a character becomes the replacement character."""
         return self._decode_all([token])
 
-    def _prompt(self, messages: Sequence[Message]) -> TokenIds:
-        key = prompt_key(messages)
-        if key is None:
-            return TokenIds(self._encoder.encode_prompt(self.renderer.render_prompt(messages)))
-        return self._cached_prompt(key).copy()
-
-    def _prompt_from_key(self, key: bytes) -> TokenIds:
-        return TokenIds(self._encoder.encode_prompt(self.renderer.prompt_text(key)))
+    def _decode_all(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def _ids_from(self, turn: AssistantTurn, cut: int) -> list[int]:
         """Return the turn's ids from that character on: as sampled, unless the cut splits a token."""
         ids = list(turn.token_ids)
         if not cut:
             return ids
-        low, high = 0, len(ids)
-        while low < high:  # the text of a prefix only grows with its tokens
-            middle = (low + high) // 2
-            if len(self._decode_all(ids[:middle])) < cut:
-                low = middle + 1
-            else:
-                high = middle
-        if self._decode_all(ids[:low]) == turn.text[:cut]:
-            return ids[low:]
+        before = self._encoder.encode_segments(turn.text[:cut])
+        if ids[: len(before)] == before:
+            return ids[len(before) :]
+        start = bisect_left(range(len(ids)), cut, key=lambda count: len(self._decode_all(ids[:count])))
+        if self._decode_all(ids[:start]) == turn.text[:cut]:
+            return ids[start:]
         end = ids[-1:] if ids[-1:] and ids[-1] in self.stop_token_ids else []
         return self._encoder.encode(turn.text[cut:]) + end
 
@@ -334,11 +286,6 @@ class ChatTokenizer:
             return None
         self.renderer.set_end_of_turn(str(token.content))
         return ids[0]
-
-
-def _reply(role: str, text: str) -> Message:
-    """Return a message between two turns."""
-    return {"role": role, "content": text} | ({"name": "f", "tool_call_id": "call00001"} if role == "tool" else {})
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

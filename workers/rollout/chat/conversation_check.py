@@ -8,17 +8,20 @@ replaced: what is compared is what the template writes around them.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Final
 
 import msgspec
 import structlog
 
 from stream.errors import PenstockError
 from stream.records import Message
-from workers.rollout.chat.history_check import HistoryCheck, find_difference, render_turns
-from workers.rollout.chat.renderer import CACHED_PROMPTS, AssistantTurn, ConversationRenderer, prompt_key
-from workers.rollout.chat.sample_conversations import tool_reply
+from workers.rollout.chat.history_check import HistoryCheck, find_difference, tool_reply
+from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer
 
 log = structlog.get_logger()
+
+_CHECKED_PROMPTS: Final = 32
+"""A group's completions mostly share one prompt; a worker has no more different prompts in flight."""
 
 
 class ConversationCheck:
@@ -34,9 +37,7 @@ class ConversationCheck:
         self._renderer = renderer
         self._history = history
         self._roles = frozenset(roles)
-        self._after_prompt: dict[str, str] = {}
-        """What the template writes after a prompt for the sample turns, by the role of the replies."""
-        self._continues_after = lru_cache(maxsize=CACHED_PROMPTS)(self._continues_after_key)
+        self._continues_after = lru_cache(maxsize=_CHECKED_PROMPTS)(self._continues_after_key)
 
     def is_due(self, turns: Sequence[AssistantTurn]) -> bool:
         """Return whether the conversation is to be rendered as a whole after these turns."""
@@ -64,31 +65,20 @@ class ConversationCheck:
 
     def _continues_after_prompt(self, messages: Sequence[Message], replies: Sequence[Message]) -> bool:
         role = "tool" if any(reply.get("role") == "tool" for reply in replies) else "user"
-        key = prompt_key(messages)
-        if key is None:
+        try:
+            key = msgspec.msgpack.encode(messages)
+        except (TypeError, ValueError, OverflowError):  # images and the like
             return self._is_unchanged(messages, _sample_replies(role))
         return self._continues_after(key, role)
 
-    def _continues_after_key(self, key: bytes, role: str) -> bool:
-        replies = _sample_replies(role)
-        try:
-            if role not in self._after_prompt:
-                self._after_prompt[role] = render_turns(self._renderer, self._turns(replies))
-            seen = self._renderer.prompt_text(key) + self._after_prompt[role]
-        except PenstockError:
-            return False
-        return self._is_unchanged(msgspec.msgpack.decode(key), replies, seen)
+    def _continues_after_key(self, messages: bytes, role: str) -> bool:
+        return self._is_unchanged(msgspec.msgpack.decode(messages), _sample_replies(role))
 
-    def _turns(self, replies: Sequence[Sequence[Message]]) -> list[AssistantTurn]:
+    def _is_unchanged(self, messages: Sequence[Message], replies: Sequence[Sequence[Message]]) -> bool:
         opening, reasoning = self._history.turn_start
-        return [AssistantTurn((), f"{reasoning}Step.", each, opening) for each in replies]
-
-    def _is_unchanged(
-        self, messages: Sequence[Message], replies: Sequence[Sequence[Message]], seen: str | None = None
-    ) -> bool:
-        turns = self._turns(replies)
+        turns = [AssistantTurn((), f"{reasoning}Step.", each, opening) for each in replies]
         try:
-            found = find_difference(self._renderer, messages, turns, seen)
+            found = find_difference(self._renderer, messages, turns)
         except PenstockError:  # the template refuses it, and says so when the conversation is rendered
             return False
         if found is None or (found.in_space and self._history.ignores_space):

@@ -7,14 +7,25 @@ then gets several rows, each with exactly what the model saw when it sampled.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+from jinja2 import Environment
 
 from stream.errors import DataError, PenstockError
 from stream.records import Message
 from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer
-from workers.rollout.chat.sample_conversations import sample_conversations, tool_reply
 from workers.rollout.tool_formats.reasoning import REASONING_TAGS
 
-_CONTEXT_CHARACTERS = 40
+_CONTEXT_CHARACTERS: Final = 40
+_PLAIN_TURNS: Final = 4
+"""Turns before the first text that a template looks for, which may change how they are rendered."""
+_TEXTS_PER_SAMPLE: Final = 12
+_MAX_TEXT: Final = 80
+"""Longer texts of a template are instructions, which it compares nothing with."""
+_MAX_TURNS: Final = 66
+"""Templates with numbers above 64 do not count turns with them."""
+_TEXTS: Final = ("", "\n", " 42\n", "null", "[]", "{}", '{"a": [1, "b"]}')
+"""Contents that a template may treat differently, besides those that its source names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +69,8 @@ def check_history(
     best = min(checks, key=lambda check: (check.rewrites_history, check.ignores_space))  # the first of the equal ones
     if best.rewrites_history:
         return best
-    every = [0] * with_tools + [1] * with_user_replies + [5] * (with_tools and with_user_replies)
-    more = (_check_sample_texts(renderer, best, user_every) for user_every in every)
+    roles = ["tool"] * with_tools + ["user"] * with_user_replies
+    more = (_check_texts(renderer, best, role) for role in roles)
     return next((check for check in more if check is not None), best)
 
 
@@ -108,13 +119,23 @@ def _check_variant(renderer: ConversationRenderer, samples: "list[_Sample]", sta
     return HistoryCheck(False, "a conversation rendered as a whole is what the model saw turn by turn", start)
 
 
-def _check_sample_texts(renderer: ConversationRenderer, check: HistoryCheck, user_every: int) -> HistoryCheck | None:
-    """Check conversations whose messages hold texts that the template looks for; None if it rewrites none."""
-    samples = sample_conversations(renderer, [check.turn_start], user_every=user_every)
-    for number, (messages, turns) in enumerate(samples):
-        for count in range(len(turns) if number else 1, len(turns) + 1):  # the first one after each turn
+def _check_texts(renderer: ConversationRenderer, check: HistoryCheck, role: str) -> HistoryCheck | None:
+    """Check conversations whose replies hold each text in the template's source; None if it rewrites none of them.
+
+    The first one has more turns than any small number that the template may compare them with.
+    """
+    tokens = Environment(extensions=["jinja2.ext.loopcontrols"]).lex(renderer.template.source)  # noqa: S701
+    named = {str(text)[1:-1] for _, kind, text in tokens if kind == "string" and len(str(text)) <= _MAX_TEXT}
+    texts = [*_TEXTS, *sorted(named)]
+    samples = [texts[start : start + _TEXTS_PER_SAMPLE] for start in range(0, len(texts), _TEXTS_PER_SAMPLE)]
+    opening, reasoning = check.turn_start
+    for special in [[], *samples]:
+        contents = ["3."] * (_PLAIN_TURNS if special else _MAX_TURNS) + special
+        replies = [tool_reply(text, i) if role == "tool" else _user_message(text) for i, text in enumerate(contents)]
+        turns = [AssistantTurn((), f"{reasoning}Step {i}.", [reply], opening) for i, reply in enumerate(replies)]
+        for count in range(len(turns) if special else 1, len(turns) + 1):
             try:
-                found = find_difference(renderer, messages, turns[:count])
+                found = find_difference(renderer, _ASK, turns[:count])
             except DataError:  # the template refuses this one
                 break
             if found is not None and not (found.in_space and check.ignores_space):
@@ -131,10 +152,7 @@ class Difference:
 
 
 def find_difference(
-    renderer: ConversationRenderer,
-    messages: Sequence[Message],
-    turns: Sequence[AssistantTurn],
-    seen: str | None = None,
+    renderer: ConversationRenderer, messages: Sequence[Message], turns: Sequence[AssistantTurn]
 ) -> Difference | None:
     """Compare a conversation rendered as a whole with the same rendered turn by turn.
 
@@ -142,27 +160,21 @@ def find_difference(
         renderer: the model's template with an environment's tools.
         messages: the prompt.
         turns: everything after it.
-        seen: the same rendered turn by turn, if it is known already.
 
     Raises:
         DataError: the template refuses the conversation.
     """
     whole = renderer.render_whole(messages, turns)
-    if seen is None:
-        try:
-            seen = renderer.render_prompt(messages) + render_turns(renderer, turns)
-        except DataError:
-            raise
-        except PenstockError as error:
-            return Difference(str(error), in_space=False)
+    try:
+        seen = renderer.render_prompt(messages)
+        seen += "".join(turn.text + renderer.render_continuation(turn.replies) for turn in turns)
+    except DataError:
+        raise
+    except PenstockError as error:
+        return Difference(str(error), in_space=False)
     if whole == seen:
         return None
     return Difference(_first_difference(whole, seen), in_space="".join(whole.split()) == "".join(seen.split()))
-
-
-def render_turns(renderer: ConversationRenderer, turns: Sequence[AssistantTurn]) -> str:
-    """Return what follows a prompt when each turn is rendered alone."""
-    return "".join(turn.text + renderer.render_continuation(turn.replies) for turn in turns)
 
 
 def _first_difference(whole: str, pieces: str) -> str:
@@ -170,6 +182,11 @@ def _first_difference(whole: str, pieces: str) -> str:
     place = min(len(whole), len(pieces)) if place is None else place
     around = slice(max(0, place - _CONTEXT_CHARACTERS), place + _CONTEXT_CHARACTERS)
     return f"first difference at character {place}: the whole says {whole[around]!r}, the turns said {pieces[around]!r}"
+
+
+def tool_reply(text: str, number: int = 1) -> Message:
+    """Return the result of a call."""
+    return {"role": "tool", "name": "add", "tool_call_id": f"call{number:05}", "content": text}
 
 
 def _user_message(text: str) -> Message:

@@ -5,17 +5,14 @@ of the real conversation.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 from msgspec import Struct
 
 from envs.messages import content_text
 from stream.errors import DataError, PenstockError
 from stream.records import Message
 from workers.rollout.chat.content_parts import ContentAdapter
-from workers.rollout.chat.continuation_frames import ContinuationFrames
 from workers.rollout.chat.template import ChatTemplate, text_after_common_prefix
 from workers.rollout.tool_formats.reasoning import reasoning_end
 
@@ -24,13 +21,6 @@ _MARK = "end-of-dummy-5f1c"
 _DUMMY: list[Message] = [{"role": "user", "content": "u"}, {"role": "assistant", "content": _MARK}]
 _CALL_ID = "call00000"
 """Nine letters and digits, as Mistral's templates require."""
-
-
-CACHED_PROMPTS: Final = 32
-"""A group's completions mostly share one prompt; a worker has no more different prompts in flight."""
-
-_REMEMBERED_PROMPT_BYTES: Final = 20_000
-"""Texts of longer prompts would take much memory, and save little of what tokenizing them takes."""
 
 
 class AssistantTurn(Struct, frozen=True):
@@ -79,11 +69,6 @@ class ConversationRenderer:
         )
         self._before_call = self._find_before_call() if self.needs_tool_calls else ""
         self._continuation_tools: list[dict[str, Any]] | None = None
-        reads_clock = "strftime_now" in template.source
-        self._prompt_text = lru_cache(maxsize=0 if reads_clock else CACHED_PROMPTS)(self._render_key)
-        self._frames = ContinuationFrames(
-            lambda messages: self._after_dummy(messages, self._continuation_tools), template.source
-        )
 
     def after_answer(self) -> str:
         """Return what follows an assistant's text at the end of a conversation; empty if no assistant may speak."""
@@ -107,13 +92,6 @@ class ConversationRenderer:
         """
         return self.template.render(self._contents.adapt(messages), self.tools, add_generation_prompt=True)
 
-    def prompt_text(self, key: bytes) -> str:
-        """Return `render_prompt` of the messages with this `prompt_key`; the last short ones are remembered."""
-        return self._prompt_text(key) if len(key) <= _REMEMBERED_PROMPT_BYTES else self._render_key(key)
-
-    def _render_key(self, key: bytes) -> str:
-        return self.render_prompt(msgspec.msgpack.decode(key))
-
     def render_continuation(self, new_messages: Sequence[Message]) -> str:
         """Render the end of a turn, the new messages, and the start of the next turn.
 
@@ -121,12 +99,7 @@ class ConversationRenderer:
             DataError: as for `render_prompt`.
             PenstockError: the template cannot continue after an assistant's turn.
         """
-        text = self._frames.text(new_messages)
-        return self._after_dummy(new_messages, self._continuation_tools) if text is None else text
-
-    def learn_frames(self, roles: Sequence[str]) -> None:
-        """Find out what the template writes around messages of these roles, so that they need not be rendered."""
-        self._frames.learn(roles)
+        return self._after_dummy(new_messages, self._continuation_tools)
 
     def render_whole(self, messages: Sequence[Message], turns: Sequence[AssistantTurn]) -> str:
         """Render the whole conversation as the template writes it now, and the start of the next turn."""
@@ -218,14 +191,6 @@ class ConversationRenderer:
         except PenstockError:
             same = False
         return None if same else self.tools
-
-
-def prompt_key(messages: Sequence[Message]) -> bytes | None:
-    """Return a key of messages that caches can have; None for images and the like, which are never cached."""
-    try:
-        return msgspec.msgpack.encode(messages)
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 def content_texts(messages: Sequence[Message]) -> Iterator[str]:

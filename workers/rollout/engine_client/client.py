@@ -27,7 +27,6 @@ from stream.errors import EngineError, EngineRefusedError, EngineUnavailableErro
 from stream.queue.in_flight import Activity
 from workers.engine_api.connection import ConnectionPool, EngineBusyError, RequestTimeoutError, UnreachableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
-from workers.rollout.engine_client.adaptive_limit import MAX_CONCURRENCY, MIN_CONCURRENCY
 from workers.rollout.engine_client.engine_sampler import EngineSampler, StaleWeightsError
 from workers.rollout.engine_client.engine_state import EngineState
 from workers.rollout.engine_client.health import HealthMonitor
@@ -56,7 +55,6 @@ class EngineClient:
         unavailable_timeout_s: how long to wait for an engine to answer, or for it to get its weights.
         sampling_options: every way in which the run samples, for the probe.
         uses_adapters: each policy version is a separate adapter, requested by name.
-        concurrency_bounds: lowest and highest limit of requests in flight at one engine; its load decides between them.
         salts_prefix_cache: engines keep KV blocks that older weights computed; a salt per version keeps them apart.
     """
 
@@ -69,7 +67,6 @@ class EngineClient:
         unavailable_timeout_s: float,
         sampling_options: Sequence[SamplingOptions] = (),
         uses_adapters: bool = False,
-        concurrency_bounds: tuple[int, int] = (MIN_CONCURRENCY, MAX_CONCURRENCY),
         salts_prefix_cache: bool = False,
     ) -> None:
         self.sampling_options = tuple(sampling_options)
@@ -85,7 +82,6 @@ class EngineClient:
             self._connections,
             EngineProbe(self._connections, sampling_options=sampling_options, timeout_s=request_timeout_s),
             self._tasks,
-            concurrency_bounds=concurrency_bounds,
             health_timeout_s=unavailable_timeout_s,
         )
         self._sampler = EngineSampler(

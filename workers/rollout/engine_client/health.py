@@ -25,6 +25,7 @@ from stream.errors import EngineError
 from workers.engine_api.connection import QUERY_TIMEOUT_S, ConnectionPool, EngineBusyError, UnreachableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.engine_api.queries import check_health, fetch_weight_name
+from workers.rollout.engine_client.adaptive_limit import MAX_CONCURRENCY, MIN_CONCURRENCY
 from workers.rollout.engine_client.engine_metrics import parse_metrics
 from workers.rollout.engine_client.engine_state import EngineState, VersionQuery
 from workers.rollout.engine_client.probe import EngineProbe
@@ -63,7 +64,6 @@ class HealthMonitor:
         connections: HTTP connections.
         probe: inspects engines.
         tasks: runs the monitoring tasks.
-        concurrency_bounds: lowest and highest limit of requests in flight at one engine.
         health_timeout_s: for the answer to a health check.
     """
 
@@ -75,12 +75,10 @@ class HealthMonitor:
         probe: EngineProbe,
         tasks: TaskGroup,
         *,
-        concurrency_bounds: tuple[int, int],
         health_timeout_s: float,
     ) -> None:
         self._discovery, self._router, self._connections, self._probe = discovery, router, connections, probe
         self._tasks = tasks
-        self._concurrency_bounds = concurrency_bounds
         self._health_timeout_s = min(QUERY_TIMEOUT_S, health_timeout_s)
 
     async def follow_discovery(self) -> None:
@@ -97,7 +95,7 @@ class HealthMonitor:
             engines.pop(url).remove()
         for url in urls:
             if url not in engines:
-                engines[url] = EngineState(url, *self._concurrency_bounds)
+                engines[url] = EngineState(url, MIN_CONCURRENCY, MAX_CONCURRENCY)
                 self._tasks.start_soon(self._monitor_engine, engines[url])
 
     def record_failure(self, engine: EngineState, min_policy_version: int, error: EngineError) -> None:

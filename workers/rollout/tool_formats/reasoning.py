@@ -2,8 +2,6 @@
 
 REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Opening and closing tags."""
-OPENING_TAG_ENDS = tuple(opening[-1] for opening, _ in REASONING_TAGS)
-"""Their last characters, so that a text that ends with another one needs no closer look."""
 
 
 def reasoning_end(text: str, *, starts_in_reasoning: bool = False) -> int:

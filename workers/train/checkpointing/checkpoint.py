@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import structlog
@@ -44,7 +44,6 @@ log = structlog.get_logger()
 MANIFEST: Final = "checkpoint.json"
 MODEL: Final = "model"
 OPTIMIZER: Final = "optimizer.safetensors"
-_FORMAT: Final = 2
 
 
 class FileEntry(Struct, frozen=True):
@@ -57,8 +56,8 @@ class FileEntry(Struct, frozen=True):
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of `checkpoint.json`."""
 
-    format: int = 1
-    """1: without a digest; 2: with one."""
+    format: Literal[2] = 2
+    """Raised by a change that this reader would misread."""
     progress: Progress
     steps: int
     """Batches that the learner was given."""
@@ -81,7 +80,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def is_intact(self) -> bool:
         """Whether the digest is that of the other fields."""
-        return self.digest == self.with_digest().digest or (self.format == 1 and not self.digest)
+        return self.digest == self.with_digest().digest
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
@@ -171,7 +170,6 @@ class CheckpointStore:
             learner.write_trained_weights(temporary / MODEL)
             save_file(learner.state(), temporary / OPTIMIZER)
             manifest = Manifest(
-                format=_FORMAT,
                 progress=progress,
                 steps=learner.steps,
                 skipped_steps=learner.skipped_steps,

@@ -56,14 +56,11 @@ class TrackerThread:
         name: of the tracker.
         run: the run.
         make: makes the tracker.
-        backoff: between tries to log a step.
     """
 
-    def __init__(
-        self, name: str, run: TrackedRun, make: Callable[[TrackedRun], Tracker], backoff: Backoff = _BACKOFF
-    ) -> None:
+    def __init__(self, name: str, run: TrackedRun, make: Callable[[TrackedRun], Tracker]) -> None:
         self.name = name
-        self._run, self._make, self._backoff = run, make, backoff
+        self._run, self._make = run, make
         self._queue: Queue[Metrics | None] = Queue(_MAX_QUEUED)
         self._file = run.folder / "trackers" / f"{name}.json"
         self._delivered = _read_delivered(self._file)
@@ -141,7 +138,7 @@ class TrackerThread:
                 self._note(step)
                 return True
             if attempt < _ATTEMPTS:
-                time.sleep(min(self._backoff.delay_s(attempt), max(0.0, self._closing_at - time.monotonic())))
+                time.sleep(min(_BACKOFF.delay_s(attempt), max(0.0, self._closing_at - time.monotonic())))
         return True
 
     def _note(self, step: int) -> None:

@@ -5,11 +5,14 @@ the step, which the same checks drop again; then the batch, groups that the step
 deterministic, so its weights and optimizer state must equal every checkpoint bit for bit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+import torch
 from msgspec import Struct
+from safetensors.torch import load_file
+from torch import Tensor
 
 from stream.errors import RunMismatchError
 from stream.records import Group
@@ -17,18 +20,33 @@ from stream.trainer.archive import ArchivedGroups
 from stream.trainer.ledger_records import LedgerLine, read_events, read_ledger
 from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained, encode_outcome
 from workers.settings import Settings
-from workers.train.checkpointing.checkpoint import Checkpoint, CheckpointStore
-from workers.train.checkpointing.replay_comparison import (
-    CheckpointMatch,
-    ReplayMismatch,
-    ReplayMismatchFound,
-    compare_with_checkpoint,
-)
+from workers.train.checkpointing.checkpoint import OPTIMIZER, Checkpoint, CheckpointStore
 from workers.train.step.collation import collate
 from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
 from workers.train.step.metrics import StepReport
 from workers.train.step.reward_parts import with_bounded_rewards
+
+
+class CheckpointMatch(Struct, frozen=True, kw_only=True):
+    """A checkpoint that a replay reproduced."""
+
+    step: int
+    checkpoint: str
+    tensors: int
+    """Number of equal tensors: weights, optimizer state, critic."""
+
+
+class ReplayMismatch(Struct, frozen=True, kw_only=True):
+    """The first difference between a replay and the run."""
+
+    step: int
+    description: str
+    """For people."""
+    checkpoint: str = ""
+    tensor: str = ""
+    max_difference: float | None = None
+    """Largest absolute difference of an element; None if the difference is not numeric."""
 
 
 class ReplayReport(Struct, kw_only=True):
@@ -46,13 +64,15 @@ class ReplayReport(Struct, kw_only=True):
     notes: list[str]
 
 
-def replay(
-    settings: Settings,
-    folder: Path,
-    on_match: Callable[[CheckpointMatch], None] = lambda _: None,
-    make_learner: Callable[[Settings], Learner] = Learner,
-) -> ReplayReport:
-    """Repeat a run up to its newest checkpoint, without changing it.
+class _MismatchFound(Exception):  # noqa: N818  (it carries a result)
+    """Ends a replay at the first difference."""
+
+    def __init__(self, mismatch: ReplayMismatch) -> None:
+        self.mismatch = mismatch
+
+
+class Replayer:
+    """Repeats a run up to its newest checkpoint, without changing it.
 
     The number of ranks must be the run's: sums in another order differ in their last bits.
 
@@ -65,64 +85,63 @@ def replay(
     Raises:
         RunMismatchError: there is no checkpoint, the ledger is damaged or does not fit the checkpoint, or the archive
             lacks a group.
-        RecordError: a group in the archive is damaged.
     """
-    checkpoints = CheckpointStore(folder / "checkpoints")
-    last = checkpoints.latest()
-    if last is None:
-        raise RunMismatchError(f"{folder}: there is no intact checkpoint that a replay could be compared with")
-    lines = _lines(folder, last)
-    archive = ArchivedGroups(folder / "groups")
-    _refuse_gaps(lines, archive, settings)
-    replayed = _Replay(settings, make_learner(settings), checkpoints, last, on_match)
-    difference = None
-    try:
-        for step, found in groupby(lines, lambda written: written.record.step):
-            replayed.step(step, [(w, archive.read(w.record.prompt, w.record.hash)) for w in found])
-        replayed.end()
-    except ReplayMismatchFound as differs:
-        difference = differs.mismatch
-    return ReplayReport(
-        is_identical=difference is None,
-        steps=replayed.learner.steps,
-        groups=replayed.groups,
-        dropped=replayed.dropped,
-        matches=replayed.matches,
-        mismatch=difference,
-        notes=[*replayed.notes, *_changes(folder)],
-    )
-
-
-class _Replay:
-    """A learner that repeats the steps of the ledger."""
 
     def __init__(
         self,
         settings: Settings,
-        learner: Learner,
-        checkpoints: CheckpointStore,
-        last: Checkpoint,
-        on_match: Callable[[CheckpointMatch], None],
+        folder: Path,
+        on_match: Callable[[CheckpointMatch], None] = lambda _: None,
+        make_learner: Callable[[Settings], Learner] = Learner,
     ) -> None:
-        self.groups = self.dropped = 0
-        self.matches: list[CheckpointMatch] = []
-        self.notes: list[str] = []
-        self.learner = learner
-        self._settings = settings
-        self._checkpoints = checkpoints
+        self._settings, self._folder, self._on_match = settings, folder, on_match
+        self._checkpoints = CheckpointStore(folder / "checkpoints")
+        last = self._checkpoints.latest()
+        if last is None:
+            raise RunMismatchError(f"{folder}: there is no intact checkpoint that a replay could be compared with")
         self._last = last.progress.step
-        self._checkpoint_steps = {checkpoint.progress.step for checkpoint in checkpoints.list_all()}
-        self._on_match = on_match
-        self._compare(0)
+        self._checkpoint_steps = {checkpoint.progress.step for checkpoint in self._checkpoints.list_all()}
+        self._lines = _lines(folder, last)
+        self._archive = ArchivedGroups(folder / "groups")
+        _refuse_gaps(self._lines, self._archive, settings)
+        self._learner = make_learner(settings)
+        self._groups = self._dropped = 0
+        self._matches: list[CheckpointMatch] = []
+        self._notes: list[str] = []
 
-    def step(self, step: int, found: Sequence[tuple[LedgerLine, Group]]) -> None:
+    def run(self) -> ReplayReport:
+        """Train on the groups of every step, and compare with every checkpoint.
+
+        Raises:
+            RunMismatchError: every checkpoint was removed meanwhile.
+            RecordError: a group in the archive is damaged.
+        """
+        mismatch = None
+        try:
+            self._compare(0)
+            for step, lines in groupby(self._lines, lambda line: line.record.step):
+                self._repeat_step(step, [(w, self._archive.read(w.record.prompt, w.record.hash)) for w in lines])
+            self._check_end()
+        except _MismatchFound as found:
+            mismatch = found.mismatch
+        return ReplayReport(
+            is_identical=mismatch is None,
+            steps=self._learner.steps,
+            groups=self._groups,
+            dropped=self._dropped,
+            matches=self._matches,
+            mismatch=mismatch,
+            notes=[*self._notes, *_changes(self._folder)],
+        )
+
+    def _repeat_step(self, step: int, found: Sequence[tuple[LedgerLine, Group]]) -> None:
         """Repeat one step from its ledger lines and their groups."""
-        expected = self.learner.steps + 1
+        expected = self._learner.steps + 1
         if step != expected:
             raise _ledger_mismatch(found[0][0], expected, f"is of step {step} where one of step {expected} should come")
-        batch = found[self._dropped_before(found) :]
-        self.dropped += len(found) - len(batch)
-        self.groups += len(batch)
+        batch = found[self._count_dropped(found) :]
+        self._dropped += len(found) - len(batch)
+        self._groups += len(batch)
         if not batch and step > self._last:
             return  # dropped on the way to a step that never came
         if not batch:
@@ -133,7 +152,7 @@ class _Replay:
                 raise _ledger_mismatch(
                     written, step, f"has version {written.record.version}, others of its step {version}"
                 )
-        report = self.learner.step(collate([with_bounded_rewards(group) for _, group in batch]), version)
+        report = self._learner.step(collate([with_bounded_rewards(group) for _, group in batch]), version)
         for written, _ in batch:
             end = _outcome(report, written.record.prompt)
             if written.record.outcome != end:
@@ -145,24 +164,24 @@ class _Replay:
                 )
         self._compare(step)
 
-    def end(self) -> None:
+    def _check_end(self) -> None:
         """Check, after the last line, that every step up to the newest checkpoint was repeated."""
-        if self.learner.steps < self._last:
-            what = f"the ledger has {self.learner.steps} steps, the checkpoint {self._last}"
-            raise ReplayMismatchFound(ReplayMismatch(step=self._last, description=what))
-        if not self.matches:
+        if self._learner.steps < self._last:
+            what = f"the ledger has {self._learner.steps} steps, the checkpoint {self._last}"
+            raise _MismatchFound(ReplayMismatch(step=self._last, description=what))
+        if not self._matches:
             raise RunMismatchError(
                 f"{self._checkpoints.folder}: every checkpoint was removed during the replay; replay the run when "
                 "it has stopped"
             )
 
-    def _dropped_before(self, found: Sequence[tuple[LedgerLine, Group]]) -> int:
+    def _count_dropped(self, found: Sequence[tuple[LedgerLine, Group]]) -> int:
         """Return how many of these groups were dropped on the way to the step; the rest were its batch."""
         for place, (written, group) in enumerate(found):
             line = written.record
             if isinstance(line.outcome, Trained):
                 return place
-            reason = check_group(group, self._settings, line.version, self.learner.vocab_size).drop_reason
+            reason = check_group(group, self._settings, line.version, self._learner.vocab_size).drop_reason
             if reason is None:
                 return place
             if line.outcome != Dropped(reason):
@@ -179,16 +198,59 @@ class _Replay:
             return
         try:
             checkpoint = self._checkpoints.at_step(step)
-            agreement = None if checkpoint is None else compare_with_checkpoint(self.learner, checkpoint)
+            agreement = None if checkpoint is None else _compare_with_checkpoint(self._learner, checkpoint)
         except FileNotFoundError:
             agreement = None
         if agreement is None:
-            self.notes.append(
+            self._notes.append(
                 f"the checkpoint of step {step} was removed during the replay or is damaged; it was not compared"
             )
             return
-        self.matches.append(agreement)
+        self._matches.append(agreement)
         self._on_match(agreement)
+
+
+def _compare_with_checkpoint(learner: Learner, checkpoint: Checkpoint) -> CheckpointMatch:
+    """Compare all tensors of a learner with a checkpoint.
+
+    Raises:
+        _MismatchFound: a tensor differs; names the first one.
+        FileNotFoundError: the checkpoint was removed during the comparison.
+    """
+    tensors, name_of, step = 0, checkpoint.folder.name, checkpoint.progress.step
+    for kind, ours, theirs in _states(learner, checkpoint):
+        for name in sorted(ours.keys() | theirs.keys()):
+            tensors, largest = tensors + 1, None
+            if name not in ours or name not in theirs:
+                what = f"is in {'the replay' if name in ours else 'the checkpoint'} alone"
+            elif (largest := _max_difference(ours[name], theirs[name])) is not None:
+                what = f"differs by up to {largest:.3g}"
+            else:
+                continue
+            text = f"{kind} {name} {what}"
+            raise _MismatchFound(
+                ReplayMismatch(step=step, description=text, checkpoint=name_of, tensor=name, max_difference=largest)
+            )
+    return CheckpointMatch(step=step, checkpoint=name_of, tensors=tensors)
+
+
+def _states(learner: Learner, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
+    """Yield kind, the learner's tensors and the checkpoint's: weights as written, then all other state."""
+    policy = learner.policy
+    whole = policy.parameters if policy.adapter else learner.weights()
+    weights = {name: whole[name].detach().cpu().to(policy.saved_dtype).float() for name in policy.parameters}
+    yield "weight", weights, policy.load_trained_weights(checkpoint.model)
+    yield "state", learner.state(), load_file(checkpoint.folder / OPTIMIZER)
+
+
+def _max_difference(ours: Tensor, theirs: Tensor) -> float | None:
+    """Return the largest absolute difference of an element; None if all bits are equal."""
+    if ours.shape == theirs.shape and ours.dtype == theirs.dtype:
+        bits = [tensor.contiguous().flatten().view(torch.uint8) for tensor in (ours, theirs)]
+        if torch.equal(*bits):
+            return None
+        return float((ours.double() - theirs.double()).abs().max())
+    return float("inf")
 
 
 def _lines(folder: Path, last: Checkpoint) -> list[LedgerLine]:
@@ -243,5 +305,5 @@ def _outcome(report: StepReport, prompt: str) -> LedgerOutcome:
     return Trained() if report.trained else Dropped(report.skipped)
 
 
-def _ledger_mismatch(written: LedgerLine, step: int, what: str) -> ReplayMismatchFound:
-    return ReplayMismatchFound(ReplayMismatch(step=step, description=f"ledger line {written.number} {what}"))
+def _ledger_mismatch(written: LedgerLine, step: int, what: str) -> _MismatchFound:
+    return _MismatchFound(ReplayMismatch(step=step, description=f"ledger line {written.number} {what}"))
