@@ -82,7 +82,7 @@ def find_server() -> Path:
 def command_line(binary: Path, data: Path, socket: Path, fsync: str) -> list[str]:
     """Return the command of a private server: on a unix socket only, persistent, and dying with its parent."""
     return [
-        *(sys.executable, "-I", "-S", str(parent_death.__file__), str(binary)),
+        *(sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), str(binary)),
         *("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--daemonize", "no"),
         *("--dir", str(data), "--appendonly", "yes", "--appendfsync", fsync, "--save", ""),
         *("--maxmemory-policy", "noeviction", "--logfile", str(data / "server.log")),

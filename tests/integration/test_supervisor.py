@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,11 +23,9 @@ from stream.operator.run_control import pause, stop
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group, Prompt
-from workers.run import dashboard_process, fork_server
+from workers.run import dashboard_process
 from workers.run.dashboard_process import DashboardProcess
-from workers.run.fork_server import ForkServer
 from workers.run.identity_check import NOTHING, check_folder
-from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import SilentDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
 from workers.run.restart_policy import (
@@ -162,19 +160,6 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3] if sys.platform == "linux" else True
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server() -> Iterator[None]:
-    """Fork the scripts, as a run forks its roles; starting Python for each of them takes longer than what it does."""
-    if sys.platform != "linux":
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        server = ForkServer.start(("redis", "subprocess"))
-        patch.setattr(fork_server, "_inherited", server)
-        yield
-        server.close()
 
 
 @pytest.fixture(autouse=True)
@@ -687,10 +672,9 @@ async def test_a_dashboard_that_fails_leaves_the_run_alone_and_says_why(tmp_path
     failing = RoleSpec(role="dashboard", command=(sys.executable, "-c", "raise SystemExit('error: the port is taken')"))
     monkeypatch.setattr(dashboard_process, "dashboard_spec", lambda _: failing)
     shown: list[str] = []
-    with ProcessLauncher() as launcher:
-        dashboard = DashboardProcess(settings, tmp_path, launcher, shown.append)
-        with anyio.fail_after(30):
-            await dashboard.keep_running()
+    dashboard = DashboardProcess(settings, tmp_path, shown.append)
+    with anyio.fail_after(30):
+        await dashboard.keep_running()
     assert shown == ['no dashboard: the port is taken (run.dashboard = "off" starts none)']
     assert (tmp_path / "dashboard-0.log").read_text().count("the port is taken") == 3
     assert dashboard.child.exited.is_set()

@@ -12,12 +12,6 @@ from workers.settings import Settings
 
 ENGINE = "engine"
 DASHBOARD = "dashboard"
-LIGHT_MODULES = ("workers.cli", "workers.feed.worker", "workers.rollout.worker", "workers.score.worker")
-"""Modules of the roles that do without torch; the preflight uses the same ones."""
-_TORCH_MODULES = ("workers.cli", "workers.local_engine.server", "workers.train.worker")
-_HAS_GPU = Path("/dev/nvidiactl").exists()
-"""Whether NVIDIA's driver is present. A process that has initialized CUDA must not be forked, and an import may
-initialize it; so trainers and engines start as new interpreters on such machines."""
 _EXTRA_START_S = 30.0
 """Seconds beyond `engine.start_timeout_s`, so that a slow engine can report the timeout itself."""
 
@@ -31,8 +25,6 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     environment: dict[str, str] = {}
     """Environment variables added to the supervisor's environment."""
-    modules: tuple[str, ...] = ()
-    """Modules that a fork server imports once for all processes that need them; empty: start a new interpreter."""
     metrics_address: str = ""
     """`HOST:PORT` of its `/metrics`; empty: it serves none, or at a port that the system chooses."""
     listen_timeout_s: float = 120.0
@@ -69,7 +61,6 @@ def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, .
                     role=role,
                     index=index,
                     command=(*penstock_command(), role, str(file), *addresses, *metrics),
-                    modules=torch_modules() if role == "train" else LIGHT_MODULES,
                     metrics_address=metrics_address if settings.run.metrics_port else "",
                 )
             )
@@ -90,7 +81,6 @@ def engine_spec(settings: Settings, file: Path, port: int) -> RoleSpec:
     return RoleSpec(
         role=ENGINE,
         command=(*penstock_command(), "serve", str(file), "--port", str(port)),
-        modules=torch_modules() if settings.engine.server == "local" else (),
         listen_timeout_s=settings.engine.start_timeout_s + _EXTRA_START_S,
     )
 
@@ -102,13 +92,7 @@ def dashboard_spec(settings: Settings) -> RoleSpec:
         role=DASHBOARD,
         command=(*penstock_command(), DASHBOARD, str(settings.folder), "--port", str(port)),
         environment=without_secrets(),
-        modules=LIGHT_MODULES,
     )
-
-
-def torch_modules() -> tuple[str, ...]:
-    """Return the modules of trainers and local engines; empty if they must not be forked."""
-    return () if _HAS_GPU else _TORCH_MODULES
 
 
 def penstock_command() -> tuple[str, ...]:

@@ -38,13 +38,11 @@ from stream.operator.last_errors import read_last_error
 from stream.operator.run_status import RunStatus, read_status
 from stream.server_process import private_server
 from workers.run.bottleneck_log import BottleneckLog
-from workers.run.child_process import ChildProcess
-from workers.run.child_processes import ChildProcesses
+from workers.run.child_processes import ChildProcess, ChildProcesses
 from workers.run.dashboard_process import DashboardProcess
 from workers.run.disk_watch import DiskWatch
 from workers.run.engine_processes import EngineProcesses
 from workers.run.identity_check import FolderCheck, record_identity
-from workers.run.process_launcher import ProcessLauncher
 from workers.run.process_main import unwrap_single_error
 from workers.run.progress_display import ProgressDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
@@ -100,7 +98,6 @@ class Supervisor:
         make_roles: returns the specs of all roles except engines.
         make_engine: returns the spec of an engine that the run starts.
         check: what the run's folder must have in common with its server; None: nothing is compared.
-        launcher: starts processes, and is closed with the run; None: a new one.
     """
 
     def __init__(
@@ -111,7 +108,6 @@ class Supervisor:
         make_roles: MakeRoleSpecs = role_specs,
         make_engine: MakeEngineSpec = engine_spec,
         check: FolderCheck | None = None,
-        launcher: ProcessLauncher | None = None,
     ) -> None:
         self._settings = settings
         self._file = file
@@ -120,7 +116,6 @@ class Supervisor:
         self._make_engine = make_engine
         self._check = check
         self._log_folder = settings.folder / "logs"
-        self._launcher = launcher or ProcessLauncher()
         self._children = ChildProcesses(settings.queue.shutdown_timeout_s + _EXIT_MARGIN_S)
         self._ending = RunEnding()
         self._disk = DiskWatch(settings.folder, lambda line: self._display.print_lines([Text(line, "yellow")]))
@@ -149,16 +144,15 @@ class Supervisor:
         limit_waits(self._settings.abort.stall_timeout_s)
         await anyio.Path(self._log_folder).mkdir(parents=True, exist_ok=True)
         self._warnings_read = await anyio.to_thread.run_sync(warnings_size, self._settings.folder)
-        with self._launcher:
-            outcome = None
-            with unwrap_single_error():
-                async with anyio.create_task_group() as tasks:
-                    starting = anyio.CancelScope()
-                    tasks.start_soon(self._watch_signals, starting)
-                    tasks.start_soon(self._disk.run)
-                    with starting:
-                        outcome = await self._run_on_server()
-                    tasks.cancel_scope.cancel()
+        outcome = None
+        with unwrap_single_error():
+            async with anyio.create_task_group() as tasks:
+                starting = anyio.CancelScope()
+                tasks.start_soon(self._watch_signals, starting)
+                tasks.start_soon(self._disk.run)
+                with starting:
+                    outcome = await self._run_on_server()
+                tasks.cancel_scope.cancel()
         return outcome or RunOutcome(view=_empty_status(), failure=None, interrupted=True, killed=[])
 
     async def _run_on_server(self) -> RunOutcome:
@@ -177,8 +171,6 @@ class Supervisor:
             restart_loop = RestartLoop(connection, queue, self._ending, self._show)
             await restart_loop.reopen()
             self._has_started = True
-            for spec in self._make_roles(settings, self._file, url, ()):
-                self._launcher.preload(spec.modules)
             try:
                 async with self._serve_metrics(), anyio.create_task_group() as tasks:
                     tasks.start_soon(self._watch, connection, restart_loop)
@@ -222,7 +214,7 @@ class Supervisor:
         if self._settings.run.dashboard == "off":
             return None
 
-        dashboard = DashboardProcess(self._settings, self._log_folder, self._launcher, self._show)
+        dashboard = DashboardProcess(self._settings, self._log_folder, self._show)
         self._children.add(dashboard.child)
         tasks.start_soon(dashboard.keep_running)
         return dashboard
@@ -235,7 +227,7 @@ class Supervisor:
         if engines := self._settings.engine.urls:
             await self._start_roles(tasks, restart_loop, url, engines)
             return
-        own = EngineProcesses(self._settings, self._file, self._log_folder, self._launcher, self._make_engine)
+        own = EngineProcesses(self._settings, self._file, self._log_folder, self._make_engine)
         self._phase = own.phase
         await self._write_run_info(url, ())
         # A vLLM takes minutes to start, longer than a feeder that waits for the trainer of a resumed run may.
@@ -270,7 +262,7 @@ class Supervisor:
     ) -> None:
         for spec in specs:
             if spec.role in roles:
-                child = ChildProcess(spec, self._log_folder, self._launcher, self._settings.hang_timeout_s)
+                child = ChildProcess(spec, self._log_folder, self._settings.hang_timeout_s)
                 self._children.add(child)
                 tasks.start_soon(restart_loop.keep_running, child)
 
