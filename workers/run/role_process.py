@@ -5,11 +5,12 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import anyio
@@ -42,6 +43,14 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+ROLE_MAINS: dict[str, Callable[[], RoleMain]] = {
+    "feed": partial(resolve_name, "workers.feed.worker:feed"),
+    "rollout": partial(resolve_name, "workers.rollout.worker:rollout"),
+    "score": partial(resolve_name, "workers.score.worker:score"),
+    "train": partial(resolve_name, "workers.train.worker:train"),
+    "train as rank 0": partial(resolve_name, "workers.train.rank_control.rank0:train_as_rank0"),
+}
+"""Return a role's coroutine function, and import that role alone. Tests and benchmarks put their own functions here."""
 _SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter while another one waits for it. Environments and reward functions compute
 in many threads at a time; with Python's 5 ms the event loop waits for its turn too long to renew leases."""
@@ -53,8 +62,8 @@ def run_role(
     overrides: tuple[str, ...],
     redis: str,
     engines: tuple[str, ...],
-    role_main: RoleMain | None = None,
     accept: Accept = NOTHING,
+    main: str = "",
 ) -> ExitCode:
     """Run one role until its work is done or it is stopped. Returns the exit code.
 
@@ -64,8 +73,11 @@ def run_role(
         overrides: values of single settings, as `--set` takes them; they take precedence over the file.
         redis: URL of the Redis server; default: `run.redis` of the settings.
         engines: URLs of engines; default: `engine.urls` of the settings.
-        role_main: coroutine function of the role; default: the standard one of `role`.
         accept: changes since the last start that would be refused otherwise.
+        main: its key in `ROLE_MAINS`; default: `role`.
+
+    Raises:
+        KeyError: there is no such role.
     """
     drop_output_when_full()
     configure_logging(role)
@@ -75,7 +87,7 @@ def run_role(
             log.warning(
                 "run.restored", url=restored.url, step=restored.step, bytes=restored.bytes, problem=restored.problem
             )
-        role_main = role_main or _role_main(role)
+        role_main = ROLE_MAINS[main or role]()
     except SettingsError as error:
         return report_error(error, ExitCode.USAGE)
     except PenstockError as error:
@@ -121,9 +133,7 @@ def run_trainer(
             from workers.train.rank_control.follower import run_follower
 
             return run_follower()
-        from workers.train.rank_control.rank0 import train_as_rank0
-
-        return run_role("train", file, overrides, redis, engines, train_as_rank0, accept)
+        return run_role("train", file, overrides, redis, engines, accept, main="train as rank 0")
     try:
         ranks = load_settings(file, overrides).train.ranks
         collective_timeout_s()  # report an invalid value once, not in every rank
@@ -215,26 +225,3 @@ async def _serve_metrics(role: str, context: WorkerContext) -> AsyncIterator[Non
             find_server_problem=lambda: "" if answers.get() else "the Redis server does not answer",
         ):
             yield
-
-
-def _role_main(role: str) -> RoleMain:
-    """Return a role's coroutine function; imports only that role."""
-    match role:
-        case "feed":
-            from workers.feed.worker import feed
-
-            return feed
-        case "rollout":
-            from workers.rollout.worker import rollout
-
-            return rollout
-        case "score":
-            from workers.score.worker import score
-
-            return score
-        case "train":
-            from workers.train.worker import train
-
-            return train
-        case _:
-            raise SettingsError(f"{role!r} is not a role; the roles are feed, rollout, score and train")

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
@@ -12,6 +11,17 @@ from workers.settings import Settings
 
 ENGINE = "engine"
 DASHBOARD = "dashboard"
+_PENSTOCK = ("-P", "-m", "workers")  # -P: packages in the working directory must not hide Penstock's
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "feed": (*_PENSTOCK, "feed"),
+    "rollout": (*_PENSTOCK, "rollout"),
+    "score": (*_PENSTOCK, "score"),
+    "train": (*_PENSTOCK, "train"),
+    ENGINE: (*_PENSTOCK, "serve"),
+    DASHBOARD: (*_PENSTOCK, "dashboard"),
+}
+"""Python's arguments that start each kind of process; the arguments of `role_specs`, `engine_spec` or `dashboard_spec`
+follow. Tests and benchmarks put programs of their own here."""
 _EXTRA_START_S = 30.0
 """Seconds beyond `engine.start_timeout_s`, so that a slow engine can report the timeout itself."""
 
@@ -36,12 +46,6 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
         return f"{self.role}-{self.index}"
 
 
-MakeRoleSpecs = Callable[[Settings, Path, str, tuple[str, ...]], list[RoleSpec]]
-"""(settings, settings file, Redis URL, engine URLs) -> specs of all roles except engines."""
-MakeEngineSpec = Callable[[Settings, Path, int], RoleSpec]
-"""(settings, settings file, port) -> spec of an engine."""
-
-
 def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
     """Return the specs of all roles except engines.
 
@@ -60,7 +64,7 @@ def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, .
                 RoleSpec(
                     role=role,
                     index=index,
-                    command=(*penstock_command(), role, str(file), *addresses, *metrics),
+                    command=(sys.executable, *COMMANDS[role], str(file), *addresses, *metrics),
                     metrics_address=metrics_address if settings.run.metrics_port else "",
                 )
             )
@@ -80,7 +84,7 @@ def engine_spec(settings: Settings, file: Path, port: int) -> RoleSpec:
     """Return the spec of an engine that this run starts; port 0: any free port. It announces `listening on URL`."""
     return RoleSpec(
         role=ENGINE,
-        command=(*penstock_command(), "serve", str(file), "--port", str(port)),
+        command=(sys.executable, *COMMANDS[ENGINE], str(file), "--port", str(port)),
         listen_timeout_s=settings.engine.start_timeout_s + _EXTRA_START_S,
     )
 
@@ -90,12 +94,11 @@ def dashboard_spec(settings: Settings) -> RoleSpec:
     port = settings.run.dashboard if isinstance(settings.run.dashboard, int) else 0
     return RoleSpec(
         role=DASHBOARD,
-        command=(*penstock_command(), DASHBOARD, str(settings.folder), "--port", str(port)),
+        command=(sys.executable, *COMMANDS[DASHBOARD], str(settings.folder), "--port", str(port)),
         environment=without_secrets(),
     )
 
 
 def penstock_command() -> tuple[str, ...]:
     """Return the beginning of a command line of `penstock`."""
-    # -P: packages in the working directory must not hide Penstock's.
-    return (sys.executable, "-P", "-m", "workers")
+    return (sys.executable, *_PENSTOCK)

@@ -18,7 +18,6 @@ from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight_process import print_report, run_preflight_process
 from workers.run.progress_display import choose_display, format_duration
 from workers.run.restore import restore_if_lost
-from workers.run.role_specs import MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs
 from workers.run.run_folder import disk_problems, lock_folder, settings_file
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
 from workers.run.sampled_completion import newest_archived_group, sample_lines
@@ -102,8 +101,6 @@ def supervise(
     settings: Settings,
     *,
     quiet: bool = False,
-    make_roles: MakeRoleSpecs = role_specs,
-    make_engine: MakeEngineSpec = engine_spec,
     accept: Accept = NOTHING,
     earlier: Path | None = None,
 ) -> RunResult:
@@ -112,8 +109,6 @@ def supervise(
     Args:
         settings: settings of the run.
         quiet: show no progress.
-        make_roles: returns the specs of all roles except engines.
-        make_engine: returns the spec of an engine that the run starts.
         accept: changes since the last start that would be refused otherwise.
         earlier: `run.toml` of an earlier run of the same settings file, if this is a new run.
 
@@ -129,7 +124,7 @@ def supervise(
         with logs.log_to_file("run", folder / "logs" / "supervisor.log"):
             before, began = latest_progress(folder), time.monotonic()
             with choose_display(quiet) as display:
-                outcome = anyio.run(Supervisor(settings, file, display, make_roles, make_engine, check).run)
+                outcome = anyio.run(Supervisor(settings, file, display, check).run)
             summary = None
             if outcome.view is not None:
                 after, seconds = latest_progress(folder), time.monotonic() - began

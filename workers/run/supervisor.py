@@ -46,7 +46,7 @@ from workers.run.identity_check import FolderCheck, record_identity
 from workers.run.process_main import unwrap_single_error
 from workers.run.progress_display import ProgressDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
-from workers.run.role_specs import DASHBOARD, ENGINE, MakeEngineSpec, MakeRoleSpecs, RoleSpec, engine_spec, role_specs
+from workers.run.role_specs import DASHBOARD, ENGINE, RoleSpec, role_specs
 from workers.run.run_ending import RunEnding
 from workers.run.run_folder import replace_last_start
 from workers.run.run_info import RunInfo, remove_run_info, write_run_info
@@ -95,8 +95,6 @@ class Supervisor:
         settings: settings of the run.
         file: settings file that the roles read; with `check`, the run's `run.toml`, which the start writes.
         display: shows progress.
-        make_roles: returns the specs of all roles except engines.
-        make_engine: returns the spec of an engine that the run starts.
         check: what the run's folder must have in common with its server; None: nothing is compared.
     """
 
@@ -105,15 +103,11 @@ class Supervisor:
         settings: Settings,
         file: Path,
         display: ProgressDisplay,
-        make_roles: MakeRoleSpecs = role_specs,
-        make_engine: MakeEngineSpec = engine_spec,
         check: FolderCheck | None = None,
     ) -> None:
         self._settings = settings
         self._file = file
         self._display = display
-        self._make_roles = make_roles
-        self._make_engine = make_engine
         self._check = check
         self._log_folder = settings.folder / "logs"
         self._children = ChildProcesses(settings.queue.shutdown_timeout_s + _EXIT_MARGIN_S)
@@ -227,7 +221,7 @@ class Supervisor:
         if engines := self._settings.engine.urls:
             await self._start_roles(tasks, restart_loop, url, engines)
             return
-        own = EngineProcesses(self._settings, self._file, self._log_folder, self._make_engine)
+        own = EngineProcesses(self._settings, self._file, self._log_folder)
         self._phase = own.phase
         await self._write_run_info(url, ())
         # A vLLM takes minutes to start, longer than a feeder that waits for the trainer of a resumed run may.
@@ -239,7 +233,7 @@ class Supervisor:
                 others = tuple(role for role in _ROLES if role not in early)
                 tasks.start_soon(self._start_roles, tasks, restart_loop, url, own.urls, others)
 
-        self._launch_roles(tasks, restart_loop, self._make_roles(self._settings, self._file, url, ()), early)
+        self._launch_roles(tasks, restart_loop, role_specs(self._settings, self._file, url, ()), early)
 
         for child in own.processes:
             self._children.add(child)
@@ -255,7 +249,7 @@ class Supervisor:
     ) -> None:
         await self._write_run_info(url, engines)
         self._phase, self._engines = _RUNNING, engines
-        self._launch_roles(tasks, restart_loop, self._make_roles(self._settings, self._file, url, engines), roles)
+        self._launch_roles(tasks, restart_loop, role_specs(self._settings, self._file, url, engines), roles)
 
     def _launch_roles(
         self, tasks: TaskGroup, restart_loop: RestartLoop, specs: Sequence[RoleSpec], roles: Collection[str]
