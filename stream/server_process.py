@@ -25,6 +25,7 @@ from typing import IO
 from urllib.parse import quote
 
 import anyio
+import structlog
 from anyio.abc import Process
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
@@ -32,7 +33,8 @@ from redis.exceptions import BusyLoadingError, RedisError
 from stream import parent_death, server_data
 from stream.disk_space import disk_problem, wait_limit_s
 from stream.errors import ServerError
-from stream.logger import log
+
+log = structlog.get_logger()
 
 _BINARY_NAMES = ("redis-server", "valkey-server")
 _START_TIMEOUT_S = 30.0
