@@ -101,7 +101,7 @@ async def rollout(context: WorkerContext) -> None:
             is_ready = True
         if not is_ready:  # stopped while it waited for an engine
             return
-        context.health.ready_when(lambda: "" if engines.healthy_count else "no engine answers")
+        context.readiness.find_problem = lambda: "" if engines.healthy_count else "no engine answers"
         metrics.engines_known.set_function(lambda: engines.known_count)
         metrics.engines_healthy.set_function(lambda: engines.healthy_count)
         async with anyio.create_task_group() as tasks:

@@ -325,13 +325,9 @@ class ChildProcesses:
         """Add a process."""
         self._all.append(child)
 
-    def running_specs(self) -> list[RoleSpec]:
-        """Return the specs of processes that run or restart. Callable from any thread."""
-        return [child.spec for child in list(self._all) if not child.exited.is_set()]
-
     def count_running(self, role: str) -> int:
         """Return how many processes of a role run or restart. Callable from any thread."""
-        return sum(spec.role == role for spec in self.running_specs())
+        return sum(child.spec.role == role and not child.exited.is_set() for child in list(self._all))
 
     async def trim_logs(self) -> None:
         """Trim every log that is too large."""

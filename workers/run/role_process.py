@@ -5,13 +5,11 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
@@ -20,7 +18,6 @@ import structlog
 from stream.connection.run_connection import connect
 from stream.disk_space import limit_waits
 from stream.errors import PenstockError, SettingsError
-from stream.operator.run_status import read_status
 from stream.parent_death import die_with_parent
 from workers.feed.environment_rows import temporary_folder
 from workers.run.identity_check import NOTHING, Accept, join_run
@@ -29,7 +26,6 @@ from workers.run.restore import restore_if_lost
 from workers.runtime.context import RoleMain, WorkerContext
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.hang_guard import HangGuard
-from workers.runtime.health import RoleHealth
 from workers.runtime.log_setup import configure_logging, drop_output_when_full
 from workers.runtime.loop_watchdog import LoopWatchdog
 from workers.runtime.recycling import WorkerRecycler
@@ -37,9 +33,6 @@ from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
 from workers.settings.download import display_source
 from workers.settings.toml_file import load_settings
-
-if TYPE_CHECKING:
-    from prometheus_client.registry import Collector
 
 log = structlog.get_logger()
 
@@ -180,7 +173,6 @@ async def _run_connected(
             consumer=consumer,
             stopping=stopping,
             has_folder=has_folder,
-            health=RoleHealth(queue.lease_s),
         )
         recycler = WorkerRecycler(queue, stopping)
         guard = HangGuard(settings.hang_timeout_s)
@@ -200,28 +192,10 @@ async def _run_connected(
     return ExitCode.SUCCESS
 
 
-@asynccontextmanager
-async def _serve_metrics(role: str, context: WorkerContext) -> AsyncIterator[None]:
+def _serve_metrics(role: str, context: WorkerContext) -> AbstractAsyncContextManager[str]:
     """Serve `/metrics`, `/health` and `/ready` if the run has an address for them."""
-    settings, connection = context.settings, context.connection
-    if not settings.run.metrics_address:
-        yield
-        return
-    from workers.runtime.metrics import REGISTRIES
-    from workers.runtime.metrics_server import Snapshot, open_portal, serve_metrics
-    from workers.runtime.run_metrics import RunMetrics
+    if not context.settings.run.metrics_address:
+        return nullcontext("")
+    from workers.runtime.metrics_server import serve_metrics
 
-    ours = await anyio.to_thread.run_sync(version, "penstock")  # reads files
-    async with open_portal() as portal:
-        answers = Snapshot(portal, connection.ping)
-        collectors: list[Collector] = list(REGISTRIES[role])
-        if role == "feed":
-            collectors.append(RunMetrics(Snapshot(portal, lambda: read_status(connection)).get))
-        async with serve_metrics(
-            settings.run.metrics_address,
-            collectors,
-            context.health,
-            {"role": role, "run": settings.run.name, "version": ours},
-            find_server_problem=lambda: "" if answers.get() else "the Redis server does not answer",
-        ):
-            yield
+    return serve_metrics(role, context.settings, context.readiness, context.connection)

@@ -35,8 +35,6 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     environment: dict[str, str] = {}
     """Environment variables added to the supervisor's environment."""
-    metrics_address: str = ""
-    """`HOST:PORT` of its `/metrics`; empty: it serves none, or at a port that the system chooses."""
     listen_timeout_s: float = 120.0
     """Seconds within which a server must announce its URL."""
 
@@ -65,7 +63,6 @@ def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, .
                     role=role,
                     index=index,
                     command=(sys.executable, *COMMANDS[role], str(file), *addresses, *metrics),
-                    metrics_address=metrics_address if settings.run.metrics_port else "",
                 )
             )
     return specs

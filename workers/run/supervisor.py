@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -53,6 +54,8 @@ from workers.run.run_info import RunInfo, remove_run_info, write_run_info
 from workers.run.sampled_completion import SampleSchedule
 from workers.run.stall_detector import StallDetector, describe_longest
 from workers.run.wait_lines import WaitLines
+from workers.runtime import metrics
+from workers.runtime.context import Readiness
 from workers.settings import Settings
 from workers.train.training_warnings import read_warnings, warnings_size
 
@@ -122,8 +125,6 @@ class Supervisor:
         self._blocking_shown: set[str] = set()
         """Code that blocks a worker, as it was printed."""
         self._signals = 0
-        self._engines: tuple[str, ...] = ()
-        """URLs of the run's engines, once they listen."""
         self._has_started = False
         """Whether a role or an engine may have been started."""
 
@@ -191,17 +192,16 @@ class Supervisor:
                 dead_causes=await dead_letter_causes(connection) if status and status.dead else {},
             )
 
-    def _serve_metrics(self) -> AbstractAsyncContextManager[None]:
+    def _serve_metrics(self) -> AbstractAsyncContextManager[str]:
         if not self._settings.run.metrics_address:
-            return nullcontext()
-        from workers.run.supervisor_metrics import serve_supervisor_metrics
+            return nullcontext("")
+        from workers.runtime.metrics_server import serve_metrics
 
-        return serve_supervisor_metrics(
-            self._settings,
-            self._children,
-            lambda: "" if self._phase == _RUNNING else f"the run is {self._phase}",
-            lambda: self._engines,
-        )
+        for role in (*_ROLES, ENGINE):
+            metrics.processes.labels(role).set_function(partial(self._children.count_running, role))
+        readiness = Readiness()
+        readiness.find_problem = lambda: "" if self._phase == _RUNNING else f"the run is {self._phase}"
+        return serve_metrics("supervisor", self._settings, readiness)
 
     def _start_dashboard(self, tasks: TaskGroup) -> DashboardProcess | None:
         """Start the run's dashboard, unless it is switched off."""
@@ -248,7 +248,7 @@ class Supervisor:
         roles: Collection[str] = _ROLES,
     ) -> None:
         await self._write_run_info(url, engines)
-        self._phase, self._engines = _RUNNING, engines
+        self._phase = _RUNNING
         self._launch_roles(tasks, restart_loop, role_specs(self._settings, self._file, url, engines), roles)
 
     def _launch_roles(
