@@ -1,7 +1,14 @@
 """The run's status: complete, atomic and read-only."""
 
+import anyio
+import anyio.to_thread
+import pytest
+
 from stream.connection.run_connection import connect
+from stream.errors import PenstockError
+from stream.operator.in_flight import groups_in_flight
 from stream.operator.run_status import read_status
+from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.outcomes import Trained
 
@@ -48,3 +55,68 @@ async def test_reading_the_status_changes_nothing(pipe, tmp_path, redis_url):
         for _ in range(3):
             await read_status(visitor)
     assert await dump(pipe.connection) == before
+
+
+async def test_an_unknown_run_is_an_error_and_is_not_created(redis_url):
+    async with connect(redis_url, "nobody-ran-this", create=False) as visitor:
+        with pytest.raises(PenstockError, match="nobody-ran-this"):
+            await read_status(visitor)
+        assert await dump(visitor) == {}
+
+
+async def test_rates_are_completed_entries_per_second(pipe):
+    await pipe.rolled_out(*(f"p{i}" for i in range(10)))
+    rate = (await read_status(pipe.connection)).stages["prompts"].rate
+    assert 5 <= rate <= 10  # ten within this second, or within this and the previous one
+    await anyio.sleep(2.0)
+    assert (await read_status(pipe.connection)).stages["prompts"].rate < rate
+    assert (await read_status(pipe.connection)).stages["groups"].rate == 0
+
+
+def in_flight(lease, **fields) -> GroupInFlight:
+    facts = {"entry": lease.id, "prompt": lease.prompt_id, "claimed_at": 5.0} | fields
+    return GroupInFlight(**facts)
+
+
+async def test_reports_of_workers_are_read_with_the_status_and_end_with_their_leases(pipe):
+    await pipe.feed("a", "b", "c")
+    stage, other = pipe.stage("prompts", "one", lease_s=0.3), pipe.stage("prompts", "two:\n}")
+    held, ended = (await stage.claim(2)).leases
+    (third,) = (await other.claim(1)).leases
+    waiting = CompletionInFlight(
+        index=1, turn=2, activity="tool", detail="add", since=9.0, engine="http://e:1", versions=[3, 4]
+    )
+    await stage.report_in_flight([in_flight(held, since=8.0), in_flight(ended)])
+    await other.report_in_flight([in_flight(third, completions=[waiting])])
+    await stage.complete(ended, "groups", pipe.group("b"))
+
+    status = await read_status(pipe.connection, with_in_flight=True)
+    first, last = groups_in_flight(status)
+    assert (first.prompt, first.stage, first.worker, first.unchanged_since) == ("a", "prompts", "one", 8.0)
+    assert (last.worker, last.completions) == ("two:\n}", [waiting])
+    assert groups_in_flight(await read_status(pipe.connection)) == []
+
+    await pipe.connection.redis.set(pipe.connection.key("in_flight:prompts:two:\n}"), "{not a report")
+    await anyio.sleep(0.35)  # the report of the other worker expires
+    assert groups_in_flight(await read_status(pipe.connection, with_in_flight=True)) == []
+
+
+async def test_a_snapshot_has_one_id_until_a_count_changes(pipe):
+    await pipe.feed("a", "b")
+    stage = pipe.stage("prompts")
+    await stage.claim(1)
+    before = await read_status(pipe.connection)
+    await anyio.sleep(0.002)
+    await pipe.connection.run_script("renew_leases", "prompts", "w", 60_000, *stage.leases)
+    same = await read_status(pipe.connection)
+    assert (same.snapshot, same.now_ms) == (before.snapshot, same.now_ms)
+    assert same.now_ms > before.now_ms
+    await stage.claim(1)
+    assert (await read_status(pipe.connection)).snapshot != before.snapshot
+
+
+async def test_two_runs_on_one_server_do_not_see_each_other(pipe, redis_url, pipe_on):
+    await pipe.feed("a")
+    async with connect(redis_url, f"{pipe.connection.run}-too") as other:
+        stage = pipe_on(other).stage("prompts")
+        assert (await stage.claim(1)).leases == []
