@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from stream.operator.run_status import RunStatus, read_status
 from tests.chaos import project
 from tests.chaos.ends import GROUP_SIZE, TRAINED, intended
 from workers.run.progress_display import SilentDisplay
-from workers.run.role_specs import ENGINE, MakeEngineSpec, RoleSpec
+from workers.run.role_specs import ENGINE
 from workers.run.run_folder import lock_folder, write_settings
 from workers.run.run_info import read_run_info
 from workers.run.supervisor import RunOutcome, Supervisor
@@ -77,14 +76,8 @@ def trained_numbers(count: int) -> list[int]:
     return [number for number in range(3 * count) if intended(number) == TRAINED][:count]
 
 
-def engine(*options: str) -> MakeEngineSpec:
-    """Return the command of the engine with lognormal lengths."""
-
-    def command(_settings: Settings, _file: Path, port: int) -> RoleSpec:
-        script = str(Path(__file__).with_name("late_engine.py"))
-        return RoleSpec(role=ENGINE, command=(sys.executable, script, "--port", str(port), *options))
-
-    return command
+LATE_ENGINE = str(Path(__file__).with_name("late_engine.py"))
+"""The engine with lognormal lengths."""
 
 
 @dataclass
@@ -98,8 +91,14 @@ class Observed:
     seconds: float = 0.0
 
 
-def run(settings: Settings, engine_of: MakeEngineSpec, limit_s: float = 600.0) -> Observed:
-    """Supervise a run and observe it every 10 ms; the outcome is None if it did not end."""
+def run(settings: Settings, *engine: str, limit_s: float = 600.0) -> Observed:
+    """Supervise a run and observe it every 10 ms; the outcome is None if it did not end.
+
+    Args:
+        settings: settings of the run.
+        engine: Python's arguments that start its engine; none: the scripted one of the chaos runs.
+        limit_s: seconds until the run counts as hanging.
+    """
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     watched = Observed()
     (settings.folder / "logs").mkdir(parents=True)
@@ -108,8 +107,8 @@ def run(settings: Settings, engine_of: MakeEngineSpec, limit_s: float = 600.0) -
         with anyio.move_on_after(limit_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_watch, settings, watched)
-                supervisor = Supervisor(settings, file, SilentDisplay(), project.roles, engine_of)
-                watched.outcome = await supervisor.run()
+                with project.commands(settings, **({ENGINE: engine} if engine else {})):
+                    watched.outcome = await Supervisor(settings, file, SilentDisplay()).run()
                 tasks.cancel_scope.cancel()
 
     with lock_folder(settings.folder), logs.log_to_file("late", settings.folder / "logs" / "supervisor.log"):
@@ -197,7 +196,7 @@ def study(late: Late, groups: int, seed: int, max_staleness: int, *, draw_anew: 
     with tempfile.TemporaryDirectory(prefix="penstock-late-") as folder:
         settings = describe(Path(folder).resolve(), numbers, late=late, max_staleness=max_staleness)
         options = ("--seed", str(seed), "--median", str(MEDIAN), *(["--draw-anew"] if draw_anew else []))
-        watched = run(settings, engine(*options))
+        watched = run(settings, LATE_ENGINE, *options)
         name = late if late != "cancel" else f"cancel, lengths {'drawn anew' if draw_anew else 'the same again'}"
         return measure(name, settings, watched, numbers, seed)
 

@@ -30,6 +30,7 @@ def length(seed: int, median: float, number: int, draw: int) -> int:
 async def main() -> None:
     """Serve until killed."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, nargs="?", help="the run's settings, which are not read")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--median", type=float, default=64.0)

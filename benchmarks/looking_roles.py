@@ -16,9 +16,11 @@ from pathlib import Path
 import anyio
 
 from benchmarks.rollout import feed
-from stream import ResumePoint, connect, consume
+from stream.connection.run_connection import connect
 from stream.queue.in_flight import GroupInFlight
 from stream.queue.lease import Lease
+from stream.trainer.consume import consume
+from stream.trainer.resume_point import ResumePoint
 from workers.cli import penstock
 from workers.runtime.in_flight import InFlightReporter
 

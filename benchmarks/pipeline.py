@@ -55,6 +55,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import structlog
 from msgspec.structs import replace
@@ -65,12 +66,12 @@ from workers.demo.prepare import prepare_run
 from workers.demo.scoring import score_policy
 from workers.demo.task import held_out_rows
 from workers.run.process_main import run_async
-from workers.run.role_specs import ENGINE, MakeEngineSpec, MakeRoleSpecs, RoleSpec, role_specs
+from workers.run.role_specs import COMMANDS, ENGINE
 from workers.run.run_command import raise_for_failure, supervise
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
-ROLES = (sys.executable, "-m", "benchmarks.pipeline_roles")
+ROLES = ("-m", "benchmarks.pipeline_roles")
 BATCH, GROUP = 16, 8
 CASES = ((1.0, 2.0), (1.5, 1.5), (2.0, 1.0), (0.5, 1.0))
 """Seconds of a batch's rollout, and of a step."""
@@ -83,30 +84,16 @@ RISE, WINDOW = 0.9, 3
 """Share of the rise, and batches that a point of the curve is the mean of."""
 
 
-def roles_with(trainer: str, seconds: float) -> MakeRoleSpecs:
-    """Return the processes of `penstock run`, with a trainer of this benchmark."""
+def run(settings: Settings, trainer: Sequence[str], engine: Sequence[str]) -> list[dict[str, Any]]:
+    """Run to the end; return the metrics of every step.
 
-    def make(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
-        addresses = ("--redis", redis, *(part for url in engines for part in ("--engine", url)))
-        command = (*ROLES, trainer, str(file), *addresses, "--seconds", str(seconds))
-        specs = role_specs(settings, file, redis, engines)
-        return [replace(spec, command=command) if spec.role == "train" else spec for spec in specs]
-
-    return make
-
-
-def engine_with(engine: str, *options: str) -> MakeEngineSpec:
-    """Return an engine of this benchmark."""
-
-    def make(_settings: Settings, file: Path, port: int) -> RoleSpec:
-        return RoleSpec(role=ENGINE, command=(*ROLES, engine, str(file), "--port", str(port), *options))
-
-    return make
-
-
-def run(settings: Settings, make_roles: MakeRoleSpecs, make_engine: MakeEngineSpec) -> list[dict[str, Any]]:
-    """Run to the end; return the metrics of every step."""
-    result = supervise(settings, quiet=True, make_roles=make_roles, make_engine=make_engine)
+    Args:
+        settings: settings of the run.
+        trainer: name and options of the trainer, of this benchmark.
+        engine: the same for the engine.
+    """
+    with patch.dict(COMMANDS, {"train": (*ROLES, *trainer), ENGINE: (*ROLES, *engine)}):
+        result = supervise(settings, quiet=True)
     raise_for_failure(result, settings)
     return [json.loads(line) for line in (settings.folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -117,8 +104,8 @@ def measure_fixed(rollout_s: float, train_s: float, steps: int) -> dict[str, Any
         numbers = trained_numbers(steps * BATCH)
         settings = describe(Path(name).resolve(), numbers, batch_size=BATCH)
         settings = replace(settings, rollout=replace(settings.rollout, group_size=GROUP))
-        engine = engine_with("engine", "--seconds", str(rollout_s), "--slots", str(BATCH * GROUP))
-        metrics = run(settings, roles_with("trainer", train_s), engine)
+        engine = ("engine", "--seconds", str(rollout_s), "--slots", str(BATCH * GROUP))
+        metrics = run(settings, ("trainer", "--seconds", str(train_s)), engine)
     ends = [step["time"] for step in metrics[WARM_STEPS:-1]]
     step_s = (ends[-1] - ends[0]) / (len(ends) - 1)
     return {
@@ -158,8 +145,8 @@ def measure_demo(seed: int, max_staleness: int, arguments: argparse.Namespace) -
             filter=replace(settings.filter, zero_variance=False),
             train=replace(settings.train, learning_rate=arguments.learning_rate),
         )
-        engine = engine_with("paced-engine", "--seconds", str(arguments.decode_ms / 1000))
-        metrics = run(settings, roles_with("paced-trainer", arguments.step_seconds), engine)
+        engine = ("paced-engine", "--seconds", str(arguments.decode_ms / 1000))
+        metrics = run(settings, ("paced-trainer", "--seconds", str(arguments.step_seconds)), engine)
         checkpoint = CheckpointStore(settings.folder / "checkpoints").latest()
         assert checkpoint is not None
         held_out = run_async(partial(score_held_out, settings, checkpoint.model))

@@ -98,12 +98,12 @@ def main() -> int:
     if given.role == "paced-engine":
         run_async(partial(serve_paced, given.file, given.port, given.seconds))
         return 0
-    from workers.run.role_process import run_role
+    from workers.run.role_process import ROLE_MAINS, run_role
     from workers.train.worker import train
 
     learner = partial(make_learner, seconds=given.seconds, has_model=given.role == "paced-trainer")
-    role_main = partial(train, make_learner=learner)
-    return run_role("train", given.file, (), given.redis, tuple(given.engine), role_main)
+    ROLE_MAINS["train"] = lambda: partial(train, make_learner=learner)
+    return run_role("train", given.file, (), given.redis, tuple(given.engine))
 
 
 if __name__ == "__main__":

@@ -72,7 +72,6 @@ MEANINGS = {
     "feed.state_lost": "The server lost writes; the feeder feeds again what has no outcome.",
     "feed.waiting": "The server's memory is needed for groups; feeding waits.",
     "folder_lock.unsupported": "The file system has no locks; the lease alone protects the run's folder.",
-    "fork_server.lost": "A process that starts roles quickly is gone; roles start the slow way.",
     "group.duplicate": "A second copy of a group arrived; it ends as a duplicate, and counts nowhere.",
     "http.cannot_accept": "A server cannot take a connection, for want of files mostly; it tries again.",
     "http.connections_limited": "A server has too many connections; those that brought no request made room.",

@@ -44,39 +44,5 @@ Files, and where to add something::
 """
 
 import pkgutil
-from typing import TYPE_CHECKING
-
-from stream.lazy_names import lazy_names
 
 __path__ = pkgutil.extend_path(__path__, __name__)  # a user's own folder `envs/` becomes part of this package
-
-if TYPE_CHECKING:
-    from envs.contract import Environment, EnvironmentFailure
-    from envs.factory import EnvironmentFactory
-    from envs.rewards import RewardBatch, RewardFunction, environment_reward, merge_parts
-    from envs.snapshot import freeze, thaw
-    from envs.tools import ToolArgumentError, ToolSpec
-
-__all__ = (
-    "Environment",
-    "EnvironmentFactory",
-    "EnvironmentFailure",
-    "RewardBatch",
-    "RewardFunction",
-    "ToolArgumentError",
-    "ToolSpec",
-    "environment_reward",
-    "freeze",
-    "merge_parts",
-    "thaw",
-)
-
-_NAMES = {
-    "envs.contract": ("Environment", "EnvironmentFailure"),
-    "envs.factory": ("EnvironmentFactory",),
-    "envs.rewards": ("RewardBatch", "RewardFunction", "environment_reward", "merge_parts"),
-    "envs.snapshot": ("freeze", "thaw"),
-    "envs.tools": ("ToolArgumentError", "ToolSpec"),
-}
-# A child process of a pool needs none of them, and starts often.
-__getattr__ = lazy_names(__name__, _NAMES)

@@ -18,10 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
+import structlog
 from msgspec import Struct
 
 from stream.backoff import Backoff
-from stream.logger import log
+
+log = structlog.get_logger()
 
 LEAST_FREE_BYTES: Final = 1 << 19
 """A disk with less is full: neither a step's records nor the server's find room."""

@@ -1,4 +1,4 @@
-"""Run a command that dies with its parent: `python parent_death.py COMMAND...`.
+"""Run a command that dies with its parent: `python parent_death.py PARENT_PID COMMAND...`.
 
 On Linux the kernel sends SIGKILL to the command when the *thread* that started it ends for any reason, so start it
 from a thread that lives as long as the process. On other systems this is a plain exec. Without it a private server
@@ -27,8 +27,9 @@ def die_with_parent(parent: int) -> None:
 
 def main(argv: list[str]) -> None:
     """Make this process die with its parent, then replace it by the command."""
-    die_with_parent(os.getppid())
-    os.execvp(argv[0], argv)  # noqa: S606  (a fixed argument list, no shell)
+    parent, *command = argv
+    die_with_parent(int(parent))
+    os.execvp(command[0], command)  # noqa: S606  (a fixed argument list, no shell)
 
 
 if __name__ == "__main__":

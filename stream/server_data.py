@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from stream.durable import write_file_atomically
-from stream.logger import log
+
+log = structlog.get_logger()
 
 DIGESTS: Final = "digests.json"
 """Written when the server has stopped; removed when it starts. After a crash there is none."""

@@ -25,6 +25,7 @@ from typing import IO
 from urllib.parse import quote
 
 import anyio
+import structlog
 from anyio.abc import Process
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
@@ -32,7 +33,8 @@ from redis.exceptions import BusyLoadingError, RedisError
 from stream import parent_death, server_data
 from stream.disk_space import disk_problem, wait_limit_s
 from stream.errors import ServerError
-from stream.logger import log
+
+log = structlog.get_logger()
 
 _BINARY_NAMES = ("redis-server", "valkey-server")
 _START_TIMEOUT_S = 30.0
@@ -82,7 +84,7 @@ def find_server() -> Path:
 def command_line(binary: Path, data: Path, socket: Path, fsync: str) -> list[str]:
     """Return the command of a private server: on a unix socket only, persistent, and dying with its parent."""
     return [
-        *(sys.executable, "-I", "-S", str(parent_death.__file__), str(binary)),
+        *(sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), str(binary)),
         *("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--daemonize", "no"),
         *("--dir", str(data), "--appendonly", "yes", "--appendfsync", fsync, "--save", ""),
         *("--maxmemory-policy", "noeviction", "--logfile", str(data / "server.log")),

@@ -20,7 +20,6 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from stream.connection.keys import StageName
 from stream.connection.run_connection import RunConnection, connect
-from stream.logger import set_up_at_first_event
 from stream.operator.run_status import read_status
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
@@ -98,9 +97,8 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
 
 @pytest.fixture(autouse=True)
 def plain_logging() -> Iterator[None]:
-    """Reset logging after each test: a command run in the test's process sets it up, or is about to."""
+    """Reset logging after each test: a command run in the test's process sets it up."""
     yield
-    set_up_at_first_event(None)
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
 

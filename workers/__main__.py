@@ -3,12 +3,9 @@
 import os
 import sys
 
-from workers.runtime.garbage_collection import defer_collections
-
 
 def main() -> None:
     """Run the command; the console script calls this. Ctrl-C while modules are imported ends it with one line."""
-    defer_collections()
     try:
         from workers.cli import main as run
 

@@ -26,9 +26,8 @@ from workers.demo.scoring import score_policy
 from workers.demo.task import held_out_rows
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.feed.row_mapping import row_to_prompt
-from workers.run.child_process import ChildProcess
+from workers.run.child_processes import ChildProcess
 from workers.run.display_metrics import read_metrics
-from workers.run.process_launcher import ProcessLauncher
 from workers.run.process_main import run_async
 from workers.run.role_specs import engine_spec
 from workers.run.run_command import raise_for_failure, supervise
@@ -127,9 +126,7 @@ async def play(scoring: Settings, models: dict[int, Path]) -> dict[str, list[flo
     rows = held_out_rows(HELD_OUT_PROBLEMS)
     (scoring.folder / "logs").mkdir(exist_ok=True)
     async with anyio.create_task_group() as tasks:
-        child = ChildProcess(
-            engine_spec(scoring, scoring.folder / "run.toml", 0), scoring.folder / "logs", ProcessLauncher()
-        )
+        child = ChildProcess(engine_spec(scoring, scoring.folder / "run.toml", 0), scoring.folder / "logs")
 
         async def play_all(url: str) -> None:
             for step, model in models.items():

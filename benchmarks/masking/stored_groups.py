@@ -20,8 +20,7 @@ from workers.demo.prepare import GROUP_SIZE, demo_settings
 from workers.demo.scoring import _play  # the public `evaluate` keeps means alone
 from workers.demo.task import training_rows
 from workers.engine_api.discovery.discovery import EngineDiscovery
-from workers.run.child_process import ChildProcess
-from workers.run.process_launcher import ProcessLauncher
+from workers.run.child_processes import ChildProcess
 from workers.run.process_main import run_async
 from workers.run.role_specs import engine_spec
 from workers.settings import Settings
@@ -38,9 +37,7 @@ async def collect(scoring: Settings, models: dict[int, Path]) -> list[dict[str, 
     results: list[dict[str, Any]] = []
     rows = training_rows(PROBLEMS * len(models), SEED)
     async with anyio.create_task_group() as tasks:
-        child = ChildProcess(
-            engine_spec(scoring, scoring.folder / "run.toml", 0), scoring.folder / "logs", ProcessLauncher()
-        )
+        child = ChildProcess(engine_spec(scoring, scoring.folder / "run.toml", 0), scoring.folder / "logs")
 
         async def play(url: str) -> None:
             for number, (step, model) in enumerate(models.items()):

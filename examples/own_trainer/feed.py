@@ -4,7 +4,9 @@ import sys
 
 import anyio
 
-from stream import Feed, Prompt, connect
+from stream.connection.run_connection import connect
+from stream.queue.feed import Feed
+from stream.records import Prompt
 
 
 async def main(redis, run, total):

@@ -16,7 +16,10 @@ import anyio
 import msgspec
 from engine import push
 
-from stream import Measured, ResumePoint, connect, consume
+from stream.connection.run_connection import connect
+from stream.trainer.consume import consume
+from stream.trainer.resume_point import ResumePoint
+from stream.validity import Measured
 
 
 def train(table, group):

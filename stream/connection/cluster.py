@@ -9,12 +9,14 @@ instead.
 import contextlib
 from typing import Any
 
+import structlog
 from redis.asyncio import Redis
 from redis.exceptions import MovedError
 
 from stream.connection.address import RedisAddress
 from stream.connection.server_errors import HANDLED_ERRORS
-from stream.logger import log
+
+log = structlog.get_logger()
 
 HostPort = tuple[str, int]
 

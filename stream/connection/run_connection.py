@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import anyio
+import structlog
 from hiredis import pack_command
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
@@ -35,7 +36,8 @@ from stream.connection.server_errors import (
 )
 from stream.disk_space import disk_problem, wait_limit_s
 from stream.errors import ServerError
-from stream.logger import log
+
+log = structlog.get_logger()
 
 MAX_BLOCK_S = 5.0
 """The longest blocking read. Well below `_ANSWER_TIMEOUT_S`, so that a server that hangs differs from one without

@@ -3,18 +3,15 @@
 import hashlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import Struct, field
 
 from stream.connection.keys import EVALUATION_STAGES, STAGES
-from stream.connection.single_call import call_script_once
+from stream.connection.run_connection import RunConnection
 from stream.disk_space import DiskProblem
 from stream.errors import NoRunError, PenstockError
-
-if TYPE_CHECKING:  # a command that reads one status does not load a Redis client
-    from stream.connection.run_connection import RunConnection
 
 _EVALUATION_FACTS = ("version", "step", "total", "unfinished", "results", "finished", "latest")
 """What a snapshot's id covers of an evaluation, besides its stages."""
@@ -184,17 +181,7 @@ def describe_stages(status: RunStatus) -> str:
     return "; ".join(parts)
 
 
-def read_status_once(url: str, run: str, *, with_in_flight: bool = False) -> RunStatus | None:
-    """Read the status of a run without a connection; None if that needs one (`call_script_once`). Blocks.
-
-    Raises:
-        NoRunError: the server has no run of that name.
-    """
-    answer = call_script_once(url, run, "run_status", *_arguments(with_in_flight))
-    return _parse_status(answer, run) if isinstance(answer, list) else None
-
-
-async def read_status(connection: "RunConnection", *, with_in_flight: bool = False) -> RunStatus:
+async def read_status(connection: RunConnection, *, with_in_flight: bool = False) -> RunStatus:
     """Read the status of the run.
 
     Args:
@@ -204,12 +191,8 @@ async def read_status(connection: "RunConnection", *, with_in_flight: bool = Fal
     Raises:
         NoRunError: the server has no run of that name.
     """
-    answer = await connection.run_script("run_status", *_arguments(with_in_flight))
+    answer = await connection.run_script("run_status", *(["in_flight"] if with_in_flight else []))
     return _parse_status(answer, connection.run)
-
-
-def _arguments(with_in_flight: bool) -> list[str]:
-    return ["in_flight"] if with_in_flight else []
 
 
 def _parse_status(answers: Sequence[bytes], run: str) -> RunStatus:

@@ -7,10 +7,13 @@ continues from there.
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import structlog
+
 from stream.codec import encode
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
-from stream.logger import log
 from stream.records import Prompt
+
+log = structlog.get_logger()
 
 _MEMORY_SHORT = -2
 

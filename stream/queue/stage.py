@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 import anyio
 import msgspec
+import structlog
 from msgspec import Struct
 
 from stream.backoff import Backoff
@@ -20,10 +21,11 @@ from stream.codec import decode, encode
 from stream.connection.keys import PROMPT_STAGES, RESERVED_CONSUMERS, EvaluationStage, StageName
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.errors import LeaseLostError, PenstockError, RecordError, ServerError
-from stream.logger import log
 from stream.queue.in_flight import GroupInFlight
 from stream.queue.lease import Lease
 from stream.records import Completion, Group, Scores
+
+log = structlog.get_logger()
 
 ReleaseReason = Literal["infra", "data", "none", "stale"]
 """Why an entry is given back. `infra`: the worker, an engine or a service failed. `data`: the record is at fault.

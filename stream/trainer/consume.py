@@ -18,12 +18,12 @@ from pathlib import Path
 
 import anyio
 import msgspec
+import structlog
 
 from stream.connection.run_connection import RunConnection
 from stream.connection.run_identity import identify_for_trainer, read_identity, record_for_trainer
 from stream.disk_space import DiskProblem, allow_waits, end_waits, waiting
 from stream.errors import RunMismatchError, ServerError
-from stream.logger import log
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group
 from stream.trainer.archive import Archive
@@ -36,6 +36,8 @@ from stream.trainer.ledger_rebuild import rebuild_ledger
 from stream.trainer.ledger_records import LedgerEvent, read_events
 from stream.trainer.outcomes import Dropped
 from stream.trainer.resume_point import ResumePoint
+
+log = structlog.get_logger()
 
 _CHANGE_ACCEPTED = "change_accepted"
 _REPORT_INTERVAL_S, _REPORT_TIMEOUT_S = 1.0, 5.0

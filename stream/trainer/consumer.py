@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, Generic
 
 import anyio
+import structlog
 from msgspec.structs import replace
 
 from stream.cancellation import cancel_on
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.errors import LeaseLostError, NewerSchemaError, RecordError, RunFailedError
-from stream.logger import log
 from stream.queue.lease import Lease
 from stream.queue.stage import Claim, Stage
 from stream.records import Group, TrainedCompletion
@@ -38,6 +38,8 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord, content_hash
 from stream.trainer.outcomes import OPERATOR, AlreadyEnded, Dropped, Duplicate, LedgerOutcome, Trained
 from stream.trainer.resume_point import ResumePoint
+
+log = structlog.get_logger()
 
 
 class Consumer(Generic[Checked]):

@@ -22,9 +22,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from stream.backoff import Backoff
 from stream.errors import FencedError
-from stream.logger import log
+
+log = structlog.get_logger()
 
 LOCK_FILE: Final = "trainer.lock"
 _LINE_BYTES = 120

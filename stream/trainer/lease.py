@@ -23,11 +23,11 @@ from typing import Any
 
 import anyio
 import msgspec
+import structlog
 from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
 from stream.errors import FencedError, RunMismatchError
-from stream.logger import log
 from stream.queue.entry_scan import scan_dead_entries
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
@@ -35,6 +35,8 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_ends import upload_ends
 from stream.trainer.outcomes import Dead, GroupOutcome, LedgerEntry, decode_outcome, encode_outcome
 from stream.trainer.recovery_facts import RecoveryFacts, archived_prompts
+
+log = structlog.get_logger()
 
 _CHUNK = 500
 

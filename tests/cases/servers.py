@@ -24,8 +24,10 @@ from workers.dashboard.server import serve_dashboard
 from workers.local_engine.pooling.server import serve_pooling
 from workers.local_engine.server import EngineLimits, serve_local_engine
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
-from workers.runtime.health import RoleHealth
+from workers.runtime.context import Readiness
 from workers.runtime.metrics_server import serve_metrics
+from workers.settings import Settings
+from workers.settings.toml_file import parse_settings
 from workers.train.publishing.http_transfer import serve_weights
 
 TOKEN = "the token of the dashboard"
@@ -196,8 +198,15 @@ async def _dashboard(access: Access, folder: Path, pipe: Any, redis_url: str) ->
 
 @asynccontextmanager
 async def _metrics() -> AsyncIterator[Served]:
-    info = {"role": "supervisor", "run": "r", "version": "1"}
-    health = RoleHealth()
-    health.mark_ready()
-    async with serve_metrics("127.0.0.1:0", [], health, info, list_targets=list) as url:
+    readiness = Readiness()
+    readiness.mark_ready()
+    async with serve_metrics("supervisor", settings_with_metrics("127.0.0.1:0"), readiness) as url:
         yield Served(url)
+
+
+def settings_with_metrics(address: str) -> Settings:
+    """Return the settings of a run whose processes serve metrics there."""
+    run = {"name": "r", "metrics_address": address}
+    return parse_settings(
+        {"run": run, "model": {"path": "m"}, "data": {"path": "p.jsonl"}, "rewards": [{"ref": "math"}]}
+    )

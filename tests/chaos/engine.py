@@ -32,6 +32,7 @@ def _row(prompt_ids: list[int]) -> int:
 async def main() -> None:
     """Serve until the process is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, nargs="?", help="the run's settings, which are not read")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--asked", type=Path, required=True)
     options = parser.parse_args()

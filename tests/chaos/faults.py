@@ -161,7 +161,8 @@ def resume(settings: Settings, stop_at: int | None = None) -> PenstockError | No
         threading.Thread(target=anyio.run, args=(_stop_at, settings.folder, stop_at), daemon=True).start()
     stored = settings.folder / "run.toml"
     current = load_settings(stored) if stored.exists() else settings
-    result = supervise(current, quiet=True, make_roles=project.roles, make_engine=project.engine)
+    with project.commands(current):
+        result = supervise(current, quiet=True)
     try:
         if stop_at is None:
             raise_for_failure(result, current)

@@ -1,11 +1,13 @@
 """Folder of a chaos run: prompts that are numbers, a tokenizer of digits, settings, and the command of each role."""
 
 import json
-import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from tests.chaos.ends import GROUP_SIZE, REFUSED, intended
-from workers.run.role_specs import ENGINE, RoleSpec, role_specs
+from workers.run.role_specs import COMMANDS, ENGINE, RoleSpec, role_specs
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 
@@ -15,6 +17,8 @@ END = 10
 LEASE_S = 2.0
 ASKED = "asked.txt"
 """File in the run's folder: the row of every request that the engine received, one per line."""
+WITNESS = (str(HERE / "trainer.py"),)
+"""Python's arguments that start the trainer with a witness as its learner."""
 _TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message.role == 'nobody' -%}{{- raise_exception('nobody may speak here') -}}{%- endif -%}
@@ -48,17 +52,16 @@ def write_project(folder: Path, groups: int, seed: int, fsync: str = "everysec")
     )
 
 
+def commands(settings: Settings, **others: tuple[str, ...]) -> AbstractContextManager[Any]:
+    """Start a witness as the trainer, the scripted engine, and these other programs, while the context is open."""
+    engine = (str(HERE / "engine.py"), "--asked", str(settings.folder / ASKED))
+    return patch.dict(COMMANDS, {"train": WITNESS, ENGINE: engine, **others})
+
+
 def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
     """Return the command lines of `penstock run`, with the witness as the trainer's learner."""
-    addresses = ("--redis", redis, *(part for url in engines for part in ("--engine", url)))
-    train = RoleSpec(role="train", command=(sys.executable, str(HERE / "trainer.py"), str(file), *addresses))
-    return [train if spec.role == "train" else spec for spec in role_specs(settings, file, redis, engines)]
-
-
-def engine(settings: Settings, _file: Path, port: int) -> RoleSpec:
-    """Return the scripted engine, which replaces the local one."""
-    script, asked = str(HERE / "engine.py"), str(settings.folder / ASKED)
-    return RoleSpec(role=ENGINE, command=(sys.executable, script, "--port", str(port), "--asked", asked))
+    with commands(settings):
+        return role_specs(settings, file, redis, engines)
 
 
 def _write_model(folder: Path) -> None:

@@ -86,9 +86,8 @@ def _run(settings: Settings, role_killer: RoleKiller, limit_s: float, *, quiet: 
         with anyio.move_on_after(limit_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(role_killer.run)
-                with choose_display(quiet) as display:
-                    supervisor = Supervisor(settings, file, display, project.roles, project.engine)
-                    outcomes.append(await supervisor.run())
+                with choose_display(quiet) as display, project.commands(settings):
+                    outcomes.append(await Supervisor(settings, file, display).run())
                 tasks.cancel_scope.cancel()
 
     with lock_folder(settings.folder):

@@ -9,7 +9,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tests.chaos.witness import Witness
-from workers.run.role_process import run_role
+from workers.run.role_process import ROLE_MAINS, run_role
 from workers.train.worker import train
 
 
@@ -17,11 +17,11 @@ def main() -> int:
     """Run the role; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--redis", required=True)
+    parser.add_argument("--redis", default="")
     parser.add_argument("--engine", action="append", required=True)
     options = parser.parse_args()
-    with_witness = partial(train, make_learner=Witness)
-    return run_role("train", options.file, (), options.redis, tuple(options.engine), with_witness)
+    ROLE_MAINS["train"] = lambda: partial(train, make_learner=Witness)
+    return run_role("train", options.file, (), options.redis, tuple(options.engine))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from tests.chaos.witness import Witness
-from workers.run.role_process import run_role
+from workers.run.role_process import ROLE_MAINS, run_role
 from workers.settings import Settings
 from workers.train.step.batch import Batch
 from workers.train.step.metrics import StepReport
@@ -56,7 +56,8 @@ def main() -> int:
     parser.add_argument("--engine", required=True)
     options = parser.parse_args()
     stopping = partial(Stopping, point=options.point, fifo=options.fifo)
-    return run_role("train", options.file, (), options.redis, (options.engine,), partial(train, make_learner=stopping))
+    ROLE_MAINS["train"] = lambda: partial(train, make_learner=stopping)
+    return run_role("train", options.file, (), options.redis, (options.engine,))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,11 @@
 """Without disk space for a checkpoint the run stops with an error and acknowledges nothing; with space it resumes."""
 
-import sys
-
 import pytest
-from msgspec.structs import replace
 
 from stream.trainer.ledger_records import read_contents, read_ledger
-from tests.chaos import project
 from tests.chaos.audit import acquitted
 from tests.faults import heavy_trainer
 from tests.faults.journey import again, begin, travel
-from workers.run.role_specs import RoleSpec
 from workers.run.run_info import find_run, with_run
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
@@ -20,22 +15,14 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 GROUPS = 60
 
 
-def roles(*arguments) -> list[RoleSpec]:
-    """Return the roles of the chaos run with `heavy_trainer.py` as the trainer."""
-    specs = project.roles(*arguments)
-    return [
-        replace(spec, command=(sys.executable, heavy_trainer.__file__, *spec.command[2:]))
-        if spec.role == "train"
-        else spec
-        for spec in specs
-    ]
+HEAVY = (str(heavy_trainer.__file__),)
 
 
 @pytest.mark.timeout(150)
 def test_a_full_disk_at_a_checkpoint_stops_the_run_and_acknowledges_nothing(tmp_path):
     settings = begin(tmp_path, GROUPS)
     (settings.folder / heavy_trainer.FULL_AFTER).write_text("3")
-    journey = travel(settings, roles=roles, limit_s=100)
+    journey = travel(settings, train=HEAVY, limit_s=100)
     assert "checkpoint step-000006 could not be written" in str(journey.outcome.failure), journey.logs
     assert "step-000003 stands. Make room on that disk and run again" in str(journey.outcome.failure)
     checkpoint = CheckpointStore(settings.folder / "checkpoints").latest()
@@ -52,7 +39,7 @@ def test_a_full_disk_at_a_checkpoint_stops_the_run_and_acknowledges_nothing(tmp_
     assert behind <= set(marked.values())
 
     (settings.folder / heavy_trainer.FULL_AFTER).unlink()
-    journey = travel(again(tmp_path), roles=roles, limit_s=100)
+    journey = travel(again(tmp_path), train=HEAVY, limit_s=100)
     assert journey.outcome.failure is None, journey.logs
     verdict = journey.verdict
     assert acquitted(verdict, GROUPS), f"{verdict}\n{journey.logs}"

@@ -155,8 +155,9 @@ def test_a_run_on_a_full_disk_names_it_waits_and_goes_on_when_there_is_room(smal
     display = RecordingDisplay()
     (small_disk / "logs").mkdir()
     with logs.log_to_file("full", small_disk / "logs" / "supervisor.log"), lock_folder(small_disk):
-        supervisor = Supervisor(settings, write_settings(settings), display, project.roles, project.engine)
-        outcome = anyio.run(run_with_full_disk, supervisor, small_disk, display.lines)
+        supervisor = Supervisor(settings, write_settings(settings), display)
+        with project.commands(settings):
+            outcome = anyio.run(run_with_full_disk, supervisor, small_disk, display.lines)
     said = "\n".join([*display.lines, *(path.read_text()[-3000:] for path in small_disk.glob("logs/*.log"))])
     assert outcome.failure is None, said
     counts, verdict = recount(small_disk, GROUPS), audit(small_disk, GROUPS)
@@ -186,8 +187,9 @@ def test_a_disk_that_stays_full_ends_the_run_with_one_line_and_with_room_it_resu
 
     display = RecordingDisplay()
     with logs.log_to_file("full", small_disk / "logs" / "supervisor.log"), lock_folder(small_disk):
-        supervisor = Supervisor(short, write_settings(short), display, project.roles, project.engine)
-        with pytest.raises(BaseException) as caught:  # noqa: PT011  (alone, or in a group as it left the task groups)
+        supervisor = Supervisor(short, write_settings(short), display)
+        # Alone, or in a group as it left the task groups.
+        with project.commands(settings), pytest.raises(BaseException) as caught:  # noqa: PT011
             anyio.run(stay_full, supervisor)
     error = as_command_error(caught.value)
     assert error is not None, caught.value
@@ -195,8 +197,9 @@ def test_a_disk_that_stays_full_ends_the_run_with_one_line_and_with_room_it_resu
     assert str(small_disk) in error.message
     (small_disk / "ballast").unlink()
     with logs.log_to_file("full", small_disk / "logs" / "supervisor.log"), lock_folder(small_disk):
-        supervisor = Supervisor(settings, write_settings(settings), display, project.roles, project.engine)
-        outcome = anyio.run(supervisor.run)
+        supervisor = Supervisor(settings, write_settings(settings), display)
+        with project.commands(settings):
+            outcome = anyio.run(supervisor.run)
     assert outcome.failure is None, outcome.failure
     counts, verdict = recount(small_disk, GROUPS), audit(small_disk, GROUPS)
     assert (counts["lost"], counts["twice"]) == (0, 0), counts

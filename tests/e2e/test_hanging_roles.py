@@ -126,11 +126,17 @@ def test_a_suspended_role_is_replaced(project):
 PROBED = """
 import re, sys
 import anyio
-from workers.runtime.health import RoleHealth
+from workers.runtime.context import Readiness
 from workers.runtime.metrics_server import serve_metrics
+from workers.settings.toml_file import parse_settings
+
+SETTINGS = parse_settings({
+    "run": {"name": "r", "metrics_address": "127.0.0.1:0"},
+    "model": {"path": "m"}, "data": {"path": "p.jsonl"}, "rewards": [{"ref": "math"}],
+})
 
 async def main():
-    async with serve_metrics("127.0.0.1:0", [], RoleHealth(), {}) as url:
+    async with serve_metrics("score", SETTINGS, Readiness()) as url:
         print(url, flush=True)
         await anyio.to_thread.run_sync(sys.stdin.readline)
         re.match("(a+)+$", "a" * 60 + "b")

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.late import describe, engine, run, steps, trained_numbers
-from tests.chaos import project, witness
+from benchmarks.late import LATE_ENGINE, describe, run, steps, trained_numbers
+from tests.chaos import witness
 from tests.chaos.ends import NO_SIGNAL, TRAINED, intended
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
@@ -32,9 +32,9 @@ def numbers_with(dropped, trained):
     return sorted(of[NO_SIGNAL][:dropped] + of[TRAINED][:trained])
 
 
-def run_within_capacity(settings, numbers, engine_of):
+def run_within_capacity(settings, numbers, *engine):
     """Assert that the run finishes, and that the outstanding groups reach the bound but never exceed it."""
-    watched = run(settings, engine_of)
+    watched = run(settings, *engine)
     ended_well(settings, watched, numbers)
     assert max(outstanding for _, outstanding in watched.looks) == settings.capacity
     return watched
@@ -51,7 +51,7 @@ def straggler_seconds_without_staleness(settings):
 def test_wait_trains_nothing_too_old_discards_nothing_and_respects_the_capacity(tmp_path):
     numbers = numbers_with(dropped=10, trained=60)
     settings = describe(tmp_path, numbers, late="wait", max_staleness=1, batch_size=4)
-    watched = run_within_capacity(settings, numbers, engine("--median", "16"))
+    watched = run_within_capacity(settings, numbers, LATE_ENGINE, "--median", "16")
     assert straggler_seconds_without_staleness(settings) > 0
     assert watched.outcome.view.counts.get("cancelled", 0) == 0
 
@@ -63,7 +63,7 @@ def test_wait_trains_nothing_too_old_discards_nothing_and_respects_the_capacity(
 def test_a_thousand_dropped_groups_do_not_change_the_capacity(tmp_path, max_staleness, late):
     numbers = numbers_with(dropped=1200, trained=800)
     settings = describe(tmp_path, numbers, late=late, max_staleness=max_staleness, batch_size=4, save_every=50)
-    watched = run_within_capacity(settings, numbers, project.engine)
+    watched = run_within_capacity(settings, numbers)
     if late == "wait":
         straggler_seconds_without_staleness(settings)
     # The end of the run has too few prompts left to fill the bound.
@@ -77,7 +77,7 @@ def test_a_thousand_dropped_groups_do_not_change_the_capacity(tmp_path, max_stal
 def test_max_staleness_0_with_a_checkpoint_every_ten_steps_does_not_stall(tmp_path, late):
     numbers = trained_numbers(240)
     settings = describe(tmp_path, numbers, late=late, max_staleness=0, batch_size=4, save_every=10)
-    run_within_capacity(settings, numbers, project.engine)
+    run_within_capacity(settings, numbers)
     assert len(steps(settings)) == 60
 
 
@@ -87,7 +87,7 @@ def test_max_staleness_0_with_a_checkpoint_every_ten_steps_does_not_stall(tmp_pa
 def test_with_lognormal_durations_every_prompt_ends_and_stale_groups_are_reported(tmp_path, late):
     numbers = trained_numbers(240)
     settings = describe(tmp_path, numbers, late=late, max_staleness=1)
-    view = ended_well(settings, run(settings, engine()), numbers)
+    view = ended_well(settings, run(settings, LATE_ENGINE), numbers)
     step_metrics = steps(settings)
     assert (view.counts.get("cancelled", 0) > 0) == (late == "cancel")
     if late == "train":

@@ -52,6 +52,7 @@ def held_out_starts(model: Path) -> list[list[int]]:
 async def main() -> None:
     """Serve until the process is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, nargs="?", help="the run's settings, which are not read")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--delay", type=float, default=0.0, help="of an answer to a held-out prompt")

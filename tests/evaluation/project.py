@@ -5,10 +5,11 @@ The learner is the chaos runs' witness, so no sample depends on the training.
 
 import json
 import os
-import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import anyio
 
@@ -17,7 +18,7 @@ from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus, read_status
 from workers.demo.model import make_tokenizer
 from workers.run.progress_display import SilentDisplay
-from workers.run.role_specs import ENGINE, RoleSpec, role_specs
+from workers.run.role_specs import COMMANDS, ENGINE
 from workers.run.run_folder import lock_folder, write_settings
 from workers.run.run_info import read_run_info
 from workers.run.supervisor import RunOutcome, Supervisor
@@ -72,21 +73,10 @@ def describe(
     return parse_settings(table)
 
 
-def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
-    """Return the command lines of `penstock run`, with a witness as the trainer's learner."""
-    addresses = ("--redis", redis, *(part for url in engines for part in ("--engine", url)))
-    train = RoleSpec(role="train", command=(sys.executable, str(HERE / "trainer.py"), str(file), *addresses))
-    return [train if spec.role == "train" else spec for spec in role_specs(settings, file, redis, engines)]
-
-
-def engine_of(*options: str) -> Any:
-    """Return the scripted engine, which replaces the local one."""
-
-    def command(settings: Settings, _file: Path, port: int) -> RoleSpec:
-        script, model = str(HERE / "engine.py"), settings.model.path
-        return RoleSpec(role=ENGINE, command=(sys.executable, script, "--port", str(port), "--model", model, *options))
-
-    return command
+def commands(settings: Settings, *options: str) -> AbstractContextManager[Any]:
+    """Start a witness as the trainer, and the scripted engine with these options, while the context is open."""
+    engine = (str(HERE / "engine.py"), "--model", settings.model.path, *options)
+    return patch.dict(COMMANDS, {"train": (str(HERE / "trainer.py"),), ENGINE: engine})
 
 
 @dataclass
@@ -114,7 +104,8 @@ def run(settings: Settings, *options: str, meddle: Any = None, limit_s: float = 
         with anyio.move_on_after(limit_s):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_watch, settings, watched, meddle)
-                watched.outcome = await Supervisor(settings, file, SilentDisplay(), roles, engine_of(*options)).run()
+                with commands(settings, *options):
+                    watched.outcome = await Supervisor(settings, file, SilentDisplay()).run()
                 tasks.cancel_scope.cancel()
 
     with lock_folder(settings.folder), logs.log_to_file("eval", settings.folder / "logs" / "supervisor.log"):

@@ -10,7 +10,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tests.chaos import witness
-from workers.run.role_process import run_role
+from workers.run.role_process import ROLE_MAINS, run_role
 from workers.settings import Abort
 from workers.train.worker import train
 
@@ -28,13 +28,13 @@ def main() -> int:
     """Run the role; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--redis", required=True)
+    parser.add_argument("--redis", default="")
     parser.add_argument("--engine", action="append", required=True)
     options = parser.parse_args()
     if wait_s := os.environ.get(WAIT_S):
         Abort.trainer_wait_s = float(wait_s)  # type: ignore[assignment,method-assign]
-    with_witness = partial(train, make_learner=Witness)
-    return run_role("train", options.file, (), options.redis, tuple(options.engine), with_witness)
+    ROLE_MAINS["train"] = lambda: partial(train, make_learner=Witness)
+    return run_role("train", options.file, (), options.redis, tuple(options.engine))
 
 
 if __name__ == "__main__":

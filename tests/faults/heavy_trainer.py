@@ -11,7 +11,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tests.chaos.witness import Witness
-from workers.run.role_process import run_role
+from workers.run.role_process import ROLE_MAINS, run_role
 from workers.settings import Settings
 from workers.train.worker import train
 
@@ -37,4 +37,5 @@ class Heavy(Witness):
 
 if __name__ == "__main__":
     file, _, redis, _, engine = sys.argv[1:]
-    sys.exit(run_role("train", Path(file), (), redis, (engine,), partial(train, make_learner=Heavy)))
+    ROLE_MAINS["train"] = lambda: partial(train, make_learner=Heavy)
+    sys.exit(run_role("train", Path(file), (), redis, (engine,)))

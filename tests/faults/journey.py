@@ -1,10 +1,10 @@
 """A chaos run with every role a real process, behind one proxy to the engine and one to Redis."""
 
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import anyio
 from msgspec.structs import replace
@@ -17,8 +17,9 @@ from tests.chaos.audit import Verdict, audit
 from tests.faults import patient_rollout
 from tests.faults.proxy import Plan, Proxy, address_of
 from workers.run import run_info as live
+from workers.run import supervisor
 from workers.run.progress_display import SilentDisplay
-from workers.run.role_specs import MakeRoleSpecs, RoleSpec, penstock_command
+from workers.run.role_specs import RoleSpec, role_specs
 from workers.run.run_folder import lock_folder, write_settings
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runtime import log_setup as logs
@@ -89,14 +90,8 @@ def again(folder: Path) -> Settings:
     return load_settings(folder / "run" / "run.toml")
 
 
-def patient_roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
-    """Return the roles of the chaos run with rollout workers that repeat a request until it succeeds."""
-    specs = project.roles(settings, file, redis, engines)
-    begin = (sys.executable, patient_rollout.__file__)
-    return [
-        replace(spec, command=(*begin, *spec.command[len(penstock_command()) :])) if spec.role == "rollout" else spec
-        for spec in specs
-    ]
+PATIENT = (str(patient_rollout.__file__), "rollout")
+"""A rollout worker that repeats a request until it succeeds."""
 
 
 def travel(
@@ -105,7 +100,7 @@ def travel(
     on_engine: Plan | None = None,
     on_redis: Plan | None = None,
     during: Callable[[Journey], Awaitable[None]] | None = None,
-    roles: MakeRoleSpecs = patient_roles,
+    train: tuple[str, ...] = project.WITNESS,
     limit_s: float,
 ) -> Journey:
     """Run to the end, with these fault plans for the connections.
@@ -117,7 +112,7 @@ def travel(
         on_engine: faults on answers of the engine.
         on_redis: faults on answers of Redis.
         during: runs beside the supervisor.
-        roles: makes the roles' command lines.
+        train: Python's arguments that start the trainer.
         limit_s: seconds until the run counts as hanging.
     """
     journeys: list[Journey] = []
@@ -132,14 +127,17 @@ def travel(
                 redis.upstream = address_of(server)
                 if engines:  # none yet while the supervisor preloads the roles' modules
                     engine.upstream = address_of(engines[0])
-                return roles(settings, file, redis.url("redis"), (engine.url("http"),))
+                return role_specs(settings, file, redis.url("redis"), (engine.url("http"),))
 
             with anyio.fail_after(limit_s):
                 async with anyio.create_task_group() as tasks:
                     if during is not None:
                         tasks.start_soon(during, journey)
-                    supervisor = Supervisor(settings, file, SilentDisplay(), behind_proxies, project.engine)
-                    journey.outcome = await supervisor.run()
+                    with (
+                        project.commands(settings, rollout=PATIENT, train=train),
+                        patch.object(supervisor, "role_specs", behind_proxies),
+                    ):
+                        journey.outcome = await Supervisor(settings, file, SilentDisplay()).run()
                     tasks.cancel_scope.cancel()
 
     with logs.log_to_file("faults", settings.folder / "logs" / "supervisor.log"), lock_folder(settings.folder):

@@ -16,6 +16,7 @@ from workers.testing.scripted_engine import ScriptedEngine
 async def main() -> None:
     """Serve until the process is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path, nargs="?", help="the run's settings, which are not read")
     parser.add_argument("--port", type=int, required=True)
     async with ScriptedEngine(lambda prompt_ids, _: [*prompt_ids, END], port=parser.parse_args().port) as engine:
         print(f"listening on {engine.url}", flush=True)

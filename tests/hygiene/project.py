@@ -1,11 +1,13 @@
 """Folder of a hygiene run: prompts that are numbers, settings, and the command of each role."""
 
 import json
-import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 from tests.chaos.project import _write_model
-from workers.run.role_specs import ENGINE, RoleSpec, role_specs
+from workers.run.role_specs import COMMANDS, ENGINE
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 
@@ -35,19 +37,7 @@ def write_project(folder: Path, groups: int) -> Settings:
     )
 
 
-def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
-    """Return the command lines of `penstock run`, each with a counter inside the process."""
-    addresses = ("--redis", redis, *(part for url in engines for part in ("--engine", url)))
-    return [
-        RoleSpec(
-            role=spec.role,
-            index=spec.index,
-            command=(sys.executable, str(HERE / "role.py"), spec.role, str(file), *addresses),
-        )
-        for spec in role_specs(settings, file, redis, engines)
-    ]
-
-
-def engine(_settings: Settings, _file: Path, port: int) -> RoleSpec:
-    """Return the scripted engine, which replaces the local one."""
-    return RoleSpec(role=ENGINE, command=(sys.executable, str(HERE / "engine.py"), "--port", str(port)))
+def commands() -> AbstractContextManager[Any]:
+    """Start each role with a counter inside it, and the scripted engine, while the context is open."""
+    roles = {role: (str(HERE / "role.py"), role) for role in ("feed", "rollout", "score", "train")}
+    return patch.dict(COMMANDS, {**roles, ENGINE: (str(HERE / "engine.py"),)})

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from stream.durable import write_file_atomically
-from workers.run.role_process import run_role
+from workers.run.role_process import ROLE_MAINS, run_role
 from workers.runtime.context import RoleMain, WorkerContext
 
 EVERY_S = 0.25
@@ -68,9 +68,7 @@ def main_of(role: str) -> RoleMain:
         from workers.train.worker import train
 
         return partial(train, make_learner=Witness)
-    from workers.run.role_process import _role_main
-
-    return _role_main(role)
+    return ROLE_MAINS[role]()
 
 
 def main() -> int:
@@ -78,11 +76,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role")
     parser.add_argument("file", type=Path)
-    parser.add_argument("--redis", required=True)
+    parser.add_argument("--redis", default="")
     parser.add_argument("--engine", action="append", default=[])  # the first roles start before an engine listens
     options = parser.parse_args()
-    result = watched(main_of(options.role))
-    return run_role(options.role, options.file, (), options.redis, tuple(options.engine), result)
+    role_main = watched(main_of(options.role))
+    ROLE_MAINS[options.role] = lambda: role_main
+    return run_role(options.role, options.file, (), options.redis, tuple(options.engine))
 
 
 if __name__ == "__main__":

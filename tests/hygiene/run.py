@@ -94,9 +94,8 @@ def _run(
         with anyio.move_on_after(options.limit):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_watch, settings.folder, options.groups, samples)
-                with choose_display(quiet) as display:
-                    supervisor = Supervisor(settings, file, display, project.roles, project.engine)
-                    outcomes.append(await supervisor.run())
+                with choose_display(quiet) as display, project.commands():
+                    outcomes.append(await Supervisor(settings, file, display).run())
                 tasks.cancel_scope.cancel()
 
     with lock_folder(settings.folder):

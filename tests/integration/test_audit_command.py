@@ -10,12 +10,14 @@ import pytest
 import structlog
 from redis import Redis
 
-from stream import Feed, Ledger, RetryPolicy, Stage, TrainerLease, connect
-from stream.connection.run_connection import RunConnection
+from stream.connection.run_connection import RunConnection, connect
 from stream.errors import DataError, PenstockError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters
+from stream.queue.feed import Feed
+from stream.queue.stage import RetryPolicy, Stage
 from stream.server_process import private_server
-from stream.trainer.lease import EndedGroup
+from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
 from workers.commands.audit import show_audit

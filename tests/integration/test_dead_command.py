@@ -7,9 +7,12 @@ import anyio
 import pytest
 import structlog
 
-from stream import Completion, Feed, Group, Prompt, RetryPolicy, Stage, read_status
 from stream.errors import PenstockError
 from stream.operator.dead_letters import list_dead_letters
+from stream.operator.run_status import read_status
+from stream.queue.feed import Feed
+from stream.queue.stage import RetryPolicy, Stage
+from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
 from workers.commands import dead_letters

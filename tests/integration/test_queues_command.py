@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,12 +13,15 @@ import pytest
 import structlog
 from redis import Redis
 
-from stream import Feed, Group, Prompt, RetryPolicy, Stage, connect, private_server
 from stream.connection.keys import key_prefix
+from stream.connection.run_connection import connect
 from stream.connection.run_identity import RunIdentity, compare_with_server, write_identity
-from stream.connection.single_call import call_script_once
 from stream.errors import PenstockError, RunMismatchError, ServerError, SettingsError
 from stream.operator.run_status import read_status
+from stream.queue.feed import Feed
+from stream.queue.stage import RetryPolicy, Stage
+from stream.records import Group, Prompt
+from stream.server_process import private_server
 from workers.commands.control import send_command
 from workers.commands.dead_letters import LetterChoice, drop_dead, retry_dead
 from workers.commands.engines import change_engine
@@ -133,19 +135,6 @@ async def test_reading_creates_and_changes_no_key(connection, redis_url, run_nam
         assert contents(redis) == before
 
 
-async def test_a_status_is_printed_without_loading_a_client_or_an_event_loop(connection, redis_url, run_name):
-    await some_work(connection)
-    code = (
-        "import sys; from click.testing import CliRunner; from workers.cli import penstock\n"
-        f"done = CliRunner().invoke(penstock, ['queues', {run_name!r}, '--redis', {redis_url!r}])\n"
-        "print(done.exit_code, {'anyio', 'asyncio', 'redis'} & set(sys.modules), done.output)"
-    )
-    done = await anyio.run_process([sys.executable, "-c", code])
-    text = done.stdout.decode()
-    assert text.startswith("0 set() "), text
-    assert run_name in text
-
-
 async def test_watching_ends_when_the_run_has_finished(connection, redis_url, run_name, capsys):
     await connection.write_hash("meta", {"finished": "trained 3 steps"})
     await in_thread(run_name, redis_url, watch=True, as_json=True)
@@ -257,7 +246,6 @@ def temporary(request, monkeypatch):
 async def test_a_private_server_is_reached_whatever_the_name_of_the_folder_for_temporary_files(tmp_path):
     async with private_server(tmp_path / "redis") as url, connect(url, "run", reconnect_s=1) as connection:
         assert await connection.ping()
-        assert await anyio.to_thread.run_sync(call_script_once, url, "run", "run_status") is not None
 
 
 @pytest.mark.parametrize("temporary", ["t" * 120], indirect=True)

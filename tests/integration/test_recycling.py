@@ -15,7 +15,7 @@ from tests.chaos.project import END, write_project
 from tests.e2e.by_hand import send
 from tests.e2e.harness import environment
 from tests.integration.test_supervisor import FINISH, Pipeline
-from workers.run import child_process, restart_policy
+from workers.run import child_processes, restart_policy
 from workers.runtime.exit_codes import ExitCode
 from workers.testing.scripted_engine import ScriptedEngine
 
@@ -66,8 +66,8 @@ async def test_a_worker_that_is_recycled_immediately_every_time_fails_the_run(ma
 
 
 async def test_a_flood_of_output_neither_fills_the_disk_nor_stops_the_role(make_pipeline, monkeypatch):
-    monkeypatch.setattr(child_process, "_MAX_LOG_BYTES", 1_000_000)
-    monkeypatch.setattr(child_process, "_TRIMMED_LOG_BYTES", 10_000)
+    monkeypatch.setattr(child_processes, "_MAX_LOG_BYTES", 1_000_000)
+    monkeypatch.setattr(child_processes, "_TRIMMED_LOG_BYTES", 10_000)
     flood = (
         "for i in range(200): print('x' * 50_000)\n"
         "print('error: the last word', flush=True)\n"

@@ -1,20 +1,13 @@
 """The run's status: complete, atomic and read-only."""
 
-import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
-
 import anyio
 import anyio.to_thread
 import pytest
 
 from stream.connection.run_connection import connect
-from stream.connection.single_call import call_script_once
-from stream.errors import NoRunError, PenstockError
+from stream.errors import PenstockError
 from stream.operator.in_flight import groups_in_flight
-from stream.operator.run_status import read_status, read_status_once
+from stream.operator.run_status import read_status
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.outcomes import Trained
@@ -62,82 +55,6 @@ async def test_reading_the_status_changes_nothing(pipe, tmp_path, redis_url):
         for _ in range(3):
             await read_status(visitor)
     assert await dump(pipe.connection) == before
-
-
-async def test_a_status_read_once_without_a_client_is_the_same(pipe, tmp_path, redis_url):
-    await busy_run(pipe, tmp_path)
-    report = b'[{"stage":"prompts"}]'
-    await pipe.connection.redis.set(pipe.connection.key("in_flight:prompts:worker"), report, px=60_000)
-    redis, run = pipe.connection.redis, pipe.connection.run
-    await redis.script_flush()  # the first call on a server loads the script
-    await redis.acl_setuser("reader", enabled=True, passwords=["+a/b@c"], commands=["+@all"], keys=["*"])
-    for url in (redis_url, redis_url.replace("unix://", "unix://reader:a%2Fb%40c@")):
-        known = await read_status(pipe.connection, with_in_flight=True)
-        once = await anyio.to_thread.run_sync(partial(read_status_once, url, run, with_in_flight=True))
-        assert (once.snapshot, once.leases, once.stages.keys()) == (known.snapshot, known.leases, known.stages.keys())
-        assert [each.groups for each in once.in_flight] == [report]
-    with pytest.raises(NoRunError, match="has no run named 'nobody'"):
-        await anyio.to_thread.run_sync(read_status_once, redis_url, "nobody")
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "{redis}?db=0",
-        "rediss://127.0.0.1:1",
-        "redis://127.0.0.1:1",
-        "redis://127.0.0.1:x",
-        "unix:///nowhere/redis.sock",
-        "unix://someone:wrong@{path}",
-        "http://127.0.0.1:1",
-        "redis://:1/b@127.0.0.1",
-        "redis://127.0.0.1:1/database",
-        "redis",
-        "",
-    ],
-)
-def test_what_is_not_plain_is_left_to_a_client_that_says_what_is_wrong(redis_url, url):
-    url = url.format(redis=redis_url, path=redis_url.removeprefix("unix://"))
-    assert call_script_once(url, "r", "run_status") is None
-
-
-@pytest.mark.parametrize(
-    "answer", [b"-MOVED 1 127.0.0.1:7000\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"+O", b"+OK\r\n", b"$-1\r\n"]
-)
-def test_a_server_that_answers_anything_else_is_left_to_a_client(answer):
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
-        port = server.getsockname()[1]
-        answered = threads.submit(_answer_once, server, answer)
-        assert read_status_once(f"redis://127.0.0.1:{port}", "r") is None
-        assert b"EVALSHA" in answered.result(5)
-
-
-def test_a_server_whose_answer_never_ends_is_left_to_a_client(monkeypatch):
-    monkeypatch.setattr("stream.connection.single_call._TIMEOUT_S", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as threads:
-        threads.submit(_drip, server)
-        url = f"redis://127.0.0.1:{server.getsockname()[1]}"
-        began = time.monotonic()
-        assert read_status_once(url, "r") is None
-        assert time.monotonic() - began < 2
-
-
-def _drip(server: socket.socket) -> None:
-    connection, _ = server.accept()
-    with connection, suppress(OSError):
-        connection.recv(65536)
-        connection.sendall(b"$1000\r\n")
-        for _ in range(60):
-            connection.sendall(b".")
-            time.sleep(0.05)
-
-
-def _answer_once(server: socket.socket, answer: bytes) -> bytes:
-    connection, _ = server.accept()
-    with connection:
-        asked = connection.recv(65536)
-        connection.sendall(answer)
-    return asked
 
 
 async def test_an_unknown_run_is_an_error_and_is_not_created(redis_url):

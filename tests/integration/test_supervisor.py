@@ -7,9 +7,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import anyio
 import msgspec
@@ -23,11 +26,9 @@ from stream.operator.run_control import pause, stop
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group, Prompt
-from workers.run import dashboard_process, fork_server
+from workers.run import dashboard_process
 from workers.run.dashboard_process import DashboardProcess
-from workers.run.fork_server import ForkServer
 from workers.run.identity_check import NOTHING, check_folder
-from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import SilentDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
 from workers.run.restart_policy import (
@@ -37,7 +38,7 @@ from workers.run.restart_policy import (
     count_oom_kills,
     was_killed_from_outside,
 )
-from workers.run.role_specs import RoleSpec
+from workers.run.role_specs import COMMANDS, RoleSpec
 from workers.run.run_command import raise_for_failure, supervise
 from workers.run.run_ending import RunEnding
 from workers.run.run_folder import lock_folder, write_settings
@@ -55,7 +56,8 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 me, folder, run, url = sys.argv[1:5]
 home = Path(folder)
-with open(home / "lives", "a") as f: f.write(f"{me} {os.getpid()} {' '.join(sys.argv[5:])}\\n")
+values = " ".join(word for word in sys.argv[6:] if not word.startswith("--"))
+with open(home / "lives", "a") as f: f.write(f"{me} {os.getpid()} {values}\\n")
 def lives(name):
     return [line for line in open(home / "lives") if line.startswith(name + " ")]
 def leave(*_):
@@ -89,24 +91,16 @@ class Pipeline:
     async def run(self) -> RunOutcome:
         self.settings.folder.mkdir(exist_ok=True)
         self.seen = Seen(self.statuses)
-        return await Supervisor(self.settings, Path("run.toml"), self.seen, self.roles, self.engine).run()
+        with self.commands():
+            return await Supervisor(self.settings, Path("run.toml"), self.seen).run()
 
-    def roles(self, settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
-        return [
-            RoleSpec(role=role, command=self.command(role, redis, *engines))
-            for role in self.scripts
-            if role != "engine"
-        ]
-
-    def engine(self, settings: Settings, file: Path, port: int) -> RoleSpec:
-        return RoleSpec(role="engine", command=self.command("engine", "", str(port)))
-
-    def command(self, role: str, redis: str, *rest: str) -> tuple[str, ...]:
-        script = PRELUDE + self.scripts[role]
-        return (sys.executable, "-c", script, role, str(self.home), self.settings.run.name, redis, *rest)
+    def commands(self) -> AbstractContextManager[Any]:
+        run = self.settings.run
+        given = (str(self.home), run.name, run.redis)
+        return patch.dict(COMMANDS, {role: ("-c", PRELUDE + code, role, *given) for role, code in self.scripts.items()})
 
     def lives(self, role: str) -> list[list[str]]:
-        """Return the pid and further arguments of each process of a role."""
+        """Return the pid and the options' values of each process of a role."""
         lines = (self.home / "lives").read_text().splitlines()
         return [line.split()[1:] for line in lines if line.split()[0] == role]
 
@@ -162,19 +156,6 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3] if sys.platform == "linux" else True
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server() -> Iterator[None]:
-    """Fork the scripts, as a run forks its roles; starting Python for each of them takes longer than what it does."""
-    if sys.platform != "linux":
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        server = ForkServer.start(("redis", "subprocess"))
-        patch.setattr(fork_server, "_inherited", server)
-        yield
-        server.close()
 
 
 @pytest.fixture(autouse=True)
@@ -379,7 +360,7 @@ async def test_child_processes_of_a_role_end_with_it(make_pipeline):
     await pipeline.assert_no_process_is_left()
 
 
-ENGINE = "port = int(sys.argv[5]) or 4321; print(f'listening on http://127.0.0.1:{port}', flush=True);"
+ENGINE = "port = int(values) or 4321; print(f'listening on http://127.0.0.1:{port}', flush=True);"
 
 
 async def test_roles_start_when_the_engine_is_ready_and_a_restarted_engine_keeps_its_port(make_pipeline):
@@ -405,7 +386,7 @@ async def test_roles_start_when_all_engines_are_ready_and_each_engine_keeps_its_
     one_dies = f"\nif {dying}: until(lambda: lives('train')); os.kill(os.getpid(), 9)\nstay()"
     pipeline = make_pipeline(
         {
-            "engine": "time.sleep(1.5); port = int(sys.argv[5]) or os.getpid();"
+            "engine": "time.sleep(1.5); port = int(values) or os.getpid();"
             "print(f'listening on http://127.0.0.1:{port}', flush=True);" + one_dies,
             "train": "until(lambda: len(lives('engine')) == 4);" + FINISH,
         },
@@ -572,7 +553,8 @@ def test_the_summary_is_written_to_the_run_folder_and_balances(make_pipeline):
         '"completion_states": {"valid": 8}}}\');'
     )
     pipeline = make_pipeline({"train": ends + FINISH})
-    ended = supervise(pipeline.settings, quiet=True, make_roles=pipeline.roles, make_engine=pipeline.engine)
+    with pipeline.commands():
+        ended = supervise(pipeline.settings, quiet=True)
     raise_for_failure(ended, pipeline.settings)
     report = json.loads((pipeline.settings.folder / "summary.json").read_text())
     assert report["steps"] == 4
@@ -589,7 +571,8 @@ def test_the_summary_is_written_to_the_run_folder_and_balances(make_pipeline):
 def test_a_summary_that_does_not_balance_fails_the_run(make_pipeline):
     lose = "redis().hset('{%s}:counts' % run, mapping={'fed': 3, 'trained': 2});"
     pipeline = make_pipeline({"train": lose + FINISH})
-    ended = supervise(pipeline.settings, quiet=True, make_roles=pipeline.roles)
+    with pipeline.commands():
+        ended = supervise(pipeline.settings, quiet=True)
     with pytest.raises(PenstockError, match="do not balance: 3 fed ≠ 2 trained"):
         raise_for_failure(ended, pipeline.settings)
 
@@ -643,14 +626,12 @@ DRIVER = """
 import sys
 from pathlib import Path
 from workers.run.run_command import supervise
-from workers.run.role_specs import RoleSpec
+from workers.run.role_specs import COMMANDS
 from workers.settings.toml_file import load_settings
 
-def roles(settings, file, redis, engines):
-    script = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
-    return [RoleSpec(role=r, command=(sys.executable, "-c", script)) for r in ("feed", "rollout", "score", "train")]
-
-supervise(load_settings(Path(sys.argv[1])), quiet=True, make_roles=roles)
+script = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
+COMMANDS.update(dict.fromkeys(("feed", "rollout", "score", "train"), ("-c", script)))
+supervise(load_settings(Path(sys.argv[1])), quiet=True)
 """
 
 
@@ -687,10 +668,9 @@ async def test_a_dashboard_that_fails_leaves_the_run_alone_and_says_why(tmp_path
     failing = RoleSpec(role="dashboard", command=(sys.executable, "-c", "raise SystemExit('error: the port is taken')"))
     monkeypatch.setattr(dashboard_process, "dashboard_spec", lambda _: failing)
     shown: list[str] = []
-    with ProcessLauncher() as launcher:
-        dashboard = DashboardProcess(settings, tmp_path, launcher, shown.append)
-        with anyio.fail_after(30):
-            await dashboard.keep_running()
+    dashboard = DashboardProcess(settings, tmp_path, shown.append)
+    with anyio.fail_after(30):
+        await dashboard.keep_running()
     assert shown == ['no dashboard: the port is taken (run.dashboard = "off" starts none)']
     assert (tmp_path / "dashboard-0.log").read_text().count("the port is taken") == 3
     assert dashboard.child.exited.is_set()

@@ -17,10 +17,10 @@ WORKER = "--worker"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def can_be_forked(arguments: list[str]) -> bool:
-    """Whether these arguments of Python name a module or a script, and nothing that a fork cannot give."""
+def can_be_forked(arguments: list[str], *, code: bool = False) -> bool:
+    """Whether these arguments of Python name a module or a script, or `code`, and nothing that a fork cannot give."""
     rest = arguments[1:] if arguments[:1] == ["-P"] else arguments
-    return bool(rest) and (rest[0] == "-m" or not rest[0].startswith("-"))
+    return bool(rest) and (rest[0] == "-m" or (code and rest[0] == "-c") or not rest[0].startswith("-"))
 
 
 def main(arguments: list[str]) -> None:

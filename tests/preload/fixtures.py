@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.preload.client import ADDRESS, WORKER
-from workers.run.process_launcher import ProcessLauncher
 
 HERE = Path(__file__).parent
 REAL = "PENSTOCK_TEST_REAL_PROCESSES"
@@ -67,8 +66,6 @@ def preloaded() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if is_used():
             patch.setattr(sys, "executable", start_fork_server())
-            # A supervisor in the test's own process must not start a second fork server, which would import all anew.
-            patch.setattr(ProcessLauncher, "preload", lambda self, modules: None)
         yield
 
 

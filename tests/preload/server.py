@@ -9,29 +9,28 @@ environment and streams. The client in whose place it runs gives it its signals;
 LISTENER is the descriptor of its socket. It ends with the process PARENT and removes FOLDER. Linux only.
 """
 
-import atexit
 import ctypes
 import gc
 import importlib
 import json
 import os
 import random
-import runpy
 import selectors
 import shutil
 import signal
 import socket
 import struct
 import sys
-import threading
-import traceback
-import types
 import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from workers.run import fork_server
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from tests.preload.forks import fork_roles
+from tests.preload.program import run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
@@ -177,22 +176,8 @@ def become(request: dict[str, Any], descriptors: list[int], executable: str) -> 
     if not request["is_worker"]:
         sys.executable = executable
         if supervises(request["arguments"]):
-            fork_server.nest()
-    code = 1
-    try:
-        run(request["arguments"])
-        code = 0
-    except SystemExit as leaving:
-        code = exit_code(leaving)
-    except BaseException:
-        traceback.print_exc()
-    try:
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+            fork_roles()
+    run_to_end(request["arguments"])
 
 
 def supervises(arguments: list[str]) -> bool:
@@ -200,41 +185,8 @@ def supervises(arguments: list[str]) -> bool:
     return "-m" not in arguments[:2] or not {"run", "demo"}.isdisjoint(arguments)
 
 
-def run(arguments: list[str]) -> None:
-    """What `python ARGUMENTS` does."""
-    is_safe_path = arguments[0] == "-P"
-    arguments = arguments[is_safe_path:]
-    sys.path[:] = [entry for entry in sys.path if entry not in ("", str(Path(__file__).parent))]
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        if not is_safe_path:
-            sys.path.insert(0, str(Path.cwd()))
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
-    elif arguments[0] == "-c":
-        sys.argv = ["-c", *arguments[2:]]
-        sys.path.insert(0, "")
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(arguments[1], main.__dict__)
-    else:
-        sys.argv = arguments
-        if not is_safe_path:
-            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-        runpy.run_path(arguments[0], run_name="__main__")
-
-
-def exit_code(leaving: SystemExit) -> int:
-    """The exit code of a process that was left by this."""
-    if leaving.code is None:
-        return 0
-    if isinstance(leaving.code, int):
-        return leaving.code & 0xFF
-    print(leaving.code, file=sys.stderr)
-    return 1
-
-
 def main(folder: Path, listener: int, parent: int) -> None:
     """Import, then serve."""
-    sys.path.insert(0, str(ROOT))
     try:
         server = ForkServer(folder, listener)
         import_everything()

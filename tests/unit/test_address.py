@@ -3,7 +3,6 @@
 import pytest
 
 from stream.connection.address import RedisAddress
-from stream.connection.single_call import call_script_once
 from stream.connection.url import has_secret, redact_url
 from stream.errors import ServerError
 
@@ -116,7 +115,6 @@ def test_a_url_of_which_a_part_would_be_left_out_is_refused(url, remedy):
         RedisAddress(url)
     assert remedy in str(caught.value)
     assert "hush" not in str(caught.value)
-    assert call_script_once(url, "run", "run_status") is None
 
 
 @pytest.mark.parametrize("url", ["redis://host//", "redis://[::1]:6379/3/", "unix://user:hush@/tmp/a%20b.sock?db=2"])

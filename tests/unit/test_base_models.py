@@ -21,7 +21,6 @@ from workers.base_models.tool_transcripts import conversations
 from workers.cli import penstock
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.format_detection import choose_tool_format
-from workers.runtime.model_config import modeling_module
 
 pytestmark = pytest.mark.models
 
@@ -137,9 +136,3 @@ def test_a_model_with_written_induction_heads_copies_without_training():
         predicted = model(input_ids=ids).logits.argmax(-1)[0, :-1].reshape(-1)
     again = [place for place in range(61, 120) if place % 6]  # a name's first token is left to chance
     assert sum(int(predicted[place - 1] == ids[0, place]) for place in again) >= 0.8 * len(again)
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_the_module_with_a_model_s_code_is_named_by_its_folder(name, tmp_path):
-    assert modeling_module(FOLDERS[name]) == Qwen3ForCausalLM.__module__
-    assert modeling_module(tmp_path) == ""

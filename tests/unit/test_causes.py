@@ -19,8 +19,7 @@ from stream.records import Completion, Failure, Group, Prompt, RewardPart, ToolR
 from stream.validity import RewardReason, RolloutReason, Unmeasured
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.tool_formats.parsed_turn import ToolCall
-from workers.run.child_process import ChildProcess
-from workers.run.process_launcher import ProcessLauncher
+from workers.run.child_processes import ChildProcess
 from workers.run.role_specs import RoleSpec
 from workers.run.stall_detector import describe_longest
 from workers.runtime.error_text import find_cause
@@ -224,7 +223,7 @@ def test_a_crash_in_c_has_the_line_of_the_call():
 
 
 def test_the_code_that_blocks_an_event_loop_is_read_from_the_log(tmp_path):
-    child = ChildProcess(RoleSpec(role="score", command=(), modules=()), tmp_path, ProcessLauncher())
+    child = ChildProcess(RoleSpec(role="score", command=()), tmp_path)
     assert child.blocking_code(60) is None
     assert child.new_blocking_code(60) is None
 

@@ -186,7 +186,7 @@ async def test_every_problem_of_an_environment_is_a_warning(environment):
 
 
 BROKEN = """
-    from envs import EnvironmentFailure
+    from envs.contract import EnvironmentFailure
     class Env:
         def reset(self): self.calls = 0
         def broken(self):

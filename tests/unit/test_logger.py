@@ -1,4 +1,4 @@
-"""The package's logger: structlog is imported, and set up, by the first event."""
+"""What a process logs: events of servers, and warnings of dependencies."""
 
 import io
 import json
@@ -7,30 +7,8 @@ import sys
 from pathlib import Path
 
 import structlog
-from structlog.testing import capture_logs
 
-from stream.logger import log, set_up_at_first_event
 from workers.runtime.log_setup import configure_logging
-
-
-def test_what_sets_up_the_log_is_called_before_the_first_event_and_once():
-    calls = []
-    with capture_logs() as lines:
-        set_up_at_first_event(lambda: calls.append(len(lines)))
-        assert calls == []
-        log.info("first.logged", key="value")
-        log.info("second.logged")
-    assert calls == [0]
-    assert [(line["event"], line.get("key")) for line in lines] == [("first.logged", "value"), ("second.logged", None)]
-
-
-def test_a_setup_that_was_not_needed_is_replaced_by_the_next():
-    calls = []
-    set_up_at_first_event(lambda: calls.append("first"))
-    set_up_at_first_event(lambda: calls.append("second"))
-    with capture_logs():
-        log.info("anything.logged")
-    assert calls == ["second"]
 
 
 def test_what_servers_write_does_not_change_the_terminal(monkeypatch):

@@ -1,35 +1,34 @@
 """Prometheus metrics of a run and its processes; `/health` and `/ready`; docs/metrics.md."""
 
 import http.client
-import json
 import math
 import os
+import re
 import runpy
 import shutil
 import subprocess
-import threading
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from stream.records import Completion, Failure
+from stream.errors import ServerError
+from stream.queue.feed import Feed
+from stream.records import Completion, Failure, Prompt
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from tests.cases.ports import has_ipv6
+from tests.cases.servers import settings_with_metrics
 from workers.run.role_specs import role_specs
 from workers.runtime import metrics
-from workers.runtime.batched_metrics import BatchedCounter, BatchedHistogram
-from workers.runtime.health import RoleHealth
-from workers.runtime.metrics_server import Snapshot, open_portal, serve_metrics
+from workers.runtime.context import Readiness
+from workers.runtime.metrics_server import ServerAnswer, serve_metrics
 from workers.runtime.run_metrics import RunMetrics, run_metrics
 from workers.settings.toml_file import parse_settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = runpy.run_path(str(ROOT / "docs" / "metrics_page.py"))
-INFO = {"run": "r", "role": "rollout", "version": "1"}
 PROMTOOL = shutil.which(os.environ.get("PROMTOOL", "promtool"))
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="promtool is missing: apt-get install prometheus, or name it in $PROMTOOL"
@@ -141,48 +140,49 @@ async def fetch(url, page):
     return await anyio.to_thread.run_sync(get, url, page)
 
 
-async def test_the_pages_say_when_a_role_is_alive_and_ready():
-    health = RoleHealth()
-    server_problems = ["the Redis server does not answer"]
-    serve = partial(serve_metrics, find_server_problem=lambda: server_problems[0])
-    async with serve("127.0.0.1:0", [metrics.ROLLOUT], health, INFO, list_targets=lambda: [("feed", "h:1")]) as url:
+class Server:
+    """Stands for a connection to the run's server."""
+
+    answers = False
+
+    async def ping(self) -> bool:
+        return self.answers
+
+
+async def test_the_pages_say_when_a_role_is_alive_and_ready(monkeypatch):
+    monkeypatch.setattr("workers.runtime.metrics_server._MAX_AGE_S", 0.0)
+    readiness, server = Readiness(), Server()
+    async with serve_metrics("rollout", settings_with_metrics("127.0.0.1:0"), readiness, server) as url:
         assert await fetch(url, "/health") == (200, "ok\n")
         assert await fetch(url, "/ready") == (503, "the role is starting\n")
-        health.ready_when(lambda: "no engine answers")
+        readiness.find_problem = lambda: "no engine answers"
         assert await fetch(url, "/ready") == (503, "no engine answers\n")
-        health.mark_ready()
+        readiness.mark_ready()
         assert await fetch(url, "/ready") == (503, "the Redis server does not answer\n")
-        server_problems[0] = ""
+        server.answers = True
         assert await fetch(url, "/ready") == (200, "ok\n")
         status, text = await fetch(url, "/metrics")
         assert status == 200
-        assert 'penstock_info{role="rollout",run="r",version="1"} 1.0' in text
+        assert re.search(r'penstock_info{role="rollout",run="r",version="[^"]+"} 1.0', text)
+        assert "process_resident_memory_bytes" in text
         assert "penstock_turns_total" in text
         assert "penstock_steps_total" not in text
-        groups = json.loads((await fetch(url, "/targets"))[1])
-        assert groups == [{"targets": ["h:1"], "labels": {"role": "feed", "run": "r"}}]
         assert (await fetch(url, "/"))[0] == 404
 
 
-async def test_a_blocked_event_loop_is_reported_by_the_server_that_it_does_not_serve():
-    health = RoleHealth(max_pause_s=0.2)
-    answers = []
-    async with serve_metrics("127.0.0.1:0", [], health, INFO) as url:
-        health.mark_ready()
-        await fetch(url, "/health")
-        thread = threading.Timer(1.4, lambda: answers.extend([get(url, "/health"), get(url, "/ready")]))
-        thread.start()
-        thread.join()  # blocks the loop
-    assert [status for status, _ in answers] == [503, 503]
-    assert "the event loop has not turned" in answers[0][1]
+async def test_the_feeder_reports_the_run(connection):
+    await Feed(connection, 1000).put([Prompt(id="d:0:0", messages=[])], "", "1")
+    async with serve_metrics("feed", settings_with_metrics("127.0.0.1:0"), Readiness(), connection) as url:
+        _, text = await fetch(url, "/metrics")
+    assert "penstock_run_status_up 1.0" in text
+    assert "penstock_prompts_fed_total 1.0" in text
 
 
 async def test_a_taken_port_does_not_end_the_role():
-    async with (
-        serve_metrics("127.0.0.1:0", [], RoleHealth(), INFO) as url,
-        serve_metrics(url.removeprefix("http://"), [], RoleHealth(), INFO) as second,
-    ):
-        assert second == ""
+    async with serve_metrics("feed", settings_with_metrics("127.0.0.1:0"), Readiness()) as url:
+        taken = settings_with_metrics(url.removeprefix("http://"))
+        async with serve_metrics("feed", taken, Readiness()) as second:
+            assert second == ""
 
 
 async def test_many_scrapes_a_second_read_the_server_once():
@@ -192,17 +192,26 @@ async def test_many_scrapes_a_second_read_the_server_once():
         reads.append(1)
         return len(reads)
 
-    async with open_portal() as portal:
-        snapshot = Snapshot(portal, read)
-        assert [await anyio.to_thread.run_sync(snapshot.get) for _ in range(20)] == [1] * 20
+    answer = ServerAnswer(read)
+    assert [await answer.refresh() for _ in range(20)] == [1] * 20
 
 
-async def test_a_server_that_does_not_answer_leaves_no_old_figures():
+async def test_a_server_that_does_not_answer_leaves_no_old_figures(monkeypatch):
+    monkeypatch.setattr("workers.runtime.metrics_server._MAX_AGE_S", 0.0)
+    monkeypatch.setattr("workers.runtime.metrics_server._ANSWER_TIMEOUT_S", 0.01)
+    states = ["answers", "is gone", "hangs"]
+
     async def read():
-        raise OSError("gone")
+        match states.pop(0):
+            case "answers":
+                return 3
+            case "hangs":
+                await anyio.sleep_forever()
+        raise ServerError("gone")
 
-    async with open_portal() as portal:
-        assert await anyio.to_thread.run_sync(Snapshot(portal, read).get) is None
+    answer = ServerAnswer(read)
+    assert [await answer.refresh() for _ in range(3)] == [3, None, None]
+    assert answer.value is None
 
 
 @pytest.mark.parametrize(
@@ -243,42 +252,6 @@ def test_promtool_finds_no_fault_in_names_types_and_texts():
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no address of IPv6")
 async def test_metrics_are_served_at_an_address_of_ipv6():
-    async with serve_metrics("[::1]:0", [], RoleHealth(), INFO) as url:
+    async with serve_metrics("feed", settings_with_metrics("[::1]:0"), Readiness()) as url:
         assert url.startswith("http://[::1]:")
         assert (await fetch(url, "/metrics"))[0] == 200
-
-
-def test_values_that_are_counted_together_are_all_counted_whenever_they_are_read():
-    registry = CollectorRegistry()
-    counter = BatchedCounter("things_total", "Things.", registry=registry)
-    histogram = BatchedHistogram("seconds", "Seconds.", buckets=(1, 2), registry=registry)
-    for number in range(1, 200):
-        counter.add(number)
-        histogram.add(number / 100)
-        if number % 37 == 0:
-            found = samples(registry)
-            assert found[("things_total",)] == sum(range(1, number + 1))
-            assert found[("seconds_count",)] == number
-    found = samples(registry)
-    assert found[("seconds_sum",)] == pytest.approx(199.0)
-    assert [found[("seconds_bucket", bound)] for bound in ("1.0", "2.0", "+Inf")] == [100, 199, 199]
-
-
-def test_values_are_counted_once_while_another_thread_reads():
-    registry = CollectorRegistry()
-    counter = BatchedCounter("things_total", "Things.", registry=registry)
-    stop = threading.Event()
-
-    def read() -> None:
-        while not stop.is_set():
-            samples(registry)
-
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for _ in range(50_000):
-        counter.add(1)
-    stop.set()
-    for reader in readers:
-        reader.join(10)
-    assert samples(registry)[("things_total",)] == 50_000

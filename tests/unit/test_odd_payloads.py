@@ -5,9 +5,9 @@ import json
 import msgspec
 import pytest
 
-from stream import Prompt
 from stream.codec import encode
 from stream.operator.dead_letters import DeadLetter
+from stream.records import Prompt
 from workers.commands.dead_letters import read_payload
 from workers.commands.output import encode_json
 

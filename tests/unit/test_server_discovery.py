@@ -86,8 +86,9 @@ def test_a_private_server_listens_only_on_a_protected_unix_socket(tmp_path):
 def test_a_command_started_by_parent_death_dies_with_its_parent():
     sleep = shutil.which("sleep")
     code = f"""
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-I", "-S", {parent_death.__file__!r}, {sleep!r}, "60"])
+import os, subprocess, sys, time
+shim = [sys.executable, "-I", "-S", {parent_death.__file__!r}, str(os.getpid())]
+child = subprocess.Popen([*shim, {sleep!r}, "60"])
 print(child.pid, flush=True)
 time.sleep(60)
 """

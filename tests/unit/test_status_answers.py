@@ -1,11 +1,13 @@
 """A status that cannot be read, as of a run of another version, is an error that says so."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 
 from stream.errors import PenstockError
-from stream.operator import run_status
-from stream.operator.run_status import read_status_once
+from stream.operator.run_status import read_status
 
 STAGE = {"depth": 0, "claimed": 0, "delayed": 0, "marked": 0, "lag": 0, "oldest_age_ms": 0, "rate": 0, "consumers": {}}
 STATUS = {
@@ -18,17 +20,16 @@ STATUS = {
 }
 
 
-@pytest.fixture
-def answer(monkeypatch):
-    def set_answer(*parts: bytes) -> None:
-        monkeypatch.setattr(run_status, "call_script_once", lambda *_: list(parts))
+def connection_that_answers(*parts: bytes) -> Any:
+    async def run_script(*_: str) -> list[bytes]:
+        return list(parts)
 
-    return set_answer
+    return SimpleNamespace(run="my-run", run_script=run_script)
 
 
-def test_the_stages_are_in_the_order_of_the_flow(answer):
-    answer(msgspec.json.encode(STATUS))
-    assert list(read_status_once("redis://host", "run").stages) == ["prompts", "groups", "scored"]
+async def test_the_stages_are_in_the_order_of_the_flow():
+    status = await read_status(connection_that_answers(msgspec.json.encode(STATUS)))
+    assert list(status.stages) == ["prompts", "groups", "scored"]
 
 
 @pytest.mark.parametrize(
@@ -48,14 +49,12 @@ def test_the_stages_are_in_the_order_of_the_flow(answer):
         {"evaluation": {"stages": dict.fromkeys(("eval:prompts", "eval:groups"), STAGE), "latest": "x"}},
     ],
 )
-def test_a_status_of_another_form_is_an_error_that_names_the_run(answer, change):
-    answer(msgspec.json.encode(STATUS | change))
+async def test_a_status_of_another_form_is_an_error_that_names_the_run(change):
     with pytest.raises(PenstockError, match=r"status of run 'my-run' cannot be read.*another version"):
-        read_status_once("redis://host", "my-run")
+        await read_status(connection_that_answers(msgspec.json.encode(STATUS | change)))
 
 
 @pytest.mark.parametrize("parts", [[], [b"?"], [msgspec.json.encode(STATUS), b"prompts"]])
-def test_an_answer_of_another_form_is_an_error_that_names_the_run(answer, parts):
-    answer(*parts)
+async def test_an_answer_of_another_form_is_an_error_that_names_the_run(parts):
     with pytest.raises(PenstockError, match="status of run 'my-run' cannot be read"):
-        read_status_once("redis://host", "my-run")
+        await read_status(connection_that_answers(*parts))

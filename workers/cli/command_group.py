@@ -3,7 +3,7 @@
 import os
 import sys
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import click
@@ -57,13 +57,6 @@ def log_errors_only(command: str) -> None:
     from workers.runtime.log_setup import configure_logging
 
     configure_logging(command, level="error")
-
-
-def log_errors_only_lazily(command: str) -> None:
-    """Log errors only, and import structlog with the first; for a command whose modules use `stream.logger`."""
-    from stream.logger import set_up_at_first_event
-
-    set_up_at_first_event(partial(log_errors_only, command))
 
 
 def current_command() -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Literal
 import click
 
 from workers.cli import options
-from workers.cli.command_group import current_command, log_errors_only, log_errors_only_lazily
+from workers.cli.command_group import current_command, log_errors_only
 
 
 @click.command()
@@ -22,7 +22,7 @@ def queues(target: str | None, redis: str, as_json: bool, watch: bool) -> None:
     """
     from workers.commands.queues import show_queues
 
-    log_errors_only_lazily("queues")
+    log_errors_only("queues")
     show_queues(target, redis, as_json=as_json, watch=watch)
 
 

@@ -103,22 +103,11 @@ def run(
 
     Ctrl-C drains and stops; `penstock run RUN` resumes. A FILE without run.name starts a new run each time.
     """
-    from workers.run.process_launcher import ProcessLauncher
-    from workers.run.role_specs import torch_modules
+    from workers.run.identity_check import Accept
+    from workers.run.run_command import run
 
-    with ProcessLauncher() as launcher:
-        launcher.preload(
-            torch_modules()
-        )  # takes seconds, so it starts before anything else, the imports below included
-
-        from workers.run.identity_check import Accept
-        from workers.run.run_command import run
-
-        accept = Accept(accepted, accept_data or "")
-        code = run(
-            target, overrides, as_json=as_json, quiet=quiet, accept=accept, check=not no_check, launcher=launcher
-        )
-    sys.exit(code)
+    accept = Accept(accepted, accept_data or "")
+    sys.exit(run(target, overrides, as_json=as_json, quiet=quiet, accept=accept, check=not no_check))
 
 
 @click.command()

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from msgspec import Struct
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from stream.connection.run_connection import RunConnection
 from stream.errors import NoRunError, PenstockError, SettingsError
 from stream.operator.bottleneck import Bottleneck, find_bottleneck
 from stream.operator.in_flight import groups_in_flight
@@ -24,9 +25,6 @@ from workers.run.run_folder import disk_problems
 from workers.run.run_info import RunLocation, find_run, read_run_status, with_run
 from workers.run.summary import has_finished
 from workers.runtime.transcript import escape_controls
-
-if TYPE_CHECKING:  # a command that reads one status does not load a Redis client
-    from stream.connection.run_connection import RunConnection
 
 _WATCH_INTERVAL_S = 1.0
 _START_TIMEOUT_S: Final = 600.0

@@ -40,7 +40,7 @@ async def feed(context: WorkerContext) -> None:
     await connection.write_hash("meta", facts)
     total = await anyio.to_thread.run_sync(lambda: dataset_mix.total_prompts)
     await connection.write_hash("feed", {"total": str(total)})
-    context.health.mark_ready()
+    context.readiness.mark_ready()
     async with cancel_on(context.stopping):
         while True:
             if settings.eval.source:

@@ -9,8 +9,7 @@ import structlog
 
 from stream.backoff import Backoff
 from stream.errors import RunFailedError
-from workers.run.child_process import ChildProcess, describe_exit
-from workers.run.process_launcher import ProcessLauncher
+from workers.run.child_processes import ChildProcess, describe_exit
 from workers.run.role_specs import dashboard_spec
 from workers.settings import Settings
 
@@ -26,14 +25,11 @@ class DashboardProcess:
     Args:
         settings: of the run.
         log_folder: folder of its log.
-        launcher: starts the process.
         show: called once with the pages' URL, and with the reason if there are none.
     """
 
-    def __init__(
-        self, settings: Settings, log_folder: Path, launcher: ProcessLauncher, show: Callable[[str], None]
-    ) -> None:
-        self.child = ChildProcess(dashboard_spec(settings), log_folder, launcher)
+    def __init__(self, settings: Settings, log_folder: Path, show: Callable[[str], None]) -> None:
+        self.child = ChildProcess(dashboard_spec(settings), log_folder)
         self._show = show
         self._is_stopping = False
 

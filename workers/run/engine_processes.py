@@ -6,9 +6,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from workers.run.child_process import ChildProcess
-from workers.run.process_launcher import ProcessLauncher
-from workers.run.role_specs import MakeEngineSpec, RoleSpec
+from workers.run.child_processes import ChildProcess
+from workers.run.role_specs import RoleSpec, engine_spec
 from workers.settings import Settings
 
 log = structlog.get_logger()
@@ -21,20 +20,13 @@ class EngineProcesses:
         settings: settings of the run.
         file: settings file that the engines read.
         log_folder: folder of the engines' logs.
-        launcher: starts the engines.
-        make_engine: returns the spec of an engine for a port.
     """
 
-    def __init__(
-        self, settings: Settings, file: Path, log_folder: Path, launcher: ProcessLauncher, make_engine: MakeEngineSpec
-    ) -> None:
+    def __init__(self, settings: Settings, file: Path, log_folder: Path) -> None:
         self._settings = settings
         self._file = file
-        self._make_engine = make_engine
         self._urls: dict[int, str] = {}
-        self.processes = [
-            ChildProcess(self._spec(number, 0), log_folder, launcher) for number in range(settings.engine.count)
-        ]
+        self.processes = [ChildProcess(self._spec(number, 0), log_folder) for number in range(settings.engine.count)]
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -77,7 +69,7 @@ class EngineProcesses:
         return announced
 
     def _spec(self, number: int, port: int) -> RoleSpec:
-        spec = self._make_engine(self._settings, self._file, port)
+        spec = engine_spec(self._settings, self._file, port)
         devices = self._settings.engine.devices
         environment = {"CUDA_VISIBLE_DEVICES": devices[number]} if devices else {}
         return msgspec.structs.replace(spec, index=number, environment=environment)

@@ -22,7 +22,6 @@ from stream.errors import (
 )
 from workers.runtime.error_text import find_cause
 from workers.runtime.exit_codes import ExitCode
-from workers.runtime.garbage_collection import collect_as_usual
 
 log = structlog.get_logger()
 
@@ -33,7 +32,6 @@ T = TypeVar("T")
 
 def run_async(main: Callable[[], Awaitable[T]]) -> T:
     """Run a coroutine function, on uvloop if installed."""
-    collect_as_usual()
     return anyio.run(main, backend_options={"use_uvloop": find_spec("uvloop") is not None})
 
 

@@ -5,12 +5,11 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
 
 import anyio
 import msgspec
@@ -19,7 +18,6 @@ import structlog
 from stream.connection.run_connection import connect
 from stream.disk_space import limit_waits
 from stream.errors import PenstockError, SettingsError
-from stream.operator.run_status import read_status
 from stream.parent_death import die_with_parent
 from workers.feed.environment_rows import temporary_folder
 from workers.run.identity_check import NOTHING, Accept, join_run
@@ -28,7 +26,6 @@ from workers.run.restore import restore_if_lost
 from workers.runtime.context import RoleMain, WorkerContext
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.hang_guard import HangGuard
-from workers.runtime.health import RoleHealth
 from workers.runtime.log_setup import configure_logging, drop_output_when_full
 from workers.runtime.loop_watchdog import LoopWatchdog
 from workers.runtime.recycling import WorkerRecycler
@@ -37,11 +34,16 @@ from workers.settings import Settings
 from workers.settings.download import display_source
 from workers.settings.toml_file import load_settings
 
-if TYPE_CHECKING:
-    from prometheus_client.registry import Collector
-
 log = structlog.get_logger()
 
+ROLE_MAINS: dict[str, Callable[[], RoleMain]] = {
+    "feed": partial(resolve_name, "workers.feed.worker:feed"),
+    "rollout": partial(resolve_name, "workers.rollout.worker:rollout"),
+    "score": partial(resolve_name, "workers.score.worker:score"),
+    "train": partial(resolve_name, "workers.train.worker:train"),
+    "train as rank 0": partial(resolve_name, "workers.train.rank_control.rank0:train_as_rank0"),
+}
+"""Return a role's coroutine function, and import that role alone. Tests and benchmarks put their own functions here."""
 _SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter while another one waits for it. Environments and reward functions compute
 in many threads at a time; with Python's 5 ms the event loop waits for its turn too long to renew leases."""
@@ -53,8 +55,8 @@ def run_role(
     overrides: tuple[str, ...],
     redis: str,
     engines: tuple[str, ...],
-    role_main: RoleMain | None = None,
     accept: Accept = NOTHING,
+    main: str = "",
 ) -> ExitCode:
     """Run one role until its work is done or it is stopped. Returns the exit code.
 
@@ -64,8 +66,11 @@ def run_role(
         overrides: values of single settings, as `--set` takes them; they take precedence over the file.
         redis: URL of the Redis server; default: `run.redis` of the settings.
         engines: URLs of engines; default: `engine.urls` of the settings.
-        role_main: coroutine function of the role; default: the standard one of `role`.
         accept: changes since the last start that would be refused otherwise.
+        main: its key in `ROLE_MAINS`; default: `role`.
+
+    Raises:
+        KeyError: there is no such role.
     """
     drop_output_when_full()
     configure_logging(role)
@@ -75,7 +80,7 @@ def run_role(
             log.warning(
                 "run.restored", url=restored.url, step=restored.step, bytes=restored.bytes, problem=restored.problem
             )
-        role_main = role_main or _role_main(role)
+        role_main = ROLE_MAINS[main or role]()
     except SettingsError as error:
         return report_error(error, ExitCode.USAGE)
     except PenstockError as error:
@@ -121,9 +126,7 @@ def run_trainer(
             from workers.train.rank_control.follower import run_follower
 
             return run_follower()
-        from workers.train.rank_control.rank0 import train_as_rank0
-
-        return run_role("train", file, overrides, redis, engines, train_as_rank0, accept)
+        return run_role("train", file, overrides, redis, engines, accept, main="train as rank 0")
     try:
         ranks = load_settings(file, overrides).train.ranks
         collective_timeout_s()  # report an invalid value once, not in every rank
@@ -170,7 +173,6 @@ async def _run_connected(
             consumer=consumer,
             stopping=stopping,
             has_folder=has_folder,
-            health=RoleHealth(queue.lease_s),
         )
         recycler = WorkerRecycler(queue, stopping)
         guard = HangGuard(settings.hang_timeout_s)
@@ -190,51 +192,10 @@ async def _run_connected(
     return ExitCode.SUCCESS
 
 
-@asynccontextmanager
-async def _serve_metrics(role: str, context: WorkerContext) -> AsyncIterator[None]:
+def _serve_metrics(role: str, context: WorkerContext) -> AbstractAsyncContextManager[str]:
     """Serve `/metrics`, `/health` and `/ready` if the run has an address for them."""
-    settings, connection = context.settings, context.connection
-    if not settings.run.metrics_address:
-        yield
-        return
-    from workers.runtime.metrics import REGISTRIES
-    from workers.runtime.metrics_server import Snapshot, open_portal, serve_metrics
-    from workers.runtime.run_metrics import RunMetrics
+    if not context.settings.run.metrics_address:
+        return nullcontext("")
+    from workers.runtime.metrics_server import serve_metrics
 
-    ours = await anyio.to_thread.run_sync(version, "penstock")  # reads files
-    async with open_portal() as portal:
-        answers = Snapshot(portal, connection.ping)
-        collectors: list[Collector] = list(REGISTRIES[role])
-        if role == "feed":
-            collectors.append(RunMetrics(Snapshot(portal, lambda: read_status(connection)).get))
-        async with serve_metrics(
-            settings.run.metrics_address,
-            collectors,
-            context.health,
-            {"role": role, "run": settings.run.name, "version": ours},
-            find_server_problem=lambda: "" if answers.get() else "the Redis server does not answer",
-        ):
-            yield
-
-
-def _role_main(role: str) -> RoleMain:
-    """Return a role's coroutine function; imports only that role."""
-    match role:
-        case "feed":
-            from workers.feed.worker import feed
-
-            return feed
-        case "rollout":
-            from workers.rollout.worker import rollout
-
-            return rollout
-        case "score":
-            from workers.score.worker import score
-
-            return score
-        case "train":
-            from workers.train.worker import train
-
-            return train
-        case _:
-            raise SettingsError(f"{role!r} is not a role; the roles are feed, rollout, score and train")
+    return serve_metrics(role, context.settings, context.readiness, context.connection)

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
@@ -12,12 +11,17 @@ from workers.settings import Settings
 
 ENGINE = "engine"
 DASHBOARD = "dashboard"
-LIGHT_MODULES = ("workers.cli", "workers.feed.worker", "workers.rollout.worker", "workers.score.worker")
-"""Modules of the roles that do without torch; the preflight uses the same ones."""
-_TORCH_MODULES = ("workers.cli", "workers.local_engine.server", "workers.train.worker")
-_HAS_GPU = Path("/dev/nvidiactl").exists()
-"""Whether NVIDIA's driver is present. A process that has initialized CUDA must not be forked, and an import may
-initialize it; so trainers and engines start as new interpreters on such machines."""
+_PENSTOCK = ("-P", "-m", "workers")  # -P: packages in the working directory must not hide Penstock's
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "feed": (*_PENSTOCK, "feed"),
+    "rollout": (*_PENSTOCK, "rollout"),
+    "score": (*_PENSTOCK, "score"),
+    "train": (*_PENSTOCK, "train"),
+    ENGINE: (*_PENSTOCK, "serve"),
+    DASHBOARD: (*_PENSTOCK, "dashboard"),
+}
+"""Python's arguments that start each kind of process; the arguments of `role_specs`, `engine_spec` or `dashboard_spec`
+follow. Tests and benchmarks put programs of their own here."""
 _EXTRA_START_S = 30.0
 """Seconds beyond `engine.start_timeout_s`, so that a slow engine can report the timeout itself."""
 
@@ -31,10 +35,6 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     environment: dict[str, str] = {}
     """Environment variables added to the supervisor's environment."""
-    modules: tuple[str, ...] = ()
-    """Modules that a fork server imports once for all processes that need them; empty: start a new interpreter."""
-    metrics_address: str = ""
-    """`HOST:PORT` of its `/metrics`; empty: it serves none, or at a port that the system chooses."""
     listen_timeout_s: float = 120.0
     """Seconds within which a server must announce its URL."""
 
@@ -42,12 +42,6 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """Name of the process, for example `rollout-0`."""
         return f"{self.role}-{self.index}"
-
-
-MakeRoleSpecs = Callable[[Settings, Path, str, tuple[str, ...]], list[RoleSpec]]
-"""(settings, settings file, Redis URL, engine URLs) -> specs of all roles except engines."""
-MakeEngineSpec = Callable[[Settings, Path, int], RoleSpec]
-"""(settings, settings file, port) -> spec of an engine."""
 
 
 def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
@@ -68,9 +62,7 @@ def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, .
                 RoleSpec(
                     role=role,
                     index=index,
-                    command=(*penstock_command(), role, str(file), *addresses, *metrics),
-                    modules=torch_modules() if role == "train" else LIGHT_MODULES,
-                    metrics_address=metrics_address if settings.run.metrics_port else "",
+                    command=(sys.executable, *COMMANDS[role], str(file), *addresses, *metrics),
                 )
             )
     return specs
@@ -89,8 +81,7 @@ def engine_spec(settings: Settings, file: Path, port: int) -> RoleSpec:
     """Return the spec of an engine that this run starts; port 0: any free port. It announces `listening on URL`."""
     return RoleSpec(
         role=ENGINE,
-        command=(*penstock_command(), "serve", str(file), "--port", str(port)),
-        modules=torch_modules() if settings.engine.server == "local" else (),
+        command=(sys.executable, *COMMANDS[ENGINE], str(file), "--port", str(port)),
         listen_timeout_s=settings.engine.start_timeout_s + _EXTRA_START_S,
     )
 
@@ -100,18 +91,11 @@ def dashboard_spec(settings: Settings) -> RoleSpec:
     port = settings.run.dashboard if isinstance(settings.run.dashboard, int) else 0
     return RoleSpec(
         role=DASHBOARD,
-        command=(*penstock_command(), DASHBOARD, str(settings.folder), "--port", str(port)),
+        command=(sys.executable, *COMMANDS[DASHBOARD], str(settings.folder), "--port", str(port)),
         environment=without_secrets(),
-        modules=LIGHT_MODULES,
     )
-
-
-def torch_modules() -> tuple[str, ...]:
-    """Return the modules of trainers and local engines; empty if they must not be forked."""
-    return () if _HAS_GPU else _TORCH_MODULES
 
 
 def penstock_command() -> tuple[str, ...]:
     """Return the beginning of a command line of `penstock`."""
-    # -P: packages in the working directory must not hide Penstock's.
-    return (sys.executable, "-P", "-m", "workers")
+    return (sys.executable, *_PENSTOCK)

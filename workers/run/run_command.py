@@ -17,10 +17,8 @@ from workers.run.identity_check import NOTHING, Accept, check_folder
 from workers.run.plot import draw_progress
 from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight_process import print_report, run_preflight_process
-from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import choose_display, format_duration
 from workers.run.restore import restore_if_lost
-from workers.run.role_specs import LIGHT_MODULES, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs, torch_modules
 from workers.run.run_folder import disk_problems, lock_folder, settings_file
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
 from workers.run.sampled_completion import newest_archived_group, sample_lines
@@ -29,7 +27,6 @@ from workers.run.supervisor import RunOutcome, Supervisor
 from workers.run.verdict import describe_early_end, describe_rewards, describe_totals, nothing_learned
 from workers.runtime import log_setup as logs
 from workers.runtime.exit_codes import ExitCode
-from workers.runtime.model_config import modeling_module
 from workers.settings import Settings
 
 log = structlog.get_logger()
@@ -53,7 +50,6 @@ def run(
     quiet: bool = False,
     accept: Accept = NOTHING,
     check: bool = True,
-    launcher: ProcessLauncher | None = None,
 ) -> ExitCode:
     """Start or resume a run. Returns the exit code.
 
@@ -64,7 +60,6 @@ def run(
         quiet: show no progress.
         accept: changes since the last start that would be refused otherwise.
         check: test everything before an engine starts (`workers.run.preflight`).
-        launcher: starts the processes, and is closed with the run; None: a new one.
 
     Raises:
         PenstockError: the run cannot start, or it failed.
@@ -81,18 +76,15 @@ def run(
         if as_json:
             print(msgspec.json.encode(finished).decode(), flush=True)  # noqa: T201
         return ExitCode.UNTRAINED if finished.verdict else ExitCode.SUCCESS
-    with launcher or ProcessLauncher() as processes:
-        processes.preload(torch_modules(), (modeling_module(Path(settings.model.path)),))
-        processes.preload(LIGHT_MODULES)
-        if check:
-            report = anyio.run(run_preflight_process, processes, start.file, start.overrides, settings.hang_timeout_s)
-            if report.errors and as_json:
-                print(msgspec.json.encode({"preflight": report}).decode(), flush=True)  # noqa: T201
-            if report.errors or (report.warnings and not quiet):
-                print_report(render_findings(report))
-            if report.errors:
-                return ExitCode.USAGE
-        result = supervise(settings, quiet=quiet, accept=accept, launcher=processes, earlier=start.earlier)
+    if check:
+        report = anyio.run(run_preflight_process, start.file, start.overrides, settings.hang_timeout_s)
+        if report.errors and as_json:
+            print(msgspec.json.encode({"preflight": report}).decode(), flush=True)  # noqa: T201
+        if report.errors or (report.warnings and not quiet):
+            print_report(render_findings(report))
+        if report.errors:
+            return ExitCode.USAGE
+    result = supervise(settings, quiet=quiet, accept=accept, earlier=start.earlier)
     outcome, summary = result.outcome, result.summary
     if summary is not None and as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)  # noqa: T201  (this is the command's output)
@@ -110,10 +102,7 @@ def supervise(
     settings: Settings,
     *,
     quiet: bool = False,
-    make_roles: MakeRoleSpecs = role_specs,
-    make_engine: MakeEngineSpec = engine_spec,
     accept: Accept = NOTHING,
-    launcher: ProcessLauncher | None = None,
     earlier: Path | None = None,
 ) -> RunResult:
     """Supervise a run to its end, then write `summary.json` and `progress.png` to its folder.
@@ -121,10 +110,7 @@ def supervise(
     Args:
         settings: settings of the run.
         quiet: show no progress.
-        make_roles: returns the specs of all roles except engines.
-        make_engine: returns the spec of an engine that the run starts.
         accept: changes since the last start that would be refused otherwise.
-        launcher: starts the processes; None: a new one.
         earlier: `run.toml` of an earlier run of the same settings file, if this is a new run.
 
     Raises:
@@ -139,7 +125,7 @@ def supervise(
         with logs.log_to_file("run", folder / "logs" / "supervisor.log"):
             before, began = latest_progress(folder), time.monotonic()
             with choose_display(quiet) as display:
-                outcome = anyio.run(Supervisor(settings, file, display, make_roles, make_engine, check, launcher).run)
+                outcome = anyio.run(Supervisor(settings, file, display, check).run)
             summary = None
             if outcome.view is not None:
                 after, seconds = latest_progress(folder), time.monotonic() - began

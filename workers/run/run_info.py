@@ -7,23 +7,22 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import anyio
 import msgspec
 from msgspec import Struct
 
+from stream.connection.run_connection import RunConnection, connect
 from stream.connection.url import has_secret
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError, RunMismatchError, ServerError
-from stream.operator.run_status import RunStatus, read_status, read_status_once
+from stream.operator.run_status import RunStatus, read_status
 from workers.run.run_folder import RUNS, disk_problems, find_newest_run, lock_folder
 from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
 from workers.settings.pipeline import name_from
 from workers.settings.toml_file import load_settings
-
-if TYPE_CHECKING:  # a command that reads one status does not load a Redis client
-    from stream.connection.run_connection import RunConnection
 
 _RECONNECT_S = 10.0
 
@@ -158,23 +157,19 @@ def read_run_status(location: RunLocation) -> RunStatus:
         PenstockError: the server does not answer, or has no such run.
     """
     try:
-        found = read_status_once(location.url, location.run, with_in_flight=True) if location.url else None
-        return found or with_run(location, partial(read_status, with_in_flight=True))
+        return with_run(location, partial(read_status, with_in_flight=True))
     except ServerError as error:
         if problems := disk_problems(location.folder, None):
             raise ServerError("; ".join([*map(str, problems), str(error)])) from error
         raise
 
 
-def with_run(location: RunLocation, main: "Callable[[RunConnection], Awaitable[T]]") -> T:
+def with_run(location: RunLocation, main: Callable[[RunConnection], Awaitable[T]]) -> T:
     """Connect to a run without creating keys, and call `main` with the connection.
 
     If the run's private server is stopped, start it for the duration of the call. The folder's lock prevents a start of
     the run meanwhile.
     """
-    import anyio
-
-    from stream.connection.run_connection import connect
 
     async def there() -> T:
         async with AsyncExitStack() as stack:

@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -38,23 +39,23 @@ from stream.operator.last_errors import read_last_error
 from stream.operator.run_status import RunStatus, read_status
 from stream.server_process import private_server
 from workers.run.bottleneck_log import BottleneckLog
-from workers.run.child_process import ChildProcess
-from workers.run.child_processes import ChildProcesses
+from workers.run.child_processes import ChildProcess, ChildProcesses
 from workers.run.dashboard_process import DashboardProcess
 from workers.run.disk_watch import DiskWatch
 from workers.run.engine_processes import EngineProcesses
 from workers.run.identity_check import FolderCheck, record_identity
-from workers.run.process_launcher import ProcessLauncher
 from workers.run.process_main import unwrap_single_error
 from workers.run.progress_display import ProgressDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
-from workers.run.role_specs import DASHBOARD, ENGINE, MakeEngineSpec, MakeRoleSpecs, RoleSpec, engine_spec, role_specs
+from workers.run.role_specs import DASHBOARD, ENGINE, RoleSpec, role_specs
 from workers.run.run_ending import RunEnding
 from workers.run.run_folder import replace_last_start
 from workers.run.run_info import RunInfo, remove_run_info, write_run_info
 from workers.run.sampled_completion import SampleSchedule
 from workers.run.stall_detector import StallDetector, describe_longest
 from workers.run.wait_lines import WaitLines
+from workers.runtime import metrics
+from workers.runtime.context import Readiness
 from workers.settings import Settings
 from workers.train.training_warnings import read_warnings, warnings_size
 
@@ -97,10 +98,7 @@ class Supervisor:
         settings: settings of the run.
         file: settings file that the roles read; with `check`, the run's `run.toml`, which the start writes.
         display: shows progress.
-        make_roles: returns the specs of all roles except engines.
-        make_engine: returns the spec of an engine that the run starts.
         check: what the run's folder must have in common with its server; None: nothing is compared.
-        launcher: starts processes, and is closed with the run; None: a new one.
     """
 
     def __init__(
@@ -108,19 +106,13 @@ class Supervisor:
         settings: Settings,
         file: Path,
         display: ProgressDisplay,
-        make_roles: MakeRoleSpecs = role_specs,
-        make_engine: MakeEngineSpec = engine_spec,
         check: FolderCheck | None = None,
-        launcher: ProcessLauncher | None = None,
     ) -> None:
         self._settings = settings
         self._file = file
         self._display = display
-        self._make_roles = make_roles
-        self._make_engine = make_engine
         self._check = check
         self._log_folder = settings.folder / "logs"
-        self._launcher = launcher or ProcessLauncher()
         self._children = ChildProcesses(settings.queue.shutdown_timeout_s + _EXIT_MARGIN_S)
         self._ending = RunEnding()
         self._disk = DiskWatch(settings.folder, lambda line: self._display.print_lines([Text(line, "yellow")]))
@@ -133,8 +125,6 @@ class Supervisor:
         self._blocking_shown: set[str] = set()
         """Code that blocks a worker, as it was printed."""
         self._signals = 0
-        self._engines: tuple[str, ...] = ()
-        """URLs of the run's engines, once they listen."""
         self._has_started = False
         """Whether a role or an engine may have been started."""
 
@@ -149,16 +139,15 @@ class Supervisor:
         limit_waits(self._settings.abort.stall_timeout_s)
         await anyio.Path(self._log_folder).mkdir(parents=True, exist_ok=True)
         self._warnings_read = await anyio.to_thread.run_sync(warnings_size, self._settings.folder)
-        with self._launcher:
-            outcome = None
-            with unwrap_single_error():
-                async with anyio.create_task_group() as tasks:
-                    starting = anyio.CancelScope()
-                    tasks.start_soon(self._watch_signals, starting)
-                    tasks.start_soon(self._disk.run)
-                    with starting:
-                        outcome = await self._run_on_server()
-                    tasks.cancel_scope.cancel()
+        outcome = None
+        with unwrap_single_error():
+            async with anyio.create_task_group() as tasks:
+                starting = anyio.CancelScope()
+                tasks.start_soon(self._watch_signals, starting)
+                tasks.start_soon(self._disk.run)
+                with starting:
+                    outcome = await self._run_on_server()
+                tasks.cancel_scope.cancel()
         return outcome or RunOutcome(view=_empty_status(), failure=None, interrupted=True, killed=[])
 
     async def _run_on_server(self) -> RunOutcome:
@@ -177,8 +166,6 @@ class Supervisor:
             restart_loop = RestartLoop(connection, queue, self._ending, self._show)
             await restart_loop.reopen()
             self._has_started = True
-            for spec in self._make_roles(settings, self._file, url, ()):
-                self._launcher.preload(spec.modules)
             try:
                 async with self._serve_metrics(), anyio.create_task_group() as tasks:
                     tasks.start_soon(self._watch, connection, restart_loop)
@@ -205,24 +192,23 @@ class Supervisor:
                 dead_causes=await dead_letter_causes(connection) if status and status.dead else {},
             )
 
-    def _serve_metrics(self) -> AbstractAsyncContextManager[None]:
+    def _serve_metrics(self) -> AbstractAsyncContextManager[str]:
         if not self._settings.run.metrics_address:
-            return nullcontext()
-        from workers.run.supervisor_metrics import serve_supervisor_metrics
+            return nullcontext("")
+        from workers.runtime.metrics_server import serve_metrics
 
-        return serve_supervisor_metrics(
-            self._settings,
-            self._children,
-            lambda: "" if self._phase == _RUNNING else f"the run is {self._phase}",
-            lambda: self._engines,
-        )
+        for role in (*_ROLES, ENGINE):
+            metrics.processes.labels(role).set_function(partial(self._children.count_running, role))
+        readiness = Readiness()
+        readiness.find_problem = lambda: "" if self._phase == _RUNNING else f"the run is {self._phase}"
+        return serve_metrics("supervisor", self._settings, readiness)
 
     def _start_dashboard(self, tasks: TaskGroup) -> DashboardProcess | None:
         """Start the run's dashboard, unless it is switched off."""
         if self._settings.run.dashboard == "off":
             return None
 
-        dashboard = DashboardProcess(self._settings, self._log_folder, self._launcher, self._show)
+        dashboard = DashboardProcess(self._settings, self._log_folder, self._show)
         self._children.add(dashboard.child)
         tasks.start_soon(dashboard.keep_running)
         return dashboard
@@ -235,7 +221,7 @@ class Supervisor:
         if engines := self._settings.engine.urls:
             await self._start_roles(tasks, restart_loop, url, engines)
             return
-        own = EngineProcesses(self._settings, self._file, self._log_folder, self._launcher, self._make_engine)
+        own = EngineProcesses(self._settings, self._file, self._log_folder)
         self._phase = own.phase
         await self._write_run_info(url, ())
         # A vLLM takes minutes to start, longer than a feeder that waits for the trainer of a resumed run may.
@@ -247,7 +233,7 @@ class Supervisor:
                 others = tuple(role for role in _ROLES if role not in early)
                 tasks.start_soon(self._start_roles, tasks, restart_loop, url, own.urls, others)
 
-        self._launch_roles(tasks, restart_loop, self._make_roles(self._settings, self._file, url, ()), early)
+        self._launch_roles(tasks, restart_loop, role_specs(self._settings, self._file, url, ()), early)
 
         for child in own.processes:
             self._children.add(child)
@@ -262,15 +248,15 @@ class Supervisor:
         roles: Collection[str] = _ROLES,
     ) -> None:
         await self._write_run_info(url, engines)
-        self._phase, self._engines = _RUNNING, engines
-        self._launch_roles(tasks, restart_loop, self._make_roles(self._settings, self._file, url, engines), roles)
+        self._phase = _RUNNING
+        self._launch_roles(tasks, restart_loop, role_specs(self._settings, self._file, url, engines), roles)
 
     def _launch_roles(
         self, tasks: TaskGroup, restart_loop: RestartLoop, specs: Sequence[RoleSpec], roles: Collection[str]
     ) -> None:
         for spec in specs:
             if spec.role in roles:
-                child = ChildProcess(spec, self._log_folder, self._launcher, self._settings.hang_timeout_s)
+                child = ChildProcess(spec, self._log_folder, self._settings.hang_timeout_s)
                 self._children.add(child)
                 tasks.start_soon(restart_loop.keep_running, child)
 

@@ -7,8 +7,19 @@ from msgspec import Struct, field
 
 from stream.connection.run_connection import RunConnection
 from stream.queue.stage import RetryPolicy
-from workers.runtime.health import RoleHealth
 from workers.settings import Settings
+
+
+class Readiness:
+    """Whether a process can do its work, as `/ready` answers."""
+
+    def __init__(self) -> None:
+        self.find_problem: Callable[[], str] = lambda: "the role is starting"
+        """Returns why the process cannot work now, empty if it can."""
+
+    def mark_ready(self) -> None:
+        """Note that the process has opened all that it needs."""
+        self.find_problem = str
 
 
 class WorkerContext(Struct, kw_only=True, eq=False):
@@ -22,8 +33,8 @@ class WorkerContext(Struct, kw_only=True, eq=False):
     """Set by a signal or `penstock stop`: the worker claims nothing more, and finishes or gives back what it holds."""
     has_folder: bool = True
     """The run's folder is on this machine. Only the trainer needs it."""
-    health: RoleHealth = field(default_factory=RoleHealth)
-    """What `/health` and `/ready` answer; the role says when it is ready."""
+    readiness: Readiness = field(default_factory=Readiness)
+    """The role says here when it is ready."""
 
     @property
     def retry_policy(self) -> RetryPolicy:

@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from stream.records import Completion
 from stream.validity import Measured, Unmeasured
-from workers.runtime.batched_metrics import BatchedCounter, BatchedHistogram
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a `_created` series for each counter would double what is scraped
 
@@ -63,7 +62,7 @@ oldest_lease_age: Final = Gauge(
 
 # Rollout
 
-engine_latency: Final = BatchedHistogram(
+engine_latency: Final = Histogram(
     "penstock_engine_request_duration_seconds",
     "Time from sending a request for one turn to the engine's valid answer, without waiting for a free engine.",
     buckets=_LONG,
@@ -75,7 +74,7 @@ engine_failures: Final = Counter(
     ("error",),
     registry=ROLLOUT,
 )
-sampled_tokens: Final = BatchedCounter(
+sampled_tokens: Final = Counter(
     "penstock_sampled_tokens_total", "Tokens that engines sampled for this worker.", registry=ROLLOUT
 )
 completions: Final = Counter(

@@ -43,7 +43,7 @@ async def score(context: WorkerContext) -> None:
     in_flight, evaluation_in_flight = InFlightReporter(stage), InFlightReporter(evaluation_stage)
 
     async with open_reward_functions(settings, "score") as functions:
-        context.health.mark_ready()
+        context.readiness.mark_ready()
 
         async def work(lease: Lease, _version: int) -> None:
             group = lease.group()

@@ -52,8 +52,8 @@ class Run(Section, frozen=True):
     worker."""
     metrics_address: Annotated[str, Meta(pattern=r"^(.+:[0-9]{1,5})?\Z", description="HOST:PORT")] = ""
     """`HOST:PORT` at which each process serves `/metrics` for Prometheus, `/health` and `/ready`, without a password;
-    empty: it serves none. With `penstock run` the supervisor has this port and its processes the next ones, which
-    `/targets` lists. Port 0: any free port, named in each log."""
+    empty: it serves none. With `penstock run` the supervisor has this port, and feeder, rollout workers, scorers and
+    trainer have the next ones. Port 0: any free port, named in each log."""
 
     def __post_init__(self) -> None:
         """Name the run after its folder, and refuse addresses that cannot be read."""

@@ -109,7 +109,7 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
             ):
                 files.metrics_log.subscribe(trackers.log)
                 files.metrics_log.subscribe(count_step)
-                context.health.mark_ready()
+                context.readiness.mark_ready()
                 await _train(settings, consumer, checker, publisher, files)
                 if files.evaluation_log is not None:
                     trackers.log(files.evaluation_log.final_metrics(files.progress.step))

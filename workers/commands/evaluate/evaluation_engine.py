@@ -6,14 +6,12 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import anyio
-import msgspec
 
 from stream.durable import write_file_atomically
 from stream.errors import EngineUnavailableError, RunFailedError
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.rollout.engine_client.sampled_turn import UNVERSIONED
-from workers.run.child_process import ChildProcess
-from workers.run.process_launcher import ProcessLauncher
+from workers.run.child_processes import ChildProcess
 from workers.run.role_specs import engine_spec
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings
@@ -41,8 +39,7 @@ async def with_started_engine(settings: Settings, policy: Path, use: EngineTask[
     with TemporaryDirectory(prefix="penstock-eval-") as folder:
         file = Path(folder) / "run.toml"
         await anyio.to_thread.run_sync(write_file_atomically, file, dump_settings(settings).encode())
-        spec = msgspec.structs.replace(engine_spec(settings, file, 0), modules=())  # one process needs no fork server
-        child = ChildProcess(spec, logs or Path(folder), ProcessLauncher())
+        child = ChildProcess(engine_spec(settings, file, 0), logs or Path(folder))
         async with anyio.create_task_group() as tasks:
 
             async def use_engine(url: str) -> None:

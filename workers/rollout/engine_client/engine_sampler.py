@@ -82,8 +82,8 @@ class EngineSampler:
             engine_failures.labels(type(error).__name__).inc()
             raise
         engine.availability.log_recovered("weights")
-        engine_latency.add(time.perf_counter() - started)
-        sampled_tokens.add(len(sampled.token_ids))
+        engine_latency.observe(time.perf_counter() - started)
+        sampled_tokens.inc(len(sampled.token_ids))
         return sampled
 
     async def _request(

@@ -8,10 +8,9 @@ from typing import Final
 import anyio
 import msgspec
 
-from workers.run.child_process import ChildProcess
+from workers.run.child_processes import ChildProcess
 from workers.run.preflight.findings import PreflightReport
-from workers.run.process_launcher import ProcessLauncher
-from workers.run.role_specs import LIGHT_MODULES, RoleSpec, penstock_command
+from workers.run.role_specs import RoleSpec, penstock_command
 from workers.run.wait_lines import WaitLines
 from workers.runtime.exit_codes import ExitCode
 
@@ -21,13 +20,10 @@ _OUTPUT_LINES: Final = 20
 _LOOK_S: Final = 1.0
 
 
-async def run_preflight_process(
-    launcher: ProcessLauncher, file: Path, overrides: tuple[str, ...], hang_timeout_s: float
-) -> PreflightReport:
+async def run_preflight_process(file: Path, overrides: tuple[str, ...], hang_timeout_s: float) -> PreflightReport:
     """Run `penstock check FILE` and return its report.
 
     Args:
-        launcher: starts the process.
         file: settings file.
         overrides: values of single settings; they take precedence over the file.
         hang_timeout_s: how long its event loop may stand still.
@@ -40,8 +36,8 @@ async def run_preflight_process(
         path = folder / "report.json"
         options = [part for override in overrides for part in ("--set", override)]
         command = (*penstock_command(), "check", str(file), "--report", str(path), *options)
-        spec = RoleSpec(role="check", command=command, modules=LIGHT_MODULES)
-        child = ChildProcess(spec, folder, launcher, min(hang_timeout_s, _TIMEOUT_S / 2))
+        spec = RoleSpec(role="check", command=command)
+        child = ChildProcess(spec, folder, min(hang_timeout_s, _TIMEOUT_S / 2))
         how = f"did not end within {_TIMEOUT_S:g} s"
         code: int | None = None
         with anyio.move_on_after(_TIMEOUT_S):
