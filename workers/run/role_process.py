@@ -22,7 +22,7 @@ from stream.errors import PenstockError, SettingsError
 from stream.operator.run_status import read_status
 from stream.parent_death import die_with_parent
 from workers.feed.environment_rows import temporary_folder
-from workers.run.identity_check import NOTHING, Accept, join_run
+from workers.run.identity_check import join_run
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.run.restore import restore_if_lost
 from workers.runtime.context import RoleMain, WorkerContext
@@ -54,7 +54,6 @@ def run_role(
     redis: str,
     engines: tuple[str, ...],
     role_main: RoleMain | None = None,
-    accept: Accept = NOTHING,
 ) -> ExitCode:
     """Run one role until its work is done or it is stopped. Returns the exit code.
 
@@ -65,7 +64,6 @@ def run_role(
         redis: URL of the Redis server; default: `run.redis` of the settings.
         engines: URLs of engines; default: `engine.urls` of the settings.
         role_main: coroutine function of the role; default: the standard one of `role`.
-        accept: changes since the last start that would be refused otherwise.
     """
     drop_output_when_full()
     configure_logging(role)
@@ -87,7 +85,7 @@ def run_role(
     faulthandler.enable(2, all_threads=False)  # user code may crash in C; the supervisor reads where
     has_folder = os.path.isdir(settings.folder)  # noqa: PTH112  (`Path.is_dir` raises where a parent is not ours to read)
     with temporary_folder(settings) if role == "feed" and not has_folder else nullcontext(settings) as its:
-        return run_to_exit_code(partial(_run_connected, role, its, url, role_main, accept, has_folder=has_folder))
+        return run_to_exit_code(partial(_run_connected, role, its, url, role_main, has_folder=has_folder))
 
 
 def run_trainer(
@@ -96,7 +94,6 @@ def run_trainer(
     redis: str,
     engines: tuple[str, ...],
     command: Sequence[str],
-    accept: Accept = NOTHING,
 ) -> int:
     """Run the trainer, or one of its ranks. Returns the exit code.
 
@@ -109,7 +106,6 @@ def run_trainer(
         redis: URL of the Redis server; default: `run.redis` of the settings.
         engines: URLs of engines; default: `engine.urls` of the settings.
         command: command line that starts each rank.
-        accept: changes since the last start that would be refused otherwise.
     """
     configure_logging("train")
     from workers.train.distributed.ranks import collective_timeout_s, rank_and_world_size
@@ -123,14 +119,14 @@ def run_trainer(
             return run_follower()
         from workers.train.rank_control.rank0 import train_as_rank0
 
-        return run_role("train", file, overrides, redis, engines, train_as_rank0, accept)
+        return run_role("train", file, overrides, redis, engines, train_as_rank0)
     try:
         ranks = load_settings(file, overrides).train.ranks
         collective_timeout_s()  # report an invalid value once, not in every rank
     except PenstockError as error:
         return report_error(error, ExitCode.USAGE)
     if ranks == 1 or "RANK" in os.environ:
-        return run_role("train", file, overrides, redis, engines, accept=accept)
+        return run_role("train", file, overrides, redis, engines)
     from workers.train.rank_control.launcher import launch_ranks
 
     return launch_ranks(ranks, command)
@@ -153,16 +149,14 @@ def _load_for_role(role: str, file: Path | str, overrides: tuple[str, ...], redi
     return settings, url
 
 
-async def _run_connected(
-    name: str, settings: Settings, url: str, main: RoleMain, accept: Accept, *, has_folder: bool
-) -> ExitCode:
+async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain, *, has_folder: bool) -> ExitCode:
     consumer = f"{name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     queue = settings.queue
     structlog.contextvars.bind_contextvars(run=settings.run.name)
     limit_waits(settings.abort.stall_timeout_s)
     data = settings.folder / "redis" if url.startswith("unix:") and not settings.run.redis else None
     async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s, server_data=data) as connection:
-        await join_run(connection, settings, name, accept)
+        await join_run(connection, settings, name)
         stopping = connection.stopping
         context = WorkerContext(
             settings=settings,

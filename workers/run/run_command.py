@@ -12,7 +12,7 @@ from msgspec import Struct
 from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
 from stream.operator.run_status import RunStatus
-from workers.run.identity_check import NOTHING, Accept, check_folder
+from workers.run.identity_check import check_folder
 from workers.run.plot import draw_progress, read_metrics
 from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight_process import print_report, run_preflight_process
@@ -50,7 +50,6 @@ def run(
     *,
     as_json: bool = False,
     quiet: bool = False,
-    accept: Accept = NOTHING,
     check: bool = True,
     launcher: ProcessLauncher | None = None,
 ) -> ExitCode:
@@ -61,7 +60,6 @@ def run(
         overrides: values of single settings; they take precedence over the file.
         as_json: print the summary as JSON.
         quiet: show no progress.
-        accept: changes since the last start that would be refused otherwise.
         check: test everything before an engine starts (`workers.run.preflight`).
         launcher: starts the processes, and is closed with the run; None: a new one.
 
@@ -73,9 +71,9 @@ def run(
     if (restored := restore_if_lost(settings)) is not None:
         newer = f"; what is newer there is damaged: {restored.problem}" if restored.problem else ""
         print_start([f"{settings.folder} was lost: restored step {restored.step} from {restored.url}{newer}"])
-    finished = finished_summary(settings) if accept == NOTHING else None
+    finished = finished_summary(settings)
     if finished is not None:
-        check_folder(settings, accept)  # an edit of data, rewards or code is named, also after the end
+        check_folder(settings)  # an edit of the data is named, also after the end
         print(finished_text(settings, finished), file=sys.stderr, flush=True)  # noqa: T201
         if as_json:
             print(msgspec.json.encode(finished).decode(), flush=True)  # noqa: T201
@@ -91,7 +89,7 @@ def run(
                 print_report(render_findings(report))
             if report.errors:
                 return ExitCode.USAGE
-        result = supervise(settings, quiet=quiet, accept=accept, launcher=processes, earlier=start.earlier)
+        result = supervise(settings, quiet=quiet, launcher=processes, earlier=start.earlier)
     outcome, summary = result.outcome, result.summary
     if summary is not None and as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)  # noqa: T201  (this is the command's output)
@@ -111,7 +109,6 @@ def supervise(
     quiet: bool = False,
     make_roles: MakeRoleSpecs = role_specs,
     make_engine: MakeEngineSpec = engine_spec,
-    accept: Accept = NOTHING,
     launcher: ProcessLauncher | None = None,
     earlier: Path | None = None,
 ) -> RunResult:
@@ -122,7 +119,6 @@ def supervise(
         quiet: show no progress.
         make_roles: returns the specs of all roles except engines.
         make_engine: returns the spec of an engine that the run starts.
-        accept: changes since the last start that would be refused otherwise.
         launcher: starts the processes; None: a new one.
         earlier: `run.toml` of an earlier run of the same settings file, if this is a new run.
 
@@ -131,8 +127,8 @@ def supervise(
     """
     folder = settings.folder
     with lock_folder(folder):
-        check = check_folder(settings, accept)
-        print_start(start_lines(settings, check, earlier))
+        check = check_folder(settings)
+        print_start(start_lines(settings, check.identity, earlier))
         file = settings_file(settings)
         (folder / "logs").mkdir(exist_ok=True)
         with logs.log_to_file("run", folder / "logs" / "supervisor.log"):

@@ -33,6 +33,7 @@ from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.runtime.context import WorkerContext
 from workers.runtime.metrics import count_step
 from workers.settings import Settings
+from workers.settings.flat_settings import flat_settings
 from workers.storage.bucket import Bucket
 from workers.storage.download import RESTORED
 from workers.storage.uploader import SnapshotUploader
@@ -85,11 +86,15 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
             settings=risks,
             effect="a policy that can make its completions invalid may learn to (docs/masking.md)",
         )
+    flat = await anyio.to_thread.run_sync(flat_settings, settings)
     discovery = await EngineDiscovery.from_settings(settings.engine, context.connection)
     async with (
         open_publisher(settings, discovery, context.stopping) as publisher,
         anyio.create_task_group() as tasks,
-        open_trainer_lease(context.connection, settings.folder, settings.queue.lease_s) as (trainer_lease, folder_lock),
+        open_trainer_lease(context.connection, settings.folder, settings.queue.lease_s, flat) as (
+            trainer_lease,
+            folder_lock,
+        ),
     ):
         tasks.start_soon(discovery.watch)
         import_early(settings)  # while the model is loaded
