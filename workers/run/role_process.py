@@ -24,7 +24,7 @@ from stream.parent_death import die_with_parent
 from workers.feed.environment_rows import temporary_folder
 from workers.run.identity_check import join_run
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
-from workers.run.restore import restore_if_lost
+from workers.run.run_folder import lock_folder
 from workers.runtime.context import RoleMain, WorkerContext
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.hang_guard import HangGuard
@@ -36,6 +36,7 @@ from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
 from workers.settings.download import display_source
 from workers.settings.toml_file import load_settings
+from workers.train.checkpointing.object_store import find_copy, restore
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -69,10 +70,10 @@ def run_role(
     configure_logging(role)
     try:
         settings, url = _load_for_role(role, file, overrides, redis)
-        if role == "train" and (restored := restore_if_lost(settings)) is not None:
-            log.warning(
-                "run.restored", url=restored.url, step=restored.step, bytes=restored.bytes, problem=restored.problem
-            )
+        if role == "train" and (copy := find_copy(settings)) is not None:
+            with lock_folder(settings.folder):
+                url = restore(copy, settings)
+            log.warning("run.restored", url=url, step=copy.step)
         role_main = role_main or _role_main(role)
     except SettingsError as error:
         return report_error(error, ExitCode.USAGE)

@@ -18,7 +18,6 @@ from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight_process import print_report, run_preflight_process
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import choose_display, format_duration
-from workers.run.restore import restore_if_lost
 from workers.run.role_specs import LIGHT_MODULES, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs, torch_modules
 from workers.run.run_folder import disk_problems, lock_folder, settings_file
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
@@ -30,6 +29,7 @@ from workers.runtime import log_setup as logs
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.model_config import modeling_module
 from workers.settings import Settings
+from workers.train.checkpointing.object_store import find_copy, restore
 
 log = structlog.get_logger()
 
@@ -68,9 +68,10 @@ def run(
     """
     start = prepare_start(target, overrides)
     settings = start.settings
-    if (restored := restore_if_lost(settings)) is not None:
-        newer = f"; what is newer there is damaged: {restored.problem}" if restored.problem else ""
-        print_start([f"{settings.folder} was lost: restored step {restored.step} from {restored.url}{newer}"])
+    if (copy := find_copy(settings)) is not None:
+        with lock_folder(settings.folder):
+            url = restore(copy, settings)
+        print_start([f"{settings.folder} was lost: restored step {copy.step} from {url}"])
     finished = finished_summary(settings)
     if finished is not None:
         check_folder(settings)  # an edit of the data is named, also after the end

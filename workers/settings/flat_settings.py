@@ -1,4 +1,4 @@
-"""All settings of a start by their full names, so that what differs between two starts can be told.
+"""All settings of a start by their full names, so that two starts can be compared.
 
 Addresses and the run's folder are left out, since they differ between machines that have one run. Arguments of
 environments and reward functions are digests, since some are keys or passwords. `NAME.code` is a digest of the source
