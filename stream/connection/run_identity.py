@@ -66,11 +66,6 @@ def setting_changes(before: Mapping[str, str], after: Mapping[str, str]) -> list
     return [SettingChange(name, before[name], after[name], at) for name in names]
 
 
-def create_id() -> str:
-    """Return the id of a new run."""
-    return secrets.token_hex(16)
-
-
 def read_identity(folder: Path) -> RunIdentity | None:
     """Return the identity of the run in a folder; None if the folder has none.
 
@@ -115,8 +110,13 @@ async def compare_with_server(connection: RunConnection, identity: RunIdentity) 
     refuse_differences(f"the server of run {connection.run!r}", different, identity.fixed)
 
 
-async def identify_for_trainer(connection: RunConnection, folder: Path) -> RunIdentity:
-    """Compare a trainer's folder with the server. Changes nothing.
+async def identify_run(connection: RunConnection, folder: Path, *, is_private: bool = False) -> RunIdentity:
+    """Compare a run's folder with the server. Changes nothing.
+
+    Args:
+        connection: to the run.
+        folder: of the run.
+        is_private: the server's data are in the folder, so a folder without an identity takes the server's.
 
     Returns:
         The identity in the folder with what the server knows in addition; a new one for a new run.
@@ -126,16 +126,20 @@ async def identify_for_trainer(connection: RunConnection, folder: Path) -> RunId
     """
     stored = await anyio.to_thread.run_sync(read_identity, folder)
     server = await read_server_identity(connection)
-    if server.id and (stored is None or stored.id != server.id):
+    if server.id and (stored.id != server.id if stored else not is_private):
         raise other_run(connection, server.id, stored.id if stored else "")
     if stored is None:
-        return replace(server, id=create_id())
+        return replace(server, id=server.id or secrets.token_hex(16))
     refuse_differences(f"the server of run {connection.run!r}", server.fixed, stored.fixed)
     return replace(stored, fixed=stored.fixed | server.fixed)
 
 
-async def record_for_trainer(connection: RunConnection, folder: Path, identity: RunIdentity) -> None:
-    """Record the identity in the trainer's folder and on the server. Call it when the trainer holds both."""
+async def record_identity(connection: RunConnection, folder: Path, identity: RunIdentity) -> None:
+    """Record an identity in the run's folder and on the server; a trainer calls it when it holds both.
+
+    Raises:
+        RunMismatchError: another process has made the server another run's in the meantime.
+    """
     if identity != await anyio.to_thread.run_sync(read_identity, folder):
         await anyio.to_thread.run_sync(write_identity, folder, identity)
     await compare_with_server(connection, identity)

@@ -20,7 +20,7 @@ import anyio
 import msgspec
 
 from stream.connection.run_connection import RunConnection
-from stream.connection.run_identity import identify_for_trainer, read_identity, record_for_trainer
+from stream.connection.run_identity import identify_run, read_identity, record_identity
 from stream.disk_space import DiskProblem, allow_waits, end_waits, waiting
 from stream.errors import RunMismatchError, ServerError
 from stream.logger import log
@@ -61,7 +61,7 @@ async def open_trainer_lease(
         RunMismatchError: the folder is another run's than the server.
     """
     allow_waits()
-    identity = await identify_for_trainer(connection, folder)
+    identity = await identify_run(connection, folder)
     async with anyio.create_task_group() as tasks:
         min_token = await anyio.to_thread.run_sync(last_token, folder)
         trainer_lease = await TrainerLease.acquire(connection, lease_s, min_token)
@@ -72,7 +72,7 @@ async def open_trainer_lease(
             identity = identity.restart(settings)
             for change in identity.changes[known:]:
                 log.info("setting.changed", name=change.name, before=change.before, after=change.after)
-        await record_for_trainer(connection, folder, identity)
+        await record_identity(connection, folder, identity)
         tasks.start_soon(_end_waits_at_stop, connection)
         tasks.start_soon(_report_disk, connection)
         yield trainer_lease, folder_lock

@@ -21,7 +21,7 @@ from stream.trainer.consume import consume, open_consumer, open_trainer_lease
 from stream.trainer.ledger_records import read_events, read_ledger
 from stream.trainer.resume_point import ResumePoint
 from workers.feed.worker import feed
-from workers.run.identity_check import check_folder, join_run, record_identity
+from workers.run.identity_check import begin_run, check_folder, join_run
 from workers.run.role_process import run_role
 from workers.run.run_command import supervise
 from workers.run.run_folder import write_settings
@@ -53,11 +53,11 @@ def make(tmp_path, run_name, redis_url):
     return make
 
 
-async def start(connection, settings: Settings, *, is_private: bool = False) -> None:
+async def start(connection, settings: Settings) -> None:
     """Do what `penstock run` does before it starts a process."""
     await anyio.Path(settings.folder).mkdir(exist_ok=True)
     check = await anyio.to_thread.run_sync(check_folder, settings)
-    await record_identity(connection, settings, check, is_private=is_private)
+    await begin_run(connection, settings, check)
 
 
 async def everything(connection) -> dict[bytes, bytes | None]:
@@ -246,13 +246,13 @@ async def test_an_emptied_server_takes_the_folders_identity(make, connection):
 
 
 async def test_a_folder_that_lost_its_identity_takes_that_of_its_private_server_only(make, connection):
-    settings = make()
-    await start(connection, settings, is_private=True)
+    settings, private = make(), make(run={"redis": ""})
+    await start(connection, private)
     before = await anyio.to_thread.run_sync(read_identity, settings.folder)
     (settings.folder / "identity.json").unlink()
     with pytest.raises(RunMismatchError, match="this folder is new"):
         await start(connection, settings)
-    await start(connection, settings, is_private=True)
+    await start(connection, private)
     assert await anyio.to_thread.run_sync(read_identity, settings.folder) == before
 
 

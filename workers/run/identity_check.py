@@ -25,13 +25,13 @@ from stream.connection.run_identity import (
     KEY_LAYOUT,
     RunIdentity,
     compare_with_server,
-    create_id,
+    identify_run,
     other_run,
     read_identity,
     read_server_identity,
+    record_identity,
     refuse_differences,
     setting_changes,
-    write_identity,
 )
 from stream.errors import DataError
 from workers.feed.dataset_rows import dataset_name, fixed_rows
@@ -75,33 +75,18 @@ def describe_changes(identity: RunIdentity, settings: Settings) -> list[str]:
     ]
 
 
-async def record_identity(
-    connection: RunConnection, settings: Settings, check: FolderCheck, *, is_private: bool
-) -> None:
+async def begin_run(connection: RunConnection, settings: Settings, check: FolderCheck) -> None:
     """Compare the folder with the server, and record the run's identity in both.
-
-    Args:
-        connection: to the run.
-        settings: of the run.
-        check: of the folder.
-        is_private: the server's data are in the folder, so a folder without an identity takes the server's.
 
     Raises:
         RunMismatchError: the server has another run of this name; nothing was changed.
     """
-    server = await read_server_identity(connection)
-    identity = check.identity
-    if identity is None:
-        if server.id and not is_private:
-            raise other_run(connection, server.id)
-        flat = await anyio.to_thread.run_sync(flat_settings, settings)
-        identity = RunIdentity(id=server.id or create_id(), settings=flat)
-    elif server.id not in {"", identity.id}:
-        raise other_run(connection, server.id, identity.id)
-    refuse_differences(f"the server of run {connection.run!r}", server.fixed, check.fixed)
-    identity = replace(identity, fixed=check.fixed | server.fixed | identity.fixed)
-    await anyio.to_thread.run_sync(write_identity, settings.folder, identity)
-    await compare_with_server(connection, identity)
+    identity = await identify_run(connection, settings.folder, is_private=not settings.run.redis)
+    refuse_differences(f"the server of run {connection.run!r}", identity.fixed, check.fixed)
+    if check.identity is None:
+        identity = identity.restart(await anyio.to_thread.run_sync(flat_settings, settings))
+    identity = replace(identity, fixed=check.fixed | identity.fixed)
+    await record_identity(connection, settings.folder, identity)
 
 
 async def join_run(connection: RunConnection, settings: Settings, role: str) -> None:
