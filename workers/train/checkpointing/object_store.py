@@ -305,11 +305,12 @@ def find_copy(settings: Settings) -> Copy | None:
             and the rest is not in storage.
         RunMismatchError: storage holds another run of this name.
     """
-    folder, ledger = settings.folder, settings.folder / _LEDGER
-    is_in_part = os.path.exists(folder / STAGING)  # noqa: PTH110  (`Path.exists` raises where a parent is not ours)
-    has_ledger = os.path.exists(ledger) and ledger.stat().st_size > 0  # noqa: PTH110
-    if not is_in_part and (has_ledger or any((folder / _CHECKPOINTS).glob("step-*"))):
-        return None
+    folder, is_in_part = settings.folder, False
+    if os.path.isdir(folder):  # noqa: PTH112  (`Path.is_dir` raises where a parent is not ours to read)
+        ledger, is_in_part = folder / _LEDGER, (folder / STAGING).exists()
+        has_run = (ledger.exists() and ledger.stat().st_size > 0) or any((folder / _CHECKPOINTS).glob("step-*"))
+        if has_run and not is_in_part:
+            return None
     copy = Bucket(settings).read_pointer() if settings.storage.url else None
     if copy is None and is_in_part:
         raise StorageError(
