@@ -6,7 +6,6 @@
     ├── SettingsError
     ├── ServerError
     ├── StorageError
-    │   └── DamagedObjectError
     ├── RecordError
     │   └── NewerSchemaError
     ├── LeaseLostError
@@ -47,10 +46,6 @@ class ServerError(PenstockError):
 
 class StorageError(PenstockError):
     """Object storage cannot be reached, refuses us, or holds something damaged."""
-
-
-class DamagedObjectError(StorageError):
-    """An object in storage is missing, or is not what was written."""
 
 
 class RecordError(PenstockError):

@@ -1,19 +1,18 @@
-"""The identity of a run: an id made at its birth, and the values that must not change while it lives.
+"""The identity of a run: an id made at its birth, and the values that stay the same while it lives.
 
 Two runs may have one name: on one server, or in a folder that was restored or copied. And one run may be started again
-with other settings, code or data, so that its groups mean something else. Both are found by comparing two records, the
-file `identity.json` in the run's folder and the hash `identity` on its server::
+with other data or another tokenizer, so that prompts would be fed twice, or never. Both are found by comparing two
+records, the file `identity.json` in the run's folder and the hash `identity` on its server::
 
-    id        random, made when the folder or the trainer was first used; a server without one takes the folder's
-    pinned    name -> value: settings, digests of code, of the model's files and of the data
-    changes   changes of pinned values that the operator accepted, in order
-    files     name -> digest of a data set's files when its rows were compared; never compared between processes
+    id         random, made when the folder or the trainer was first used; a server without one takes the folder's
+    fixed      name -> value: arrangement of keys, seed, rows of the data, small files of the model
+    settings   settings of the trainer's last start, in the folder alone
+    changes    what differed between two starts, in order, in the folder alone
 
 Every process compares when it connects, before it claims anything. A server that was emptied gets the record again
 from the folder.
 """
 
-import hashlib
 import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -30,23 +29,19 @@ from stream.durable import write_file_atomically
 from stream.errors import RunMismatchError
 
 IDENTITY_FILE: Final = "identity.json"
-_ID, _CHANGE, _FILES = "id", "change:", "files:"
+FILES: Final = "data.files."
+"""Beginning of names whose values are kept and never compared: bytes known to hold the rows of the data."""
+KEY_LAYOUT: Final = "penstock.keys"
 
 
-class AcceptedChange(Struct, frozen=True):
-    """A change of a pinned value that the operator accepted."""
+class SettingChange(Struct, frozen=True):
+    """A setting, or the code that it names, that differs from the last start."""
 
     name: str
     before: str
     after: str
-    """Empty if the process that accepted it does not know the new value."""
-    at: str
+    at: str = ""
     """UTC, ISO 8601."""
-
-    @classmethod
-    def now(cls, name: str, before: str, after: str) -> "AcceptedChange":
-        """Return a change that is accepted now."""
-        return cls(name, before, after, datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 class RunIdentity(Struct, frozen=True, kw_only=True):
@@ -54,32 +49,21 @@ class RunIdentity(Struct, frozen=True, kw_only=True):
 
     id: str = ""
     """Empty: not known."""
-    pinned: dict[str, str] = {}
-    changes: tuple[AcceptedChange, ...] = ()
-    files: dict[str, str] = {}
-    """Files whose content is known to hold the pinned rows: while their bytes stay, the rows are not read."""
+    fixed: dict[str, str] = {}
+    settings: dict[str, str] = {}
+    changes: tuple[SettingChange, ...] = ()
 
-    @classmethod
-    def create(cls) -> "RunIdentity":
-        """Return the identity of a new run."""
-        return cls(id=secrets.token_hex(16))
-
-    def accept(self, changes: tuple[AcceptedChange, ...]) -> "RunIdentity":
-        """Return the identity after these changes."""
-        pinned = self.pinned | {change.name: change.after for change in changes}
-        return replace(
-            self,
-            pinned={name: value for name, value in pinned.items() if value},
-            changes=(*self.changes, *changes),
-        )
+    def restart(self, settings: Mapping[str, str]) -> "RunIdentity":
+        """Return the identity of a run that starts with these settings."""
+        changes = setting_changes(self.settings, settings)
+        return replace(self, settings=dict(settings), changes=(*self.changes, *changes))
 
 
-class _File(Struct):
-    """Content of `identity.json`."""
-
-    identity: RunIdentity
-    digest: str
-    """Of the identity; a damaged file is not used."""
+def setting_changes(before: Mapping[str, str], after: Mapping[str, str]) -> list[SettingChange]:
+    """Return what differs between the settings of two starts; a setting that only one of them has does not count."""
+    at = datetime.now(UTC).isoformat(timespec="seconds")
+    names = sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
+    return [SettingChange(name, before[name], after[name], at) for name in names]
 
 
 def read_identity(folder: Path) -> RunIdentity | None:
@@ -90,75 +74,49 @@ def read_identity(folder: Path) -> RunIdentity | None:
     """
     file = folder / IDENTITY_FILE
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=_File)
+        return msgspec.json.decode(file.read_bytes(), type=RunIdentity)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
-        raise _damaged(file, str(error)) from error
-    if found.digest != _digest(found.identity):
-        raise _damaged(file, "its digest is another one")
-    return found.identity
+        raise RunMismatchError(
+            f"{file} is damaged ({error}): restore it from a backup. Without one, remove it: the run then gets its "
+            "identity from its private server"
+        ) from error
 
 
 def write_identity(folder: Path, identity: RunIdentity) -> None:
     """Write the identity to a folder, completely or not at all; it is on the disk on return."""
-    file = folder / IDENTITY_FILE
-    content = msgspec.json.encode(_File(identity, _digest(identity)))
     folder.mkdir(parents=True, exist_ok=True)
-    write_file_atomically(file, msgspec.json.format(content) + b"\n")
+    write_file_atomically(folder / IDENTITY_FILE, msgspec.json.format(msgspec.json.encode(identity)) + b"\n")
 
 
 async def read_server_identity(connection: RunConnection) -> RunIdentity:
     """Return what the server knows about the run."""
-    found = await connection.read_hash("identity")
-    numbers = sorted(int(name.removeprefix(_CHANGE)) for name in found if name.startswith(_CHANGE))
-    return RunIdentity(
-        id=found.get(_ID, ""),
-        pinned={name: value for name, value in found.items() if name != _ID and not name.startswith((_CHANGE, _FILES))},
-        changes=tuple(msgspec.json.decode(found[f"{_CHANGE}{n}"], type=AcceptedChange) for n in numbers),
-        files={name.removeprefix(_FILES): value for name, value in found.items() if name.startswith(_FILES)},
-    )
+    fixed = await connection.read_hash("identity")
+    return RunIdentity(id=fixed.pop("id", ""), fixed=fixed)
 
 
-async def compare_with_server(
-    connection: RunConnection,
-    folder: RunIdentity | None,
-    pinned: Mapping[str, str],
-    accepted: tuple[AcceptedChange, ...] = (),
-    files: Mapping[str, str] | None = None,
-) -> dict[str, str]:
-    """Compare with the server in one atomic step, and record what the server does not know.
+async def compare_with_server(connection: RunConnection, identity: RunIdentity) -> None:
+    """Compare id and fixed values with the server's in one atomic step, and record there what it does not know.
+
+    Raises:
+        RunMismatchError: the server has another run of this name; nothing was recorded.
+    """
+    fields = [text for pair in identity.fixed.items() for text in pair]
+    found: list[Any] = [text.decode() for text in await connection.run_script("identify", identity.id, *fields)]
+    if identity.id and found[0] not in {"", identity.id}:
+        raise other_run(connection, found[0], identity.id)
+    different = dict(zip(found[1::2], found[2::2], strict=True))
+    refuse_differences(f"the server of run {connection.run!r}", different, identity.fixed)
+
+
+async def identify_run(connection: RunConnection, folder: Path, *, is_private: bool = False) -> RunIdentity:
+    """Compare a run's folder with the server. Changes nothing.
 
     Args:
         connection: to the run.
-        folder: identity in the run's folder; None if this process has no such folder.
-        pinned: the values that this process has determined itself.
-        accepted: changes to record, beside those of the folder that the server does not know.
-        files: what this process has compared, which replaces the server's `RunIdentity.files`.
-
-    Returns:
-        The server's values of the names that differ; then nothing was recorded.
-
-    Raises:
-        RunMismatchError: the server has another run of this name.
-    """
-    folder = folder or RunIdentity()
-    server = await read_server_identity(connection)
-    unknown = (*folder.changes[len(server.changes) :], *accepted) if server.id else accepted
-    changes = server.changes if server.id else folder.changes
-    changes = (*changes, *unknown)
-    replaced = {change.name: change.after for change in unknown} | _file_fields(files or {})
-    numbered = {f"{_CHANGE}{n}": msgspec.json.encode(change).decode() for n, change in enumerate(changes, 1)}
-    lists = (pinned, replaced, folder.pinned | numbered | _file_fields(folder.files))
-    flat = [text for each in lists for text in (str(len(each)), *(text for pair in each.items() for text in pair))]
-    found: list[Any] = [text.decode() for text in await connection.run_script("identify", folder.id, *flat)]
-    if folder.id and found[0] not in {"", folder.id}:
-        raise other_run(connection, found[0], folder.id)
-    return dict(zip(found[1::2], found[2::2], strict=True))
-
-
-async def identify_for_trainer(connection: RunConnection, folder: Path) -> RunIdentity:
-    """Compare a trainer's folder with the server. Changes nothing.
+        folder: of the run.
+        is_private: the server's data are in the folder, so a folder without an identity takes the server's.
 
     Returns:
         The identity in the folder with what the server knows in addition; a new one for a new run.
@@ -168,26 +126,43 @@ async def identify_for_trainer(connection: RunConnection, folder: Path) -> RunId
     """
     stored = await anyio.to_thread.run_sync(read_identity, folder)
     server = await read_server_identity(connection)
-    if server.id and (stored is None or stored.id != server.id):
+    if server.id and (stored.id != server.id if stored else not is_private):
         raise other_run(connection, server.id, stored.id if stored else "")
     if stored is None:
-        return replace(server, id=secrets.token_hex(16))
-    if len(server.changes) > len(stored.changes):
-        return replace(server, pinned=stored.pinned | server.pinned, files=stored.files | server.files)
-    if different := [name for name, value in server.pinned.items() if stored.pinned.get(name, value) != value]:
-        raise RunMismatchError(
-            f"the server of run {connection.run!r} has other values than {folder / IDENTITY_FILE}: "
-            f"{', '.join(sorted(different))}. A process with other settings or code has reached the server first; stop "
-            "it, correct it, and delete the server's key with the suffix :identity"
-        )
-    return replace(stored, pinned=stored.pinned | server.pinned, files=stored.files | server.files)
+        return replace(server, id=server.id or secrets.token_hex(16))
+    refuse_differences(f"the server of run {connection.run!r}", server.fixed, stored.fixed)
+    return replace(stored, fixed=stored.fixed | server.fixed)
 
 
-async def record_for_trainer(connection: RunConnection, folder: Path, identity: RunIdentity) -> None:
-    """Record the identity in the trainer's folder and on the server. Call it when the trainer holds both."""
+async def record_identity(connection: RunConnection, folder: Path, identity: RunIdentity) -> None:
+    """Record an identity in the run's folder and on the server; a trainer calls it when it holds both.
+
+    Raises:
+        RunMismatchError: another process has made the server another run's in the meantime.
+    """
     if identity != await anyio.to_thread.run_sync(read_identity, folder):
         await anyio.to_thread.run_sync(write_identity, folder, identity)
-    await compare_with_server(connection, identity, {})
+    await compare_with_server(connection, identity)
+
+
+def refuse_differences(place: str, known: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Refuse fixed values that are not those of a run; a value that only one of the two has does not count.
+
+    Raises:
+        RunMismatchError: names everything that differs, and the remedy.
+    """
+    found = [
+        f"{name} is {known[name]} there and {value} here"
+        for name, value in sorted(here.items())
+        if known.get(name, value) != value and not name.startswith(FILES)
+    ]
+    if known.get(KEY_LAYOUT, here.get(KEY_LAYOUT)) != here.get(KEY_LAYOUT):
+        found.append("another version of Penstock started it: end it with that one")
+    if found:
+        raise RunMismatchError(
+            f"{place} holds another run: {'; '.join(found)}. Put back what was there, or start a new run: give it "
+            "another run.name, and another run.folder if you set one"
+        )
 
 
 def other_run(connection: RunConnection, server_id: str, folder_id: str = "") -> RunMismatchError:
@@ -196,19 +171,4 @@ def other_run(connection: RunConnection, server_id: str, folder_id: str = "") ->
     return RunMismatchError(
         f"the server has a run named {connection.run!r} already, {server_id[:8]}, and {ours}: give this run another "
         f"run.name, or start the other one in its own folder (its {IDENTITY_FILE} begins with that id)"
-    )
-
-
-def _file_fields(files: Mapping[str, str]) -> dict[str, str]:
-    return {f"{_FILES}{name}": value for name, value in files.items()}
-
-
-def _digest(identity: RunIdentity) -> str:
-    return hashlib.blake2b(msgspec.json.encode(identity, order="deterministic"), digest_size=16).hexdigest()
-
-
-def _damaged(file: Path, why: str) -> RunMismatchError:
-    return RunMismatchError(
-        f"{file} is damaged ({why}): restore it from a backup. Without one, remove it: the run then gets its identity "
-        "from its private server, and its settings are compared with run.toml"
     )

@@ -53,8 +53,8 @@
 --                       write it
 --   {NAME}:meta         hash, facts about the run, `finished`; while paused also `paused` (by whom) and `paused_ms`; `stop`
 --                       (number of the last stop request, only grows) and `stop_by`
---   {NAME}:identity     hash, `id` of the run, `change:N` (accepted changes), and pinned values by name (settings, digests of
---                       code, model and data); every process compares itself with it before it claims (`run_identity.py`)
+--   {NAME}:identity     hash, `id` of the run, and by name what stays the same in it (arrangement of keys, seed, data, small
+--                       files of the model); every process compares itself with it before it claims (`run_identity.py`)
 --   {NAME}:model_files  hash, tokenizer, chat template and configuration of the model, for workers without its folder: file
 --                       name -> SHA-256 and compressed content; the trainer writes it when it starts
 --   {NAME}:ledger_ends  string, the end of each prompt in the ledger, compressed, for a feeder without the run's folder; only

@@ -12,7 +12,7 @@ Penstock's own does, opens them itself::
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import msgspec
 import structlog
 
 from stream.connection.run_connection import RunConnection
-from stream.connection.run_identity import identify_for_trainer, read_identity, record_for_trainer
+from stream.connection.run_identity import identify_run, read_identity, record_identity
 from stream.disk_space import DiskProblem, allow_waits, end_waits, waiting
 from stream.errors import RunMismatchError, ServerError
 from stream.queue.stage import RetryPolicy, Stage
@@ -39,13 +39,13 @@ from stream.trainer.resume_point import ResumePoint
 
 log = structlog.get_logger()
 
-_CHANGE_ACCEPTED = "change_accepted"
+_CHANGE = "setting_changed"
 _REPORT_INTERVAL_S, _REPORT_TIMEOUT_S = 1.0, 5.0
 
 
 @asynccontextmanager
 async def open_trainer_lease(
-    connection: RunConnection, folder: Path, lease_s: float = 15.0
+    connection: RunConnection, folder: Path, lease_s: float = 15.0, settings: Mapping[str, str] | None = None
 ) -> AsyncIterator[tuple[TrainerLease, RunFolderLock]]:
     """Become the run's only trainer, on the server and in the run's folder, for as long as the context is open.
 
@@ -55,19 +55,26 @@ async def open_trainer_lease(
         connection: the run's connection.
         folder: the run's folder.
         lease_s: a trainer that does not renew its lease for this long is succeeded, and its groups go to the next.
+        settings: of this start, by name; what differs from the trainer's last start is logged, and written to the
+            ledger by `open_consumer`.
 
     Raises:
         FencedError: another trainer that is alive holds the run, or, later, has taken it over.
         RunMismatchError: the folder is another run's than the server.
     """
     allow_waits()
-    identity = await identify_for_trainer(connection, folder)
+    identity = await identify_run(connection, folder)
     async with anyio.create_task_group() as tasks:
         min_token = await anyio.to_thread.run_sync(last_token, folder)
         trainer_lease = await TrainerLease.acquire(connection, lease_s, min_token)
         tasks.start_soon(trainer_lease.renew_forever)
         folder_lock = await anyio.to_thread.run_sync(RunFolderLock.acquire, folder, trainer_lease.token)
-        await record_for_trainer(connection, folder, identity)
+        if settings is not None:
+            known = len(identity.changes)
+            identity = identity.restart(settings)
+            for change in identity.changes[known:]:
+                log.info("setting.changed", name=change.name, before=change.before, after=change.after)
+        await record_identity(connection, folder, identity)
         tasks.start_soon(_end_waits_at_stop, connection)
         tasks.start_soon(_report_disk, connection)
         yield trainer_lease, folder_lock
@@ -212,14 +219,14 @@ async def _report_disk(connection: RunConnection) -> None:
 
 
 def _record_changes(ledger: Ledger, folder: Path, step: int) -> None:
-    """Append an event for each accepted change of the run that the ledger does not have yet."""
+    """Append an event for each change of a setting that the ledger does not have yet."""
     identity = read_identity(folder)
     if identity is None or not identity.changes:
         return
-    recorded = sum(event.event == _CHANGE_ACCEPTED for event in read_events(ledger.path))
+    recorded = sum(event.event == _CHANGE for event in read_events(ledger.path))
     for change in identity.changes[recorded:]:
         details = {"name": change.name, "before": change.before, "after": change.after, "at": change.at}
-        ledger.append_event(LedgerEvent(_CHANGE_ACCEPTED, step, details))
+        ledger.append_event(LedgerEvent(_CHANGE, step, details))
 
 
 def _keep_group(group: Group, _: int) -> Group:

@@ -64,7 +64,7 @@ class _Line(Struct):
 
 
 class LedgerEvent(Struct, frozen=True):
-    """A line that is about the run and no prompt, for example an accepted change of a setting."""
+    """A line that is about the run and no prompt, for example a changed setting."""
 
     event: str
     step: int

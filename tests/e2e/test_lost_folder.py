@@ -17,7 +17,8 @@ import pytest
 from stream.errors import StorageError
 from tests.e2e.harness import Project, assert_all_trained_once, children, running, stop
 from tests.preload.fixtures import pid_of
-from workers.storage.bucket import Bucket
+from workers.settings.toml_file import parse_settings
+from workers.train.checkpointing.object_store import Bucket
 
 WEED = Path(sys.executable).with_name("weed")
 PROMPTS = 200
@@ -55,12 +56,14 @@ def object_storage(tmp_path_factory) -> Iterator[str]:
         patch.setenv("AWS_SECRET_ACCESS_KEY", key["secretKey"])
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{ports['s3']}")
         patch.setenv("AWS_REGION", "us-east-1")
+        table = {"run": {"name": "started"}, "storage": {"url": "s3://penstock"}}
+        started = parse_settings(table | {"model": {"path": "m"}, "environments": {"c": "calculator"}})
         server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
         try:
             deadline = time.monotonic() + 60
             while True:
                 try:
-                    Bucket("s3://penstock/started").put("here", b"")
+                    Bucket(started).put("here", b"")
                     break
                 except StorageError:
                     assert server.poll() is None, (folder / "log").read_text()[-2000:]

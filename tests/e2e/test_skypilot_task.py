@@ -90,7 +90,7 @@ def test_a_run_whose_machines_are_preempted_is_restored_and_loses_no_prompt(tmp_
 
     first = rent(tmp_path / "first", project, machines)
     deadline = time.monotonic() + 120
-    while len(ledger(first[0])) < PROMPTS // 4 or not list(tmp_path.glob("bucket/test/snapshots/*")):
+    while len(ledger(first[0])) < PROMPTS // 4 or not list(tmp_path.glob("bucket/test/latest.json")):
         assert all(machine.process.poll() is None for machine in first), [each.log.read_text() for each in first]
         assert time.monotonic() < deadline, first[0].log.read_text()
         time.sleep(0.1)

@@ -22,7 +22,7 @@ from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
 from workers.commands.audit import show_audit
 from workers.feed.dataset_mix import open_dataset_mix
-from workers.feed.dataset_rows import pinned_data
+from workers.feed.dataset_rows import fixed_rows
 from workers.settings.toml_file import dump_settings, parse_settings
 
 TRAINED = Trained()
@@ -247,8 +247,8 @@ async def test_a_changed_prompt_file_is_reported_if_prompts_are_lost(small, audi
 
 
 async def test_a_prompt_file_that_was_only_written_anew_is_not_reported_as_changed(small, audited):
-    known = await anyio.to_thread.run_sync(pinned_data, small.settings, {})
-    await small.connection.write_hash("identity", known.pinned)
+    known = await anyio.to_thread.run_sync(fixed_rows, small.settings, {})
+    await small.connection.write_hash("identity", known)
     small.file.write_text(small.file.read_text().rstrip("\n"))
     id_, _ = (await ids_in(small.connection, "groups"))[0]
     await small.connection.redis.xdel(small.connection.key("groups"), id_)

@@ -138,7 +138,7 @@ async def test_dead_letters_are_retried_one_by_one_or_all_with_a_reason(pipe, fo
 @pytest.mark.usefixtures("identity_of_another_run")
 async def test_dead_letters_of_another_run_of_the_same_name_are_not_changed(pipe, folder):
     await dead_letter(pipe, "p", "no image")
-    await compare_with_server(pipe.connection, RunIdentity(id="b" * 32), {})
+    await compare_with_server(pipe.connection, RunIdentity(id="b" * 32))
     async with (
         browser(folder, allow_changes=True) as session,
         session.post("dead", data={"action": "drop", "reason": "data"}) as response,

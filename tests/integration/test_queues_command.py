@@ -276,7 +276,7 @@ def folder_of_another_run(redis_url, run_name, tmp_path):
 async def test_another_run_of_the_same_name_is_not_changed(change, connection, folder_of_another_run, capsys):
     folder = folder_of_another_run
     await some_work(connection)
-    await compare_with_server(connection, RunIdentity(id="b" * 32), {})
+    await compare_with_server(connection, RunIdentity(id="b" * 32))
     before = (await read_status(connection)).snapshot
     with pytest.raises(RunMismatchError, match=r"bbbbbbbb.*aaaaaaaa: nothing was changed; name the server"):
         await anyio.to_thread.run_sync(partial(change, target=str(folder), redis=""))

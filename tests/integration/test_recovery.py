@@ -193,13 +193,13 @@ def test_ends_without_a_trainer_and_events_stay_when_the_ledger_is_cut(tmp_path)
     assert ledger.append_end("c", Dropped("operator"), 2, 1)
     assert not ledger.append_end("b", Dropped("operator"), 2, 1)
     assert not ledger.append_end("d", Retried(), 2, 1)
-    ledger.append_event(LedgerEvent("change_accepted", 2, {"name": "rewards"}))
+    ledger.append_event(LedgerEvent("setting_changed", 2, {"name": "rewards"}))
     ledger.close()
     resumed = Ledger(path, length)
     assert resumed.outcomes == {"a": Trained(), "c": Dropped("operator")}
     assert resumed.sync() == resumed.resumed_bytes == path.stat().st_size
     resumed.close()
-    assert [event.event for event in read_events(path)] == ["change_accepted"]
+    assert [event.event for event in read_events(path)] == ["setting_changed"]
     assert [line.record.prompt for line in read_ledger(path)[0]] == ["a", "c"]
 
 

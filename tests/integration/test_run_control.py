@@ -23,7 +23,6 @@ from stream.trainer.outcomes import Trained
 from stream.trainer.resume_point import ResumePoint
 from workers.commands.control import send_command
 from workers.commands.queues import show_queues
-from workers.run.identity_check import NOTHING
 from workers.run.role_process import _run_connected
 from workers.runtime.context import WorkerContext
 from workers.runtime.work_loop import work_loop
@@ -344,7 +343,7 @@ async def test_the_first_signal_does_not_interrupt_a_drain_after_a_stop(pipe, re
 
     settings = settings_in(tmp_path, pipe.connection.run, queue={"shutdown_timeout_s": 5.0})
     with anyio.fail_after(4):
-        await _run_connected("score", settings, redis_url, main, NOTHING, has_folder=True)
+        await _run_connected("score", settings, redis_url, main, has_folder=True)
     assert finished == finishes
 
 
@@ -356,4 +355,4 @@ async def test_a_drain_after_a_stop_ends_with_the_shutdown_timeout(pipe, redis_u
 
     settings = settings_in(tmp_path, pipe.connection.run, queue={"shutdown_timeout_s": 0.2})
     with anyio.fail_after(4):
-        await _run_connected("score", settings, redis_url, main, NOTHING, has_folder=True)
+        await _run_connected("score", settings, redis_url, main, has_folder=True)

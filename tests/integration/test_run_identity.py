@@ -10,17 +10,18 @@ from pathlib import Path
 import anyio
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from stream.connection.keys import LAYOUT
 from stream.connection.run_connection import connect
 from stream.connection.run_identity import read_identity, read_server_identity
 from stream.errors import RunMismatchError
-from stream.operator.run_status import read_status
-from stream.trainer.consume import consume, open_trainer_lease
+from stream.queue.stage import RetryPolicy, Stage
+from stream.trainer.consume import consume, open_consumer, open_trainer_lease
 from stream.trainer.ledger_records import read_events, read_ledger
 from stream.trainer.resume_point import ResumePoint
 from workers.feed.worker import feed
-from workers.run.identity_check import NOTHING, Accept, check_folder, join_run, record_identity
+from workers.run.identity_check import begin_run, check_folder, join_run
 from workers.run.role_process import run_role
 from workers.run.run_command import supervise
 from workers.run.run_folder import write_settings
@@ -28,6 +29,7 @@ from workers.run.summary import RunSummary, Staleness
 from workers.runtime.context import WorkerContext
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
+from workers.settings.flat_settings import flat_settings
 from workers.settings.toml_file import dump_settings, parse_settings
 
 TABLE = {"model": {"path": "m"}, "rollout": {"group_size": 4}, "queue": {"lease_s": 1.0}}
@@ -51,11 +53,11 @@ def make(tmp_path, run_name, redis_url):
     return make
 
 
-async def start(connection, settings: Settings, accept: Accept = NOTHING, *, is_private: bool = False) -> None:
+async def start(connection, settings: Settings) -> None:
     """Do what `penstock run` does before it starts a process."""
     await anyio.Path(settings.folder).mkdir(exist_ok=True)
-    check = await anyio.to_thread.run_sync(check_folder, settings, accept)
-    await record_identity(connection, settings, check, is_private=is_private)
+    check = await anyio.to_thread.run_sync(check_folder, settings)
+    await begin_run(connection, settings, check)
 
 
 async def everything(connection) -> dict[bytes, bytes | None]:
@@ -80,7 +82,7 @@ async def queued(connection) -> list[str]:
 
 
 async def test_a_second_run_of_the_same_name_is_refused_before_it_does_anything(make, connection):
-    first, second = make("first"), make("second", reward="return [0.0]")
+    first, second = make("first"), make("second")
     await start(connection, first)
     before = await everything(connection)
     with pytest.raises(
@@ -88,11 +90,10 @@ async def test_a_second_run_of_the_same_name_is_refused_before_it_does_anything(
     ):
         await start(connection, second)
     assert not (second.folder / "identity.json").exists()
-    other = make("second", reward="return [0.0]", rollout={"group_size": 2})
-    words = {"feed": "group_size is 4", "rollout": "exact.code: changed", "score": "reward.py", "train": "and 2 here"}
-    for role, word in words.items():  # started one by one, in a folder of their own or in none
-        with pytest.raises(RunMismatchError, match=word):
-            await join_run(connection, other, role, NOTHING)
+    other = make("second", run={"seed": 7})
+    for role in ("feed", "rollout", "score", "train"):  # started one by one, in a folder of their own or in none
+        with pytest.raises(RunMismatchError, match=r"run\.seed is 0 there and 7 here"):
+            await join_run(connection, other, role)
     with pytest.raises(RunMismatchError, match="this folder is new"):
         async with open_trainer_lease(connection, second.folder):
             pass
@@ -109,7 +110,7 @@ async def test_two_folders_with_one_name_are_told_apart_by_every_role(make, conn
         await start(connection, second)
     for role in ("feed", "rollout", "score", "train"):
         with pytest.raises(RunMismatchError, match="this folder's run is"):
-            await join_run(connection, second, role, NOTHING)
+            await join_run(connection, second, role)
     with pytest.raises(RunMismatchError, match="this folder's run is"):
         async with consume(connection, second.folder / "ledger.jsonl"):
             pass
@@ -117,14 +118,13 @@ async def test_two_folders_with_one_name_are_told_apart_by_every_role(make, conn
 
 
 def test_a_role_of_another_run_exits_permanently_and_claims_nothing(make, redis_url, run_name, tmp_path, capsys):
-    ours, theirs = make("ours"), make("theirs", reward="return [0.0]")
+    ours, theirs = make("ours"), make("theirs", run={"seed": 7})
     anyio.run(partial(_on, redis_url, run_name, start, ours))
     (tmp_path / "theirs.toml").write_text(dump_settings(theirs))
     code = run_role("score", tmp_path / "theirs.toml", (), "", ())
     assert code == ExitCode.PERMANENT
     assert "error: the server of run" in (told := capsys.readouterr().err)
-    assert "rewards.exact.code: changed reward.py" in told
-    assert "--accept-change rewards.exact.code" in told
+    assert "run.seed is 0 there and 7 here. Put back what was there, or start a new run" in told
 
 
 def test_a_role_with_another_arrangement_of_keys_claims_nothing(
@@ -133,12 +133,11 @@ def test_a_role_with_another_arrangement_of_keys_claims_nothing(
     ours = make("ours")
     anyio.run(partial(_on, redis_url, run_name, start, ours))
     (tmp_path / "ours.toml").write_text(dump_settings(ours))
-    monkeypatch.setattr("workers.run.pinned.LAYOUT", LAYOUT + 1)
+    monkeypatch.setattr("workers.run.identity_check.LAYOUT", LAYOUT + 1)
     code = run_role("score", tmp_path / "ours.toml", (), "", ())
     assert code == ExitCode.PERMANENT
     told = capsys.readouterr().err
-    assert f"another version of Penstock started it (penstock.keys is {LAYOUT} there and {LAYOUT + 1} here)" in told
-    assert "--accept-change" not in told
+    assert f"penstock.keys is {LAYOUT} there and {LAYOUT + 1} here; another version of Penstock started it" in told
 
 
 async def _on(url, name, call, *arguments):
@@ -148,15 +147,15 @@ async def _on(url, name, call, *arguments):
 
 async def test_a_second_feeder_with_another_seed_or_file_is_refused(make, connection):
     first = make("first")
-    await join_run(connection, first, "feed", NOTHING)  # a feeder alone, without a folder
+    await join_run(connection, first, "feed")  # a feeder alone, without a folder
     assert not first.folder.exists()
     await feed_until_done(connection, first)
     before = await everything(connection)
     with pytest.raises(RunMismatchError, match=r"run\.seed is 0 there and 7 here"):
-        await join_run(connection, make("second", run={"seed": 7}), "feed", NOTHING)
-    with pytest.raises(RunMismatchError, match=r"train\.jsonl has 39 rows now, and had 40"):
-        await join_run(connection, make("second", rows=39), "feed", NOTHING)
-    await join_run(connection, make("elsewhere"), "feed", NOTHING)  # the same rows, in another folder
+        await join_run(connection, make("second", run={"seed": 7}), "feed")
+    with pytest.raises(RunMismatchError, match=r"data\.rows\.train is 40 rows .* there and 39 rows"):
+        await join_run(connection, make("second", rows=39), "feed")
+    await join_run(connection, make("elsewhere"), "feed")  # the same rows, in another folder
     assert await everything(connection) == before
 
 
@@ -168,14 +167,14 @@ async def test_the_same_rows_in_other_bytes_start_again(make, connection):
     file = anyio.Path(settings.data.path)
     await file.write_text((await file.read_text()).rstrip("\n"))
     await start(connection, settings)
-    await join_run(connection, settings, "feed", NOTHING)
-    await join_run(connection, make("elsewhere"), "feed", NOTHING)  # with the last newline, in no folder
+    await join_run(connection, settings, "feed")
+    await join_run(connection, make("elsewhere"), "feed")  # with the last newline, in no folder
     after = await read_server_identity(connection)
-    assert (after.id, after.pinned, after.changes) == (before.id, before.pinned, before.changes)
+    assert after == before
     assert (await connection.read_hash("feed"))["done"] == "1"
     async with open_trainer_lease(connection, settings.folder):
         pass
-    assert (await anyio.to_thread.run_sync(read_identity, settings.folder)).pinned == before.pinned
+    assert (await anyio.to_thread.run_sync(read_identity, settings.folder)).fixed == before.fixed
 
 
 def test_a_start_that_the_server_refuses_changes_no_file_and_raises_one_error(make, redis_url, run_name):
@@ -185,14 +184,14 @@ def test_a_start_that_the_server_refuses_changes_no_file_and_raises_one_error(ma
     write_settings(settings)
     (settings.folder / "summary.json").write_text("{}")
     before = {file.name: file.read_bytes() for file in settings.folder.iterdir()}
-    anyio.run(partial(_on, redis_url, run_name, _pin, "rollout.group_size", "6"))
-    with pytest.raises(RunMismatchError, match=r"the server of run .* rollout\.group_size is 6 there and 4 here"):
+    anyio.run(partial(_on, redis_url, run_name, _set, "run.seed", "6"))
+    with pytest.raises(RunMismatchError, match=r"the server of run .* run\.seed is 6 there and 0 here"):
         supervise(make(engine={"urls": ["http://127.0.0.1:2"]}), quiet=True)
     after = {file.name: file.read_bytes() for file in settings.folder.iterdir() if file.is_file()}
     assert {name: after[name] for name in before} == before
 
 
-async def _pin(connection, name: str, value: str) -> None:
+async def _set(connection, name: str, value: str) -> None:
     """Change what the server knows about the run."""
     await connection.redis.hset(connection.key("identity"), name, value)
 
@@ -201,58 +200,34 @@ async def test_a_start_that_meets_other_rows_on_the_server_is_refused_and_change
     settings = make()
     await start(connection, settings)
     await connection.redis.delete(connection.key("identity"))
-    await join_run(connection, make("other", rows=41), "feed", NOTHING)  # alone, in no folder
+    await join_run(connection, make("other", rows=41), "feed")  # alone, in no folder
     folder, server = (settings.folder / "identity.json").read_bytes(), await everything(connection)
-    with pytest.raises(RunMismatchError, match=r"knows other rows than there are here \(data\.rows\.train\)"):
+    with pytest.raises(RunMismatchError, match=r"data\.rows\.train is 41 rows .* there and 40 rows"):
         await start(connection, settings)
     assert (settings.folder / "identity.json").read_bytes() == folder
     assert await everything(connection) == server
 
 
-async def test_appended_rows_are_each_fed_once_after_the_others(make, connection):
-    settings = make()
-    await start(connection, settings)
-    await feed_until_done(connection, settings)
-    before = await queued(connection)
-    assert len(set(before)) == 40
-    longer = make(rows=50)
-    with pytest.raises(RunMismatchError, match="10 were added at the end, which --accept-data appended accepts"):
-        await start(connection, longer)
-    assert (await connection.read_hash("feed"))["done"] == "1"
-    await start(connection, longer, Accept(data="appended"))
-    assert "done" not in await connection.read_hash("feed"), "a trainer would take the run for fed"
-    await join_run(connection, longer, "feed", NOTHING)
-    await feed_until_done(connection, longer)
-    after = await queued(connection)
-    assert after[:40] == before
-    assert sorted(after, key=lambda name: int(name.split(":")[2])) == [f"train:0:{i}" for i in range(50)]
-    assert (await read_status(connection)).balance["fed"] == 50
-    await start(connection, longer)
-
-
-async def test_an_accepted_change_reaches_server_folder_and_ledger_once(make, connection):
+async def test_a_change_of_settings_and_code_reaches_folder_and_ledger_once(make, connection):
     settings = make()
     await start(connection, settings)
     changed = make(reward="return [0.5]", rollout={"group_size": 2})
-    with pytest.raises(RunMismatchError, match=r"--accept-change rewards\.exact\.code --accept-change rollout\.group"):
-        await start(connection, changed)
-    await start(connection, changed, Accept(("rewards", "rollout")))
-    await start(connection, changed)
-    server = await read_server_identity(connection)
-    folder = await anyio.to_thread.run_sync(read_identity, settings.folder)
-    assert server == folder
-    assert [change.name for change in folder.changes] == ["rewards.exact.code", "rollout.group_size"]
-    await join_run(connection, changed, "score", NOTHING)
-    with pytest.raises(RunMismatchError):
-        await join_run(connection, make("old"), "score", NOTHING)
+    flat = await anyio.to_thread.run_sync(flat_settings, changed)
+    stage = Stage(connection, "scored", "trainer", RetryPolicy(lease_s=1.0))
     ledger = settings.folder / "ledger.jsonl"
     for _ in range(2):
-        async with consume(connection, ledger, ResumePoint(step=7)) as consumer:
-            await consumer.checkpoint(lambda _: None)
+        await start(connection, changed)
+        with capture_logs() as logs:
+            async with (
+                open_trainer_lease(connection, settings.folder, 1.0, flat) as (lease, lock),
+                open_consumer(lease, lock, stage, ledger, ResumePoint(step=7), lambda group, _: group) as consumer,
+            ):
+                await consumer.checkpoint(lambda _: None)
+    assert "setting.changed" not in [line["event"] for line in logs]
     events = await anyio.to_thread.run_sync(read_events, ledger)
     assert [(event.event, event.step, event.details["name"]) for event in events] == [
-        ("change_accepted", 7, "rewards.exact.code"),
-        ("change_accepted", 7, "rollout.group_size"),
+        ("setting_changed", 7, "rewards.exact.code"),
+        ("setting_changed", 7, "rollout.group_size"),
     ]
     assert (events[1].details["before"], events[1].details["after"]) == ("4", "2")
     assert (await anyio.to_thread.run_sync(read_ledger, ledger))[1] == []
@@ -263,7 +238,7 @@ async def test_an_emptied_server_takes_the_folders_identity(make, connection):
     await start(connection, settings)
     before = await read_server_identity(connection)
     await connection.redis.delete(connection.key("identity"))
-    await join_run(connection, settings, "rollout", NOTHING)
+    await join_run(connection, settings, "rollout")
     assert await read_server_identity(connection) == before
     await connection.redis.delete(connection.key("identity"))
     async with open_trainer_lease(connection, settings.folder):
@@ -271,13 +246,13 @@ async def test_an_emptied_server_takes_the_folders_identity(make, connection):
 
 
 async def test_a_folder_that_lost_its_identity_takes_that_of_its_private_server_only(make, connection):
-    settings = make()
-    await start(connection, settings, is_private=True)
+    settings, private = make(), make(run={"redis": ""})
+    await start(connection, private)
     before = await anyio.to_thread.run_sync(read_identity, settings.folder)
     (settings.folder / "identity.json").unlink()
     with pytest.raises(RunMismatchError, match="this folder is new"):
         await start(connection, settings)
-    await start(connection, settings, is_private=True)
+    await start(connection, private)
     assert await anyio.to_thread.run_sync(read_identity, settings.folder) == before
 
 
@@ -306,7 +281,8 @@ def test_penstock_run_names_the_change_with_one_line_and_leaves_the_folder_as_it
             tokens_per_second=1.0, seconds=1.0, fed=1, outstanding=0, dead=0, duplicates=0,
         )  # fmt: skip
         (settings.folder / "summary.json").write_bytes(msgspec.json.encode(summary))
-    (tmp_path / "file.toml").write_text(dump_settings(make(reward="return [0.0]")))
+    (tmp_path / "file.toml").write_text(dump_settings(make()))
+    make(rows=39)
     before = {file.name: file.read_bytes() for file in settings.folder.iterdir()}
     command = [sys.executable, "-P", "-m", "workers", "run", "--no-check", str(tmp_path / "file.toml")]
     root = str(Path(__file__).parents[2])
@@ -315,6 +291,6 @@ def test_penstock_run_names_the_change_with_one_line_and_leaves_the_folder_as_it
     )
     assert done.returncode == ExitCode.FAILURE
     assert done.stderr.count("\n") == 1
-    assert "rewards.exact.code: changed reward.py" in done.stderr
+    assert "data.rows.train is 40 rows of digest" in done.stderr
     after = {file.name: file.read_bytes() for file in settings.folder.iterdir() if file.name != "supervisor.lock"}
     assert after == before

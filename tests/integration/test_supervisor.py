@@ -21,6 +21,7 @@ import pytest
 
 from stream.backoff import Backoff
 from stream.connection.run_connection import RunConnection
+from stream.connection.run_identity import RunIdentity, write_identity
 from stream.errors import PenstockError, RunFailedError, RunMismatchError
 from stream.operator.run_control import pause, stop
 from stream.queue.feed import Feed
@@ -28,7 +29,7 @@ from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group, Prompt
 from workers.run import dashboard_process
 from workers.run.dashboard_process import DashboardProcess
-from workers.run.identity_check import NOTHING, check_folder
+from workers.run.identity_check import check_folder
 from workers.run.progress_display import SilentDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
 from workers.run.restart_policy import (
@@ -589,11 +590,11 @@ def test_a_folder_has_one_supervisor(tmp_path):
 
 
 def test_a_folder_belongs_to_one_run(tmp_path):
-    there = settings_in(tmp_path, "one", "", {}, {})
-    write_settings(there)
+    there = check_folder(settings_in(tmp_path, "one", "", {}, {}))
+    write_identity(tmp_path, RunIdentity(id="a", fixed=there.fixed))
     other = settings_in(tmp_path, "two", "", {}, {})
-    with pytest.raises(RunMismatchError, match=r"run\.name is 'one' there and 'two' here"):
-        check_folder(other, NOTHING)
+    with pytest.raises(RunMismatchError, match=r'run\.name is "one" there and "two" here'):
+        check_folder(other)
 
 
 def test_a_killed_supervisor_is_not_reported_as_running(tmp_path):

@@ -46,15 +46,13 @@ def test_without_weights_each_row_is_fed_once_and_datasets_are_spread_evenly(mak
 
 def test_the_numbers_of_rows_suffice_to_know_which_prompts_were_fed(make, tmp_path):
     mixture = make({"long": (8, {"weight": 2}), "short": (3, {"weight": 1})}, epochs=2)
-    lengths = {"long": (5, 8), "short": (3, 3)}
-    mixture = open_dataset_mix(mixture.settings, lengths)
     for file in tmp_path.glob("*.jsonl"):
         file.unlink()
-    recorded = open_recorded_mix(mixture.settings, lengths)
+    recorded = open_recorded_mix(mixture.settings, {"long": 8, "short": 3})
     assert recorded.total_prompts == mixture.total_prompts
     for cursor in range(mixture.total_prompts + 1):
         assert recorded.consumed_ids(cursor) == mixture.consumed_ids(cursor)
-    assert open_recorded_mix(mixture.settings, {"long": (8,)}) is None
+    assert open_recorded_mix(mixture.settings, {"long": 8}) is None
 
 
 def test_with_weights_smaller_datasets_repeat_until_all_rows_were_fed(make):

@@ -8,7 +8,7 @@ from envs.tools import tool_specs
 from stream.errors import DataError, SettingsError
 from workers.commands.check.environment_check import check_environment
 from workers.feed.dataset_mix import open_dataset_mix
-from workers.feed.dataset_rows import pinned_data
+from workers.feed.dataset_rows import fixed_rows
 from workers.feed.environment_rows import write_evaluation_rows, write_training_rows
 from workers.feed.evaluation_prompts import read_evaluation_prompts
 from workers.settings.toml_file import dump_settings, parse_settings
@@ -39,14 +39,11 @@ def test_sets_of_generated_rows_are_mixed_by_weight():
     assert "rows = 30" in dump_settings(found)
 
 
-def test_a_run_knows_its_rows_and_accepts_more_only_when_asked():
-    pinned = pinned_data(settings({"rows": 5}), {}).pinned
-    again = pinned_data(settings({"rows": 5}), pinned)
-    assert (again.pinned, again.changes) == (pinned, ())
-    changes = pinned_data(settings({"rows": 9}), pinned, "appended").changes
-    assert [change.name for change in changes] == ["data.rows.rows"]
-    with pytest.raises(Exception, match="rows:9 has 9 rows now, and had 5"):
-        pinned_data(settings({"rows": 9}), pinned)
+def test_a_run_knows_the_number_of_its_rows():
+    known = fixed_rows(settings({"rows": 5}), {})
+    assert known["data.rows.rows"].startswith("5 rows of digest ")
+    assert fixed_rows(settings({"rows": 5}), known) == known
+    assert fixed_rows(settings({"rows": 9}), known)["data.rows.rows"].startswith("9 rows of digest ")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +110,7 @@ def test_an_environments_own_rows_are_fed_from_a_file_that_is_written_once(own, 
     assert {prompt.id for prompt in prompts} == {"sums:0:0", "sums:0:1", "sums:0:2"}
     assert sorted(prompt.fields["gold"] for prompt in prompts) == [0, 2, 4]
     assert {prompt.messages[-1]["content"] for prompt in prompts} == {""}  # `reset` returns the prompt
-    assert pinned_data(settings, pinned_data(settings, {}).pinned).changes == ()
+    assert fixed_rows(settings, {})["data.rows.sums"].startswith("3 rows of digest ")
 
 
 def test_own_rows_may_have_prompts_and_be_one_of_several_sets(own, tmp_path):

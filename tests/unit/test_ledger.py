@@ -219,7 +219,7 @@ def test_lines_that_stay_when_the_ledger_is_cut_stay_once_when_the_newer_checkpo
     ledger.append_end("d", Dropped("operator"), 2, 1)
     newer, digest = ledger.sync(), ledger.digest()
     ledger.append_end("e", Dead("unreadable"), 2, 1)
-    ledger.append_event(LedgerEvent("change_accepted", 2, {}))
+    ledger.append_event(LedgerEvent("setting_changed", 2, {}))
     ledger.close()
     older = Ledger(path, length, cut=False)
     older.cut(keep_aside=True)

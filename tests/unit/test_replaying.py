@@ -157,9 +157,9 @@ def made(whole, base, tmp_path):
     return copy
 
 
-def test_a_change_that_was_accepted_during_the_run_is_noted(made):
+def test_a_change_of_code_during_the_run_is_noted(made):
     with made.ledger.open("ab") as file:
-        file.write(b'{"event": "change_accepted", "step": 2, "details": {"name": "rewards.exact.code"}}\n')
+        file.write(b'{"event": "setting_changed", "step": 2, "details": {"name": "rewards.exact.code"}}\n')
     made.forge_length(made.ledger.stat().st_size)  # the checkpoint was made after the change
     report = made.replay()
     assert report.is_identical

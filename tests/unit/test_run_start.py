@@ -1,6 +1,5 @@
 """Names of runs, and what a start says before it does anything."""
 
-import re
 from pathlib import Path
 
 import msgspec
@@ -12,18 +11,16 @@ from stream.durable import create_folder_atomically
 from stream.errors import PenstockError, SettingsError
 from workers.cli import penstock
 from workers.commands.queues import _wait_for_run
-from workers.run.identity_check import FolderCheck
 from workers.run.run_folder import write_settings
 from workers.run.run_info import RunInfo, RunLocation, find_run, find_run_folder, write_run_info
 from workers.run.run_start import finished_summary, finished_text, prepare_start, start_lines
 from workers.run.summary import RunSummary, Staleness
 from workers.runtime.exit_codes import ExitCode
 from workers.settings.estimators import Grpo
+from workers.settings.flat_settings import flat_settings
 from workers.settings.toml_file import dump_settings, load_settings, parse_settings
 from workers.vllm.launch_command import build_command
 
-NO_CHANGES = FolderCheck(identity=None, pinned={}, changes=())
-RESUMED = FolderCheck(identity=RunIdentity.create(), pinned={}, changes=())
 LEAST = """
 [model]
 path = "m"
@@ -50,7 +47,7 @@ def begin(start) -> Path:
 def test_a_file_without_a_name_starts_a_new_run_each_time_and_commands_find_the_newest(file, monkeypatch):
     monkeypatch.setattr("workers.run.run_start.new_run_name", lambda _file: "my-math-20261122-101500")
     first = prepare_start(str(file), ())
-    assert start_lines(first.settings, NO_CHANGES, first.earlier) == [
+    assert start_lines(first.settings, None, first.earlier) == [
         "new run my-math-20261122-101500 in runs/my-math-20261122-101500"
     ]
     begin(first)
@@ -59,7 +56,7 @@ def test_a_file_without_a_name_starts_a_new_run_each_time_and_commands_find_the_
     second = prepare_start(str(file), ())
     assert second.settings.run.name.startswith("my-math-2")
     assert "run.name=" + second.settings.run.name in second.overrides
-    assert start_lines(second.settings, NO_CHANGES, second.earlier)[1:] == [
+    assert start_lines(second.settings, None, second.earlier)[1:] == [
         "`penstock run runs/my-math-20261122-101500` resumes the one before"
     ]
     folder = begin(second)
@@ -87,9 +84,10 @@ def test_a_run_is_resumed_by_folder_name_or_file(file, target):
     begin(prepare_start(str(file), ()))
     start = prepare_start(target, ("train.learning_rate=3e-5", "train.max_steps=20"))
     assert (start.settings.run.name, start.earlier) == ("a", None)
-    [line] = start_lines(start.settings, RESUMED)
+    identity = RunIdentity(id="a", settings=flat_settings(load_settings(file)))
+    [line] = start_lines(start.settings, identity)
     assert line.startswith("resuming run a at step 0 of 20; ")
-    assert "train.learning_rate from 1e-06 to 3e-05" in line
+    assert "train.learning_rate from 1e-6 to 0.00003" in line
     assert find_run_folder(target) == Path("runs/a")
 
 
@@ -100,8 +98,8 @@ def test_a_run_of_a_version_with_more_keys_is_resumed_by_its_own_file(file):
     old = r"runs/a/run\.toml: unknown key filter\.min_mean_reward; allowed there: .+"
     with pytest.raises(SettingsError, match=f"^{old}$"):
         prepare_start("a", ())
-    [line] = start_lines(prepare_start(str(file), ()).settings, RESUMED)
-    assert re.fullmatch(f"resuming run a at step 0; not compared with the last start: {old}", line)
+    identity = RunIdentity(id="a", settings={"algorithm.reward_scale": "1.0"})
+    assert start_lines(prepare_start(str(file), ()).settings, identity) == ["resuming run a at step 0"]
 
 
 def test_a_finished_run_says_so_until_something_changes(file):

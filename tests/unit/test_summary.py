@@ -1,4 +1,4 @@
-"""The figures at the end of a run, its plot, and the settings that identify it."""
+"""The figures at the end of a run, and its plot."""
 
 import json
 
@@ -9,7 +9,6 @@ from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus
 from stream.trainer.ledger_records import read_events
 from workers.run.display_metrics import read_metrics
-from workers.run.pinned import differences, free_changes, pinned_settings
 from workers.run.plot import draw_progress, make_figure, smooth
 from workers.run.run_info import read_run_info
 from workers.run.summary import RunSummary, latest_progress, read_summary, summarize
@@ -105,39 +104,6 @@ def test_progress_comes_from_the_newest_readable_checkpoint(tmp_path):
 def settings(**sections):
     table = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
     return parse_settings(table | sections)
-
-
-@pytest.mark.parametrize(
-    ("changed", "key"),
-    [
-        ({"model": {"path": "n"}}, "model.path"),
-        ({"data": {"path": "d", "columns": {"a": "b"}}}, "data.columns"),
-        ({"rewards": [{"ref": "a:c"}]}, "rewards"),
-        ({"environments": {"c": "calculator"}}, "environments"),
-        ({"rollout": {"group_size": 2}}, "rollout.group_size"),
-        ({"loss": {"name": "clipped", "clip_low": 0.1}}, "loss.clip_low"),
-        ({"run": {"seed": 1}}, "run.seed"),
-    ],
-)
-def test_settings_that_define_another_run_are_named(changed, key):
-    found = differences(pinned_settings(settings()), pinned_settings(settings(**changed)))
-    assert found
-    assert all(each.text.startswith(key) for each in found), found
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"run": {"threads": 2}, "train": {"max_steps": 9, "learning_rate": 1e-3}},
-        {"rollout": {"workers": 4}},
-        {"data": {"path": "d", "max_queued_prompts": 9}},
-        {"queue": {"max_attempts": 9}},
-        {"run": {"redis": "redis://elsewhere"}},
-    ],
-)
-def test_other_settings_may_change_when_a_run_is_resumed(changed):
-    assert differences(pinned_settings(settings()), pinned_settings(settings(**changed))) == []
-    assert free_changes(settings(), settings(**changed))
 
 
 def test_only_the_last_execution_of_a_repeated_step_counts(tmp_path):

@@ -35,16 +35,3 @@ overrides = click.option(
     "overrides", "--set", multiple=True, metavar="a.b=c", help="Override a setting; may be repeated."
 )
 json = click.option("as_json", "--json", is_flag=True, help="Print JSON for programs.")
-accept_change = click.option(
-    "accepted",
-    "--accept-change",
-    multiple=True,
-    metavar="NAME",
-    help="Go on although NAME changed since the last start (rewards, environments.NAME.code, ..); may be repeated.",
-)
-accept_data = click.option(
-    "accept_data",
-    "--accept-data",
-    type=click.Choice(["appended"]),
-    help="Go on although rows were appended to the prompt files; they are fed after all others.",
-)

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -86,16 +86,12 @@ def base_model(folder: Path, name: str) -> None:
 @options.json
 @click.option("--quiet", is_flag=True, help="Show no progress.")
 @click.option("--no-check", is_flag=True, help="Start without the preflight (`penstock check FILE`).")
-@options.accept_change
-@options.accept_data
 def run(
     target: str,
     overrides: tuple[str, ...],
     as_json: bool,
     quiet: bool,
     no_check: bool,
-    accepted: tuple[str, ...],
-    accept_data: Literal["appended"] | None,
 ) -> None:
     """Start a run on this machine, or resume it. FILE is a settings file, RUN the folder or name of a run.
 
@@ -103,11 +99,9 @@ def run(
 
     Ctrl-C drains and stops; `penstock run RUN` resumes. A FILE without run.name starts a new run each time.
     """
-    from workers.run.identity_check import Accept
     from workers.run.run_command import run
 
-    accept = Accept(accepted, accept_data or "")
-    sys.exit(run(target, overrides, as_json=as_json, quiet=quiet, accept=accept, check=not no_check))
+    sys.exit(run(target, overrides, as_json=as_json, quiet=quiet, check=not no_check))
 
 
 @click.command()
@@ -153,23 +147,17 @@ def _role_command(role: str, text: str) -> click.Command:
         help="URL of an engine; may be repeated; default: engine.urls.",
     )
     @options.overrides
-    @options.accept_change
-    @options.accept_data
     def command(
         file: Path | str,
         redis: str,
         engines: tuple[str, ...],
         overrides: tuple[str, ...],
-        accepted: tuple[str, ...],
-        accept_data: Literal["appended"] | None,
     ) -> None:
-        from workers.run.identity_check import Accept
         from workers.run.role_process import run_role, run_trainer
 
-        accept = Accept(accepted, accept_data or "")
         if role == "train":
-            exit_process(run_trainer(file, overrides, redis, engines, current_command(), accept))
-        exit_process(run_role(role, file, overrides, redis, engines, accept=accept))
+            exit_process(run_trainer(file, overrides, redis, engines, current_command()))
+        exit_process(run_role(role, file, overrides, redis, engines))
 
     return command
 

@@ -20,7 +20,7 @@ from workers.commands.output import print_json
 from workers.commands.prompt_index import PromptIndex
 from workers.commands.run_files import saved_settings
 from workers.feed.dataset_mix import DatasetMix, open_dataset_mix, open_recorded_mix
-from workers.feed.dataset_rows import are_known, dataset_lengths
+from workers.feed.dataset_rows import are_known, recorded_lengths
 from workers.run.run_info import RunLocation, find_run, with_run
 from workers.run.summary import latest_progress
 from workers.runtime.exit_codes import ExitCode
@@ -41,7 +41,7 @@ class RunFiles(Struct, frozen=True):
     prompt_index: PromptIndex
     has_rows: bool = True
     """The prompt files are on this machine; otherwise only their numbers of rows are known."""
-    pinned: Mapping[str, str] = {}
+    fixed: Mapping[str, str] = {}
     """What the run knows of its rows."""
 
 
@@ -97,8 +97,8 @@ def _problem_prompts(report: AuditReport) -> tuple[set[str], set[str]]:
 
 
 async def _audit_on_server(location: RunLocation, connection: RunConnection) -> AuditReport:
-    pinned = (await read_server_identity(connection)).pinned
-    files = await anyio.to_thread.run_sync(_read_run_files, location, pinned)
+    fixed = (await read_server_identity(connection)).fixed
+    files = await anyio.to_thread.run_sync(_read_run_files, location, fixed)
 
     async def audit_once() -> AuditReport:
         try:
@@ -117,23 +117,22 @@ def _read_run_files(location: RunLocation, server: Mapping[str, str]) -> RunFile
 
     Args:
         location: the run.
-        server: values that the server has pinned; with those of the folder they say how many rows the data sets have.
+        server: what the server knows of the data; with what the folder knows it says how many rows the data sets have.
 
     Raises:
         PenstockError: a prompt file is missing, and the number of its rows is not known.
     """
     settings, folder = saved_settings(location, "an audit")
     identity = read_identity(folder)
-    pinned = (identity.pinned if identity else {}) | dict(server)
-    lengths = dataset_lengths(pinned)
+    fixed = (identity.fixed if identity else {}) | dict(server)
     try:
-        dataset_mix, has_rows = open_dataset_mix(settings, lengths), True
+        dataset_mix, has_rows = open_dataset_mix(settings), True
     except DataError:  # the feeder is on another machine
-        recorded = open_recorded_mix(settings, lengths)
+        recorded = open_recorded_mix(settings, recorded_lengths(fixed))
         if recorded is None:
             raise
         dataset_mix, has_rows = recorded, False
-    return RunFiles(settings, folder, dataset_mix, PromptIndex(dataset_mix), has_rows, pinned)
+    return RunFiles(settings, folder, dataset_mix, PromptIndex(dataset_mix), has_rows, fixed)
 
 
 def _audit_with_server(files: RunFiles, scan: RunScan) -> AuditReport:
@@ -166,7 +165,7 @@ def _audit_with_server(files: RunFiles, scan: RunScan) -> AuditReport:
         and report.lost
         and scan.data_fingerprint
         and scan.data_fingerprint != files.dataset_mix.fingerprint()
-        and not are_known(files.dataset_mix.datasets, files.pinned)
+        and not are_known(files.dataset_mix.datasets, files.fixed)
     ):
         report.notes.append(
             f"{files.dataset_mix.paths} has changed since the run read it, so some prompts may be reported lost by "

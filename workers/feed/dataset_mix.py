@@ -61,30 +61,13 @@ class DatasetMix:
     Args:
         settings: of the run.
         datasets: its datasets.
-        lengths: for each dataset that was extended during the run, how many rows it had at first and after each
-            extension. Rows that were appended are fed after all epochs of the rows before them, so that the position
-            of every earlier row stays the same.
     """
 
-    def __init__(
-        self, settings: Settings, datasets: Sequence[Dataset], lengths: Mapping[str, Sequence[int]] | None = None
-    ) -> None:
+    def __init__(self, settings: Settings, datasets: Sequence[Dataset]) -> None:
         self.settings = settings
         self.datasets = datasets
         self.sizes = [len(dataset.source) for dataset in datasets]
         """Rows of each dataset."""
-        stops = [[*(lengths or {}).get(dataset.name, ())[:-1], len(dataset.source)] for dataset in datasets]
-        count = max(map(len, stops), default=1)
-        stops = [[*each, *each[-1:] * (count - len(each))] for each in stops]
-        self._parts = [
-            _MixPart(
-                settings,
-                datasets,
-                [each[k - 1] if k else 0 for each in stops],
-                [each[k] for each in stops],
-            )
-            for k in range(count)
-        ]
 
     @property
     def paths(self) -> str:
@@ -94,7 +77,20 @@ class DatasetMix:
     @cached_property
     def prompt_counts(self) -> list[int]:
         """The number of positions of each dataset in the whole feed."""
-        return [sum(counts) for counts in zip(*(part.prompt_counts for part in self._parts), strict=True)]
+        epochs, weights = self.settings.data.epochs, [dataset.weight for dataset in self.datasets]
+        if not all(weights) or len(self.sizes) == 1:
+            return [epochs * size for size in self.sizes]
+        weights = [weight if size else 0.0 for weight, size in zip(weights, self.sizes, strict=True)]
+        passes = max(
+            (epochs * size / weight for size, weight in zip(self.sizes, weights, strict=True) if weight), default=0.0
+        )
+        counts = [math.ceil(round(passes * weight, 6)) for weight in weights]
+        if sum(counts) > _MAX_REPEATS * epochs * max(1, sum(self.sizes)):
+            raise DataError(
+                f"[[data.sets]]: with these weights {sum(counts):,} prompts would be fed until each of the "
+                f"{sum(self.sizes):,} rows was fed once; bring the weights nearer to the numbers of rows"
+            )
+        return counts
 
     @property
     def total_prompts(self) -> int:
@@ -103,8 +99,16 @@ class DatasetMix:
 
     def sample_indices(self, start: int, stop: int) -> Iterator[SampleIndex]:
         """Yield the row at each of these positions."""
-        for first, part in self._placed_parts():
-            yield from part.sample_indices(max(0, start - first), stop - first)
+        start, stop = max(0, start), min(stop, self.total_prompts)
+        if start >= stop:
+            return
+        turns = _interleave(tuple(self.prompt_counts)) if len(self.sizes) > 1 else None
+        consumed = self._consumed_counts(start)
+        for position in range(start, stop):
+            i = turns[position] if turns is not None else 0
+            epoch, offset = divmod(consumed[i], self.sizes[i])
+            consumed[i] += 1
+            yield SampleIndex(i, epoch, self._epoch_order(i, epoch)[offset])
 
     def read_prompts(self, start: int, stop: int) -> tuple[list[Prompt], list[DataError]]:
         """Return the prompts at these positions, and an error for each row that is not a prompt."""
@@ -127,11 +131,14 @@ class DatasetMix:
 
     def consumed_ids(self, cursor: int) -> set[str]:
         """Return the ids of all rows before the cursor, including rows that are not prompts."""
-        return {
-            prompt_id(self.datasets[i].name, epoch, row)
-            for first, part in self._placed_parts()
-            for i, epoch, row in part.consumed_samples(cursor - first)
-        }
+        found = set[str]()
+        for i, consumed in enumerate(self._consumed_counts(min(max(0, cursor), self.total_prompts))):
+            name, size = self.datasets[i].name, self.sizes[i]
+            for epoch in range(math.ceil(consumed / size) if size else 0):
+                count = min(size, consumed - epoch * size)
+                rows = range(size) if count == size else islice(self._epoch_order(i, epoch), count)
+                found.update(prompt_id(name, epoch, row) for row in rows)
+        return found
 
     def find_sample(self, prompt: str) -> SampleIndex | None:
         """Return the row that the prompt with this id is made from; None if there is none."""
@@ -142,7 +149,10 @@ class DatasetMix:
         sample = SampleIndex(i, *map(int, numbers))
         if prompt_id(name, sample.epoch, sample.row) != prompt:
             return None
-        return sample if any(part.feeds(sample) for part in self._parts) else None
+        size = self.sizes[i]
+        left = self.prompt_counts[i] - sample.epoch * size
+        is_fed = left >= size or sample.row in islice(self._epoch_order(i, sample.epoch), max(0, left))
+        return sample if sample.row < size and is_fed else None
 
     def fingerprint(self) -> str:
         """Return a digest of the content of all datasets and of their mix."""
@@ -153,85 +163,6 @@ class DatasetMix:
             digest.update(f"{dataset.name}\0{count}\0{dataset.source.fingerprint()}\0".encode())
         return digest.hexdigest()
 
-    def _placed_parts(self) -> Iterator[tuple[int, "_MixPart"]]:
-        """Yield each part with its first position."""
-        first = 0
-        for part in self._parts:
-            yield first, part
-            first += part.total_prompts
-
-
-class _MixPart:
-    """A range of rows of each dataset: those of the run's start, or those of one extension.
-
-    Args:
-        settings: of the run.
-        datasets: its datasets.
-        first_rows: the first row of each dataset that is in this part.
-        stop_rows: the row after the last one.
-    """
-
-    def __init__(
-        self, settings: Settings, datasets: Sequence[Dataset], first_rows: Sequence[int], stop_rows: Sequence[int]
-    ) -> None:
-        self._settings = settings
-        self._weights = [dataset.weight for dataset in datasets]
-        self._first_rows = first_rows
-        self.sizes = [stop - first for first, stop in zip(first_rows, stop_rows, strict=True)]
-        """Rows of each dataset in this part."""
-
-    @cached_property
-    def prompt_counts(self) -> list[int]:
-        """The number of positions of each dataset."""
-        epochs = self._settings.data.epochs
-        if not all(self._weights) or len(self.sizes) == 1:
-            return [epochs * size for size in self.sizes]
-        weights = [weight if size else 0.0 for weight, size in zip(self._weights, self.sizes, strict=True)]
-        passes = max(
-            (epochs * size / weight for size, weight in zip(self.sizes, weights, strict=True) if weight), default=0.0
-        )
-        counts = [math.ceil(round(passes * weight, 6)) for weight in weights]
-        if sum(counts) > _MAX_REPEATS * epochs * max(1, sum(self.sizes)):
-            raise DataError(
-                f"[[data.sets]]: with these weights {sum(counts):,} prompts would be fed until each of the "
-                f"{sum(self.sizes):,} rows was fed once; bring the weights nearer to the numbers of rows"
-            )
-        return counts
-
-    @property
-    def total_prompts(self) -> int:
-        """The number of positions, over all epochs."""
-        return sum(self.prompt_counts)
-
-    def sample_indices(self, start: int, stop: int) -> Iterator[SampleIndex]:
-        """Yield the row at each of these positions, counted from the part's first."""
-        start, stop = max(0, start), min(stop, self.total_prompts)
-        if start >= stop:
-            return
-        turns = _interleave(tuple(self.prompt_counts)) if len(self.sizes) > 1 else None
-        consumed = self._consumed_counts(start)
-        for position in range(start, stop):
-            i = turns[position] if turns is not None else 0
-            epoch, offset = divmod(consumed[i], self.sizes[i])
-            consumed[i] += 1
-            yield SampleIndex(i, epoch, self._first_rows[i] + self._epoch_order(i, epoch)[offset])
-
-    def consumed_samples(self, cursor: int) -> Iterator[SampleIndex]:
-        """Yield the rows at all positions before the cursor, in no order."""
-        for i, consumed in enumerate(self._consumed_counts(min(max(0, cursor), self.total_prompts))):
-            size = self.sizes[i]
-            for epoch in range(math.ceil(consumed / size) if size else 0):
-                count = min(size, consumed - epoch * size)
-                numbers = range(size) if count == size else self._epoch_order(i, epoch)
-                yield from (SampleIndex(i, epoch, self._first_rows[i] + number) for number in islice(numbers, count))
-
-    def feeds(self, sample: SampleIndex) -> bool:
-        """Return whether this row is fed in this epoch."""
-        i, epoch = sample.dataset, sample.epoch
-        row, size = sample.row - self._first_rows[i], self.sizes[i]
-        left = self.prompt_counts[i] - epoch * size
-        return 0 <= row < size and (left >= size or row in islice(self._epoch_order(i, epoch), max(0, left)))
-
     def _consumed_counts(self, cursor: int) -> list[int]:
         """Return the number of positions before the cursor, for each dataset."""
         if len(self.sizes) == 1:
@@ -240,21 +171,18 @@ class _MixPart:
         return [turns.count(i, 0, max(0, cursor)) for i in range(len(self.sizes))]
 
     def _epoch_order(self, i: int, epoch: int) -> Sequence[int]:
-        return epoch_order(self.sizes[i], epoch, self._settings.run.seed, self._settings.data.shuffle)
+        return epoch_order(self.sizes[i], epoch, self.settings.run.seed, self.settings.data.shuffle)
 
 
 def _prompt(dataset: Dataset, row: Row, number: int, epoch: int) -> Prompt:
     return row_to_prompt(row, number, epoch, settings=dataset.settings, dataset=dataset.name)
 
 
-def open_dataset_mix(
-    settings: Settings, lengths: Mapping[str, Sequence[int]] | None = None, setting: str = "data.path"
-) -> DatasetMix:
+def open_dataset_mix(settings: Settings, setting: str = "data.path") -> DatasetMix:
     """Open all datasets of `[data]`.
 
     Args:
         settings: of the run.
-        lengths: see `DatasetMix`.
         setting: the setting that names the only data set, for error messages.
 
     Raises:
@@ -272,26 +200,26 @@ def open_dataset_mix(
         its_settings = _settings_for(each, settings)
         source = open_source(its_settings.data, "[[data.sets]] path" if data.sets else setting)
         datasets[name] = Dataset(its_settings, source, name, each.weight)
-    return DatasetMix(settings, list(datasets.values()), lengths)
+    return DatasetMix(settings, list(datasets.values()))
 
 
-def open_recorded_mix(settings: Settings, lengths: Mapping[str, Sequence[int]]) -> DatasetMix | None:
+def open_recorded_mix(settings: Settings, lengths: Mapping[str, int]) -> DatasetMix | None:
     """Return the mix of datasets of which only the lengths are known: which prompts there are, without their content.
 
     Args:
         settings: of the run.
-        lengths: number of rows of each dataset at the run's birth, and after each extension.
+        lengths: number of rows of each dataset.
 
     Returns:
         None if the length of a dataset is not known.
     """
     names = {each.name or default_dataset_name(each.source): each for each in settings.datasets}
-    if not all(lengths.get(name) for name in names):
+    if not all(name in lengths for name in names):
         return None
-    datasets = [
-        Dataset(settings, GeneratedSource(lengths[name][-1]), name, each.weight) for name, each in names.items()
-    ]
-    return DatasetMix(settings, datasets, lengths)
+    return DatasetMix(
+        settings,
+        [Dataset(settings, GeneratedSource(lengths[name]), name, each.weight) for name, each in names.items()],
+    )
 
 
 def _settings_for(dataset: DatasetSettings, settings: Settings) -> Settings:

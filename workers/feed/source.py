@@ -9,7 +9,6 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,11 +38,8 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """Return a digest of the files."""
 
-    def row_digests(self, lengths: Sequence[int]) -> list[str]:
-        """Return a digest of the first rows, for each of these numbers of rows; they rise, and are at most all.
-
-        It is of what the rows mean: how a file is written (spaces, order of keys, compression, format) does not count.
-        """
+    def row_digest(self) -> str:
+        """Return a digest of what the rows mean: spaces, order of keys and format of the files do not count."""
 
 
 def open_source(data: Data, setting: str = "data.path") -> Source:
@@ -120,9 +116,9 @@ class GeneratedSource:
         """See `Source.fingerprint`."""
         return files_fingerprint(f"{GENERATED}{self._size}")
 
-    def row_digests(self, lengths: Sequence[int]) -> list[str]:
-        """See `Source.row_digests`."""
-        return _digest_rows(({} for _ in range(self._size)), lengths)
+    def row_digest(self) -> str:
+        """See `Source.row_digest`."""
+        return _digest_rows({} for _ in range(self._size))
 
 
 class JsonLinesSource:
@@ -154,10 +150,10 @@ class JsonLinesSource:
         """See `Source.fingerprint`."""
         return _digest([self._path])
 
-    def row_digests(self, lengths: Sequence[int]) -> list[str]:
-        """See `Source.row_digests`."""
+    def row_digest(self) -> str:
+        """See `Source.row_digest`."""
         with self._path.open("rb") as file:
-            return _digest_rows((_meaning(line) for line in file if line.strip()), lengths)
+            return _digest_rows(_meaning(line) for line in file if line.strip())
 
     def _read(self, text: bytes, number: int) -> Row | DataError:
         place = f"{self._path}:{self._lines[number]}"
@@ -207,15 +203,13 @@ class TableSource:
         """See `Source.fingerprint`."""
         return files_fingerprint(str(self._path))
 
-    def row_digests(self, lengths: Sequence[int]) -> list[str]:
-        """See `Source.row_digests`."""
-        total = max(lengths, default=0)
-        rows = (
-            row
-            for start in range(0, total, _ROWS_AT_ONCE)
-            for row in self._stored_rows(start, min(total, start + _ROWS_AT_ONCE))
+    def row_digest(self) -> str:
+        """See `Source.row_digest`."""
+        total = len(self)
+        starts = range(0, total, _ROWS_AT_ONCE)
+        return _digest_rows(
+            row for start in starts for row in self._stored_rows(start, min(total, start + _ROWS_AT_ONCE))
         )
-        return _digest_rows(rows, lengths)
 
     def _stored_rows(self, start: int, stop: int) -> Sequence[Row | str]:
         """Return rows as they are stored; the error in place of a row that cannot be read, which is not fed either."""
@@ -353,20 +347,17 @@ def _meaning(line: bytes) -> Any:
         return line.strip()
 
 
-def _digest_rows(rows: Iterable[Any], lengths: Sequence[int]) -> list[str]:
+def _digest_rows(rows: Iterable[Any]) -> str:
     """Digest rows by value. MessagePack keeps apart what a record keeps apart: numbers, texts, bytes, nothing."""
     digest = hashlib.blake2b(digest_size=16)
     encode = msgspec.msgpack.Encoder(order="deterministic", enc_hook=repr).encode
-    found = {0: digest.hexdigest()}
-    for number, value in enumerate(islice(rows, max(lengths, default=0)), 1):
+    for value in rows:
         try:
             row = encode(value)
         except (ValueError, TypeError, OverflowError, RecursionError):  # a record cannot store it, so it is not fed
             row = b"\xc1" + repr(value).encode(errors="surrogatepass")  # a byte that MessagePack never uses
         digest.update(len(row).to_bytes(8) + row)
-        if number in lengths:
-            found[number] = digest.hexdigest()
-    return [found[length] for length in lengths]
+    return digest.hexdigest()
 
 
 def _digest(paths: Iterable[Path]) -> str:

@@ -11,13 +11,11 @@ import structlog
 
 from stream.cancellation import cancel_on
 from stream.connection.run_connection import MAX_BLOCK_S
-from stream.connection.run_identity import read_server_identity
 from stream.errors import DataError
 from stream.queue.feed import CursorMovedError, Feed
 from stream.trainer.ledger_ends import download_ends
 from stream.trainer.ledger_records import read_contents
 from workers.feed.dataset_mix import DatasetMix, open_dataset_mix
-from workers.feed.dataset_rows import dataset_lengths
 from workers.feed.evaluation_prompts import upload_evaluation_prompts
 from workers.runtime.context import WorkerContext
 from workers.runtime.trainer_wait import wait_for_trainer
@@ -33,8 +31,7 @@ _IDLE_POLL_S = 1.0
 async def feed(context: WorkerContext) -> None:
     """Feed all prompts, then wait until the run has ended or a stop is requested."""
     settings, connection = context.settings, context.connection
-    lengths = dataset_lengths((await read_server_identity(connection)).pinned)
-    dataset_mix = await anyio.to_thread.run_sync(open_dataset_mix, settings, lengths)
+    dataset_mix = await anyio.to_thread.run_sync(open_dataset_mix, settings)
     fingerprint = await anyio.to_thread.run_sync(dataset_mix.fingerprint)
     facts = {"data": fingerprint, "capacity": str(settings.capacity), "batch_size": str(settings.train.batch_size)}
     await connection.write_hash("meta", facts)

@@ -20,9 +20,9 @@ from stream.disk_space import limit_waits
 from stream.errors import PenstockError, SettingsError
 from stream.parent_death import die_with_parent
 from workers.feed.environment_rows import temporary_folder
-from workers.run.identity_check import NOTHING, Accept, join_run
+from workers.run.identity_check import join_run
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
-from workers.run.restore import restore_if_lost
+from workers.run.run_folder import lock_folder
 from workers.runtime.context import RoleMain, WorkerContext
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.hang_guard import HangGuard
@@ -33,6 +33,7 @@ from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
 from workers.settings.download import display_source
 from workers.settings.toml_file import load_settings
+from workers.train.checkpointing.object_store import find_copy, restore
 
 log = structlog.get_logger()
 
@@ -55,7 +56,6 @@ def run_role(
     overrides: tuple[str, ...],
     redis: str,
     engines: tuple[str, ...],
-    accept: Accept = NOTHING,
     main: str = "",
 ) -> ExitCode:
     """Run one role until its work is done or it is stopped. Returns the exit code.
@@ -66,7 +66,6 @@ def run_role(
         overrides: values of single settings, as `--set` takes them; they take precedence over the file.
         redis: URL of the Redis server; default: `run.redis` of the settings.
         engines: URLs of engines; default: `engine.urls` of the settings.
-        accept: changes since the last start that would be refused otherwise.
         main: its key in `ROLE_MAINS`; default: `role`.
 
     Raises:
@@ -76,10 +75,10 @@ def run_role(
     configure_logging(role)
     try:
         settings, url = _load_for_role(role, file, overrides, redis)
-        if role == "train" and (restored := restore_if_lost(settings)) is not None:
-            log.warning(
-                "run.restored", url=restored.url, step=restored.step, bytes=restored.bytes, problem=restored.problem
-            )
+        if role == "train" and (copy := find_copy(settings)) is not None:
+            with lock_folder(settings.folder):
+                url = restore(copy, settings)
+            log.warning("run.restored", url=url, step=copy.step)
         role_main = ROLE_MAINS[main or role]()
     except SettingsError as error:
         return report_error(error, ExitCode.USAGE)
@@ -92,7 +91,7 @@ def run_role(
     faulthandler.enable(2, all_threads=False)  # user code may crash in C; the supervisor reads where
     has_folder = os.path.isdir(settings.folder)  # noqa: PTH112  (`Path.is_dir` raises where a parent is not ours to read)
     with temporary_folder(settings) if role == "feed" and not has_folder else nullcontext(settings) as its:
-        return run_to_exit_code(partial(_run_connected, role, its, url, role_main, accept, has_folder=has_folder))
+        return run_to_exit_code(partial(_run_connected, role, its, url, role_main, has_folder=has_folder))
 
 
 def run_trainer(
@@ -101,7 +100,6 @@ def run_trainer(
     redis: str,
     engines: tuple[str, ...],
     command: Sequence[str],
-    accept: Accept = NOTHING,
 ) -> int:
     """Run the trainer, or one of its ranks. Returns the exit code.
 
@@ -114,7 +112,6 @@ def run_trainer(
         redis: URL of the Redis server; default: `run.redis` of the settings.
         engines: URLs of engines; default: `engine.urls` of the settings.
         command: command line that starts each rank.
-        accept: changes since the last start that would be refused otherwise.
     """
     configure_logging("train")
     from workers.train.distributed.ranks import collective_timeout_s, rank_and_world_size
@@ -126,14 +123,14 @@ def run_trainer(
             from workers.train.rank_control.follower import run_follower
 
             return run_follower()
-        return run_role("train", file, overrides, redis, engines, accept, main="train as rank 0")
+        return run_role("train", file, overrides, redis, engines, main="train as rank 0")
     try:
         ranks = load_settings(file, overrides).train.ranks
         collective_timeout_s()  # report an invalid value once, not in every rank
     except PenstockError as error:
         return report_error(error, ExitCode.USAGE)
     if ranks == 1 or "RANK" in os.environ:
-        return run_role("train", file, overrides, redis, engines, accept=accept)
+        return run_role("train", file, overrides, redis, engines)
     from workers.train.rank_control.launcher import launch_ranks
 
     return launch_ranks(ranks, command)
@@ -156,16 +153,14 @@ def _load_for_role(role: str, file: Path | str, overrides: tuple[str, ...], redi
     return settings, url
 
 
-async def _run_connected(
-    name: str, settings: Settings, url: str, main: RoleMain, accept: Accept, *, has_folder: bool
-) -> ExitCode:
+async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain, *, has_folder: bool) -> ExitCode:
     consumer = f"{name}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     queue = settings.queue
     structlog.contextvars.bind_contextvars(run=settings.run.name)
     limit_waits(settings.abort.stall_timeout_s)
     data = settings.folder / "redis" if url.startswith("unix:") and not settings.run.redis else None
     async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s, server_data=data) as connection:
-        await join_run(connection, settings, name, accept)
+        await join_run(connection, settings, name)
         stopping = connection.stopping
         context = WorkerContext(
             settings=settings,

@@ -13,12 +13,11 @@ from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
 from stream.operator.run_status import RunStatus
 from workers.run.display_metrics import read_metrics
-from workers.run.identity_check import NOTHING, Accept, check_folder
+from workers.run.identity_check import check_folder
 from workers.run.plot import draw_progress
 from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight_process import print_report, run_preflight_process
 from workers.run.progress_display import choose_display, format_duration
-from workers.run.restore import restore_if_lost
 from workers.run.run_folder import disk_problems, lock_folder, settings_file
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
 from workers.run.sampled_completion import newest_archived_group, sample_lines
@@ -28,6 +27,7 @@ from workers.run.verdict import describe_early_end, describe_rewards, describe_t
 from workers.runtime import log_setup as logs
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
+from workers.train.checkpointing.object_store import find_copy, restore
 
 log = structlog.get_logger()
 
@@ -48,7 +48,6 @@ def run(
     *,
     as_json: bool = False,
     quiet: bool = False,
-    accept: Accept = NOTHING,
     check: bool = True,
 ) -> ExitCode:
     """Start or resume a run. Returns the exit code.
@@ -58,7 +57,6 @@ def run(
         overrides: values of single settings; they take precedence over the file.
         as_json: print the summary as JSON.
         quiet: show no progress.
-        accept: changes since the last start that would be refused otherwise.
         check: test everything before an engine starts (`workers.run.preflight`).
 
     Raises:
@@ -66,12 +64,13 @@ def run(
     """
     start = prepare_start(target, overrides)
     settings = start.settings
-    if (restored := restore_if_lost(settings)) is not None:
-        newer = f"; what is newer there is damaged: {restored.problem}" if restored.problem else ""
-        print_start([f"{settings.folder} was lost: restored step {restored.step} from {restored.url}{newer}"])
-    finished = finished_summary(settings) if accept == NOTHING else None
+    if (copy := find_copy(settings)) is not None:
+        with lock_folder(settings.folder):
+            url = restore(copy, settings)
+        print_start([f"{settings.folder} was lost: restored step {copy.step} from {url}"])
+    finished = finished_summary(settings)
     if finished is not None:
-        check_folder(settings, accept)  # an edit of data, rewards or code is named, also after the end
+        check_folder(settings)  # an edit of the data is named, also after the end
         print(finished_text(settings, finished), file=sys.stderr, flush=True)  # noqa: T201
         if as_json:
             print(msgspec.json.encode(finished).decode(), flush=True)  # noqa: T201
@@ -84,7 +83,7 @@ def run(
             print_report(render_findings(report))
         if report.errors:
             return ExitCode.USAGE
-    result = supervise(settings, quiet=quiet, accept=accept, earlier=start.earlier)
+    result = supervise(settings, quiet=quiet, earlier=start.earlier)
     outcome, summary = result.outcome, result.summary
     if summary is not None and as_json:
         print(msgspec.json.encode(summary).decode(), flush=True)  # noqa: T201  (this is the command's output)
@@ -102,7 +101,6 @@ def supervise(
     settings: Settings,
     *,
     quiet: bool = False,
-    accept: Accept = NOTHING,
     earlier: Path | None = None,
 ) -> RunResult:
     """Supervise a run to its end, then write `summary.json` and `progress.png` to its folder.
@@ -110,7 +108,6 @@ def supervise(
     Args:
         settings: settings of the run.
         quiet: show no progress.
-        accept: changes since the last start that would be refused otherwise.
         earlier: `run.toml` of an earlier run of the same settings file, if this is a new run.
 
     Raises:
@@ -118,8 +115,8 @@ def supervise(
     """
     folder = settings.folder
     with lock_folder(folder):
-        check = check_folder(settings, accept)
-        print_start(start_lines(settings, check, earlier))
+        check = check_folder(settings)
+        print_start(start_lines(settings, check.identity, earlier))
         file = settings_file(settings)
         (folder / "logs").mkdir(exist_ok=True)
         with logs.log_to_file("run", folder / "logs" / "supervisor.log"):

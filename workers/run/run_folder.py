@@ -3,7 +3,7 @@
 ::
 
     runs/NAME/  run.toml        the resolved settings; `penstock run runs/NAME/run.toml` resumes
-                identity.json   id of the run, and what must not change in it (`stream.connection.run_identity`)
+                identity.json   id of the run, what stays the same in it, and its changes (`run_identity.py`)
                 live.json       URL of the server; exists while the run is running
                 logs/           one log file per process
                 redis/          the private server's data

@@ -6,9 +6,9 @@ from typing import Final
 import click
 from msgspec import Struct
 
+from stream.connection.run_identity import RunIdentity
 from stream.errors import PenstockError, SettingsError
-from workers.run.identity_check import FolderCheck
-from workers.run.pinned import free_changes
+from workers.run.identity_check import describe_changes
 from workers.run.run_folder import find_newest_run, new_run_name
 from workers.run.run_info import explain_missing_file, find_settings_file
 from workers.run.summary import RunSummary, latest_progress, read_summary
@@ -81,27 +81,21 @@ def finished_text(settings: Settings, summary: RunSummary) -> str:
     text = (
         f"run {settings.run.name} has finished: {_count(summary.steps, 'step')}, "
         f"{_count(summary.groups_trained, 'group')} trained. `penstock export {settings.folder} OUT` copies its model. "
-        "To train on, raise data.epochs or train.max_steps; to start anew, give it another run.name"
+        "If train.max_steps ended it, a larger one goes on with it; to start anew, give it another run.name"
     )
     return f"{text}. {summary.verdict}" if summary.verdict else text
 
 
-def start_lines(settings: Settings, check: FolderCheck, earlier: Path | None = None) -> list[str]:
-    """Describe a start: what it begins or resumes, and which settings differ from the last start."""
-    if check.identity is None:
+def start_lines(settings: Settings, identity: RunIdentity | None, earlier: Path | None = None) -> list[str]:
+    """Describe a start: what it begins or resumes, and which settings and code differ from the last start."""
+    if identity is None:
         lines = [f"new run {settings.run.name} in {settings.folder}"]
         if earlier is not None:
             lines.append(f"`penstock run {earlier.parent}` resumes the one before")
         return lines
     step, limit = latest_progress(settings.folder).step, settings.train.max_steps
-    changes = [f"accepted: {change.name} changed" for change in check.changes]
-    if (file := settings.folder / "run.toml").exists():  # a copy in object storage has none with a password
-        try:
-            changes += free_changes(load_settings(file), settings)
-        except SettingsError as error:  # another version of Penstock wrote it; this start writes it anew
-            changes.append(f"not compared with the last start: {error}")
     what = f"resuming run {settings.run.name} at step {step}" + (f" of {limit}" if limit else "")
-    return [f"{what}; {'; '.join(changes)}" if changes else what]
+    return ["; ".join([what, *describe_changes(identity, settings)])]
 
 
 def print_start(lines: list[str]) -> None:

@@ -43,7 +43,7 @@ from workers.run.child_processes import ChildProcess, ChildProcesses
 from workers.run.dashboard_process import DashboardProcess
 from workers.run.disk_watch import DiskWatch
 from workers.run.engine_processes import EngineProcesses
-from workers.run.identity_check import FolderCheck, record_identity
+from workers.run.identity_check import FolderCheck, begin_run
 from workers.run.process_main import unwrap_single_error
 from workers.run.progress_display import ProgressDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
@@ -161,7 +161,7 @@ class Supervisor:
         data, limit_s = None if settings.run.redis else settings.folder / "redis", queue.reconnect_timeout_s
         async with connect(url, settings.run.name, reconnect_s=limit_s, server_data=data) as connection:
             if self._check is not None:
-                await record_identity(connection, settings, self._check, is_private=not settings.run.redis)
+                await begin_run(connection, settings, self._check)
                 await anyio.to_thread.run_sync(replace_last_start, settings)
             restart_loop = RestartLoop(connection, queue, self._ending, self._show)
             await restart_loop.reopen()

@@ -20,7 +20,7 @@ from workers.settings.section import (
 
 _RUN_NAME: Final = "letters, digits, '.', '_' and '-', and a letter or a digit at the beginning"
 """What a run's name consists of."""
-_STORAGE_URL: Final = "a URL with its scheme, such as s3://BUCKET/PREFIX"
+_STORAGE_URL: Final = "a URL with its scheme, such as s3://BUCKET/PREFIX, with %3F for ? and %23 for #; not memory"
 
 
 def name_from(text: str) -> str:
@@ -124,7 +124,7 @@ class Archive(Section, frozen=True):
 class Storage(Section, frozen=True):
     """`[storage]`: a copy of checkpoints, ledger and archive, from which a run is restored whose folder was lost."""
 
-    url: Annotated[str, Meta(pattern=r"^([a-z0-9]+://.+)?\Z", description=_STORAGE_URL)] = ""
+    url: Annotated[str, Meta(pattern=r"^((?!memory:)[a-z0-9]+://[^?#]+)?\Z", description=_STORAGE_URL)] = ""
     """Object storage: `s3://BUCKET/PREFIX`, `gs://..`, `az://..`, or a folder `file:///PATH`. The trainer copies each
     checkpoint below `URL/NAME` while training continues. Credentials come from the environment. Empty: no copy."""
 

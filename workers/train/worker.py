@@ -19,8 +19,6 @@ import structlog
 from msgspec import Struct
 
 from stream.connection.model_files import upload_model_files
-from stream.connection.run_identity import RunIdentity, read_identity
-from stream.connection.url import has_secret
 from stream.queue.stage import Stage
 from stream.trainer.annotations import FOLDER, AnnotationFiles
 from stream.trainer.archive import Archive
@@ -33,10 +31,9 @@ from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.runtime.context import WorkerContext
 from workers.runtime.metrics import count_step
 from workers.settings import Settings
-from workers.storage.bucket import Bucket
-from workers.storage.download import RESTORED
-from workers.storage.uploader import SnapshotUploader
+from workers.settings.flat_settings import flat_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
+from workers.train.checkpointing.object_store import RESTORED, Bucket, Uploader
 from workers.train.evaluation.results import EvaluationLog
 from workers.train.evaluation.scheduler import EvaluationScheduler
 from workers.train.groups.collector import Collector
@@ -85,11 +82,15 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
             settings=risks,
             effect="a policy that can make its completions invalid may learn to (docs/masking.md)",
         )
+    flat = await anyio.to_thread.run_sync(flat_settings, settings)
     discovery = await EngineDiscovery.look_up(settings.engine.urls)
     async with (
         open_publisher(settings, discovery, context.stopping) as publisher,
         anyio.create_task_group() as tasks,
-        open_trainer_lease(context.connection, settings.folder, settings.queue.lease_s) as (trainer_lease, folder_lock),
+        open_trainer_lease(context.connection, settings.folder, settings.queue.lease_s, flat) as (
+            trainer_lease,
+            folder_lock,
+        ),
     ):
         tasks.start_soon(discovery.watch)
         import_early(settings)  # while the model is loaded
@@ -188,13 +189,8 @@ async def _open_uploader(
         yield
         return
 
-    def start() -> SnapshotUploader:
-        bucket = Bucket(f"{settings.storage.url.rstrip('/')}/{settings.run.name}")
-        identity = read_identity(settings.folder) or RunIdentity()
-        excluded = frozenset({"run.toml"} if has_secret(settings.run.redis) else set[str]())
-        checkpoints.uploader = SnapshotUploader(
-            bucket, settings.folder, settings.run.name, identity.id, folder_lock, excluded
-        )
+    def start() -> Uploader:
+        checkpoints.uploader = Uploader(Bucket(settings), settings, folder_lock)
         if (newest := checkpoints.latest()) is not None:
             checkpoints.upload(newest)
         return checkpoints.uploader

@@ -33,7 +33,7 @@ from stream.disk_space import persist
 from stream.durable import create_folder_atomically, remove_folder, remove_leftovers
 from stream.errors import RunFailedError, RunMismatchError
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
-from workers.storage.uploader import SavedCheckpoint, SnapshotUploader
+from workers.train.checkpointing.object_store import SavedCheckpoint, Uploader
 from workers.train.progress import Progress
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class CheckpointStore:
         self.damaged: list[Path] = []
         """Checkpoints that `require_latest` could not use."""
         self._folder_lock = folder_lock
-        self.uploader: SnapshotUploader | None = None
+        self.uploader: Uploader | None = None
         """Gets each saved checkpoint; a checkpoint that it still reads is not removed."""
 
     @property

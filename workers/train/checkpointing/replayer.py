@@ -277,11 +277,11 @@ def _is_line_end(path: Path, offset: int) -> bool:
 
 
 def _changes(folder: Path) -> list[str]:
-    """Return a note for each change that was accepted during the run: the replay knows only the last settings."""
+    """Return a note for each setting that was changed during the run: the replay knows only the last ones."""
     return [
         f"{event.details.get('name')} was changed at step {event.step}; the replay used the values of the last start"
         for event in read_events(folder / "ledger.jsonl")
-        if event.event == "change_accepted"
+        if event.event == "setting_changed"
     ]
 
 
