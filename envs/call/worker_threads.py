@@ -17,7 +17,6 @@ from typing import Final
 from anyio.lowlevel import RunVar
 
 from envs.call.threads import ThreadCalls, TimedOutcome
-from stream.deadlines import Deadlines
 
 try:
     from sniffio import current_async_library_cvar as _async_library
@@ -35,25 +34,23 @@ _IDLE_S: Final = 10.0
 class _Job:
     """Calls that were handed over, and what the caller waits for."""
 
-    __slots__ = ("_deadlines", "calls", "context", "deadline", "finished", "timeout_s")
+    __slots__ = ("_loop", "calls", "context", "deadline", "finished", "timeout_s")
 
-    def __init__(
-        self, calls: ThreadCalls, timeout_s: float, loop: asyncio.AbstractEventLoop, deadlines: Deadlines
-    ) -> None:
+    def __init__(self, calls: ThreadCalls, timeout_s: float, loop: asyncio.AbstractEventLoop) -> None:
         self.calls = calls
         self.context: Context = copy_context()
         self.context.run(_async_library.set, None)  # user code may run an event loop of its own
         self.finished: asyncio.Future[None] = loop.create_future()
         self.timeout_s = timeout_s
         calls.started_at = time.monotonic()
-        self._deadlines = deadlines
-        self.deadline = deadlines.add(timeout_s, self._check_deadline)
+        self._loop = loop
+        self.deadline = loop.call_later(timeout_s, self._check_deadline)
 
     def _check_deadline(self) -> None:
         """End the wait, unless another call is running now than the one that the deadline was for."""
         left_s = self.calls.started_at + self.timeout_s - time.monotonic()
         if left_s > _TIMER_ERROR_S:
-            self.deadline = self._deadlines.add(left_s, self._check_deadline)
+            self.deadline = self._loop.call_later(left_s, self._check_deadline)
         elif self.calls.time_out(self.timeout_s):
             self.finish()
 
@@ -96,7 +93,6 @@ class WorkerThreads:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._deadlines = Deadlines(self.loop)
         self._lock = threading.Lock()
         self._jobs: deque[_Job] = deque()
         self._idle: list[_Worker] = []
@@ -117,7 +113,7 @@ class WorkerThreads:
         Returns:
             The outcomes of the first calls, of at least one. The last one may be `TimedOut`, or an awaitable.
         """
-        job = _Job(calls, timeout_s, self.loop, self._deadlines)
+        job = _Job(calls, timeout_s, self.loop)
         with self._lock:
             self._jobs.append(job)
             if self._available:
