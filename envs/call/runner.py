@@ -14,7 +14,6 @@ from envs.call.force_closable import ForceClosable
 from envs.call.outcomes import Failed, Ok, Outcome, TimedOut
 from envs.call.signatures import call_signature, is_async, is_awaitable
 from envs.call.threads import Call, ThreadCalls, TimedOutcome
-from envs.call.worker_threads import WorkerThreads, worker_threads
 
 
 class CallRunner:
@@ -27,7 +26,6 @@ class CallRunner:
 
     def __init__(self, limiter: CapacityLimiter | None) -> None:
         self._limiter = limiter
-        self._threads: WorkerThreads | None = None
 
     async def call(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Outcome:
         """Call a function, or await a coroutine function. Never raises what the function raises."""
@@ -75,7 +73,7 @@ class CallRunner:
             self._limiter.release_on_behalf_of(thread)
 
     async def _run(self, thread: ThreadCalls, timeout_s: float) -> list[TimedOutcome]:
-        outcomes = await self._worker_threads().run(thread, timeout_s)
+        outcomes = await thread.run_in_thread(timeout_s)
         last, seconds = outcomes[-1]
         if type(last) is Ok and is_awaitable(last.value):
             awaitable = last.value
@@ -85,11 +83,6 @@ class CallRunner:
             )
             outcomes[-1] = awaited, time.monotonic() - thread.started_at
         return outcomes
-
-    def _worker_threads(self) -> WorkerThreads:
-        if self._threads is None or self._threads.loop.is_closed():  # asking for the running loop is a system call
-            self._threads = worker_threads()
-        return self._threads
 
     async def _with_deadline(
         self, timeout_s: float, start: Callable[[CancelScope], Awaitable[Outcome]], *, spent_s: float = 0.0

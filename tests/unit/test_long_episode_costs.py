@@ -34,7 +34,7 @@ class OwnCallCounter(CallCounter):
 
     def _note(self, frame, event: str, function: object) -> None:
         file = frame.f_code.co_filename
-        if file.startswith(OWN) and not file.endswith("/worker_threads.py"):
+        if file.startswith(OWN) and not file.endswith("/call/threads.py"):
             super()._note(frame, event, function)
 
 

@@ -1,5 +1,7 @@
-"""Threads of user code: one runs all quick calls that are handed over together; each call that blocks has its own."""
+"""Threads of user code: they are used again, and a call that blocks holds up no other."""
 
+import subprocess
+import sys
 import threading
 import time
 from contextvars import ContextVar
@@ -8,16 +10,35 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from envs.call import CallRunner, Failed, Ok, TimedOut, worker_threads
-from envs.call.threads import ThreadCalls
+from envs.call import CallRunner, Failed, Ok, TimedOut, threads
 
 NAME: ContextVar[str] = ContextVar("name")
 
 
-@pytest.fixture
-def patient(monkeypatch):
-    """No thread counts as slow, however busy the machine is."""
-    monkeypatch.setattr(worker_threads, "_PATIENCE_S", 60.0)
+HANGS = """
+import threading
+
+import anyio
+
+from envs.call import CallRunner, TimedOut
+
+outcome = anyio.run(CallRunner(None).call, threading.Event().wait, {}, 0.1)
+assert isinstance(outcome, TimedOut), outcome
+"""
+FORKS = """
+import os
+
+import anyio
+
+from envs.call import CallRunner, Ok
+
+for _ in range(2):
+    assert anyio.run(CallRunner(None).call, os.getpid, {}, 20) == Ok(os.getpid())
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+        break
+"""
 
 
 async def outcomes_of(function, count: int) -> list[object]:
@@ -31,29 +52,6 @@ async def outcomes_of(function, count: int) -> list[object]:
         for _ in range(count):
             tasks.start_soon(call)
     return outcomes
-
-
-@pytest.mark.usefixtures("patient")
-async def test_calls_that_are_handed_over_together_wake_one_thread():
-    assert len({outcome.value for outcome in await outcomes_of(threading.get_ident, 100)}) == 1
-
-
-@pytest.mark.usefixtures("patient")
-async def test_a_check_for_slow_threads_leaves_calls_to_the_thread_that_is_about_to_be_woken():
-    """On a busy loop the check for earlier calls may come just before it, and would wake a thread for each call."""
-    threads, jobs = worker_threads.worker_threads(), [ThreadCalls([(threading.get_ident, {})]) for _ in range(20)]
-    waiting = []
-
-    async def check() -> None:
-        waiting.append(len(threads._jobs))
-        threads._relieve()
-
-    async with anyio.create_task_group() as tasks:
-        for job in jobs:
-            tasks.start_soon(threads.run, job, 60.0)
-        tasks.start_soon(check)
-    assert waiting == [20]
-    assert len({job.outcomes[0][0].value for job in jobs}) == 1
 
 
 async def test_calls_that_block_each_have_a_thread():
@@ -77,7 +75,6 @@ async def test_a_quick_call_does_not_wait_for_one_that_blocks():
         release.set()
 
 
-@pytest.mark.usefixtures("patient")
 async def test_the_same_thread_is_used_again():
     runner = CallRunner(anyio.CapacityLimiter(1))
     assert len({(await runner.call(threading.get_ident, {}, 60)).value for _ in range(10)}) == 1
@@ -91,7 +88,7 @@ async def test_a_call_sees_its_tasks_context_and_may_run_an_event_loop():
 
 
 async def test_an_idle_thread_ends_and_another_takes_its_place(monkeypatch):
-    monkeypatch.setattr(worker_threads, "_IDLE_S", 0.01)
+    monkeypatch.setattr(threads, "_IDLE_S", 0.01)
     runner = CallRunner(anyio.CapacityLimiter(1))
     first = (await runner.call(threading.current_thread, {}, 60)).value
     with anyio.fail_after(60):
@@ -99,7 +96,12 @@ async def test_an_idle_thread_ends_and_another_takes_its_place(monkeypatch):
     assert isinstance(await runner.call(threading.get_ident, {}, 60), Ok)
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("program", [HANGS, FORKS], ids=["hangs", "forks"])
+def test_the_process_of_a_call_ends(program):
+    """A call that hangs does not keep it, and a fork, which has none of its parent's threads, starts its own."""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 async def test_calls_in_order_wake_one_thread_and_each_has_its_own_deadline():
     seen = []
 
