@@ -56,7 +56,7 @@ class Project:
         return path
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "workers", *arguments]
+        return [sys.executable, "-m", "penstock", *arguments]
 
     def run(self, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

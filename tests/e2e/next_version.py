@@ -14,7 +14,7 @@ import msgspec
 
 from stream import codec
 from tests.evaluation import trainer
-from workers.__main__ import main
+from penstock.__main__ import main
 
 
 class Encoder:

@@ -114,4 +114,4 @@ def torch_modules() -> tuple[str, ...]:
 def penstock_command() -> tuple[str, ...]:
     """Return the beginning of a command line of `penstock`."""
     # -P: packages in the working directory must not hide Penstock's.
-    return (sys.executable, "-P", "-m", "workers")
+    return (sys.executable, "-P", "-m", "penstock")
