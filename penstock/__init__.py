@@ -6,8 +6,8 @@ True
 >>> penstock.run("run.toml", {"train.max_steps": 20})
 >>> penstock.open_run("runs/my-run").metrics()
 
-Names are imported at their first use, so `import penstock` loads neither torch nor a Redis client. Tests of environments
-import `penstock.testing`; a trainer of your own imports `penstock.trainer`.
+Names are imported at their first use, so `import penstock` loads neither torch nor a Redis client. Tests of
+environments import `penstock.testing`; a trainer of your own imports `penstock.trainer`.
 """
 
 import sys
@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.metadata import version
 
+    from workers.check.check import CheckReport, check
+    from workers.runs.find import Run, open_run
+
     from envs.contract import AgentEnvironment, Environment, EnvironmentFailure
     from stream.errors import PenstockError, SettingsError
     from stream.records import Completion, Group, Prompt
     from stream.validity import Measured, Unmeasured, measure
-    from workers.check.check import CheckReport, check
     from workers.commands.play.play import play
-    from workers.run.run_command import run
+    from workers.run.run_process import run
     from workers.run.summary import RunSummary
-    from workers.runs.find import Run, open_run
     from workers.settings.settings import Settings
     from workers.settings.toml_file import load_settings
 
@@ -63,7 +64,7 @@ _HOMES = {
     "stream.validity": ("Measured", "Unmeasured", "measure"),
     "workers.check.check": ("CheckReport", "check"),
     "workers.commands.play.play": ("play",),
-    "workers.run.run_command": ("run",),
+    "workers.run.run_process": ("run",),
     "workers.run.summary": ("RunSummary",),
     "workers.runs.find": ("Run", "open_run"),
     "workers.settings.settings": ("Settings",),
@@ -103,8 +104,8 @@ def _load_own_packages() -> None:
             loaded = Path(getattr(sys.modules[name], "__file__", None) or "no file")
             if loaded.resolve() != file:
                 raise ImportError(
-                    f"the package {name!r} of {loaded.parent} was imported before penstock, which has one of that name; "
-                    "import penstock first, or rename the folder"
+                    f"the package {name!r} of {loaded.parent} was imported before penstock, which has one of that "
+                    "name; import penstock first, or rename the folder"
                 )
             continue
         spec = util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])

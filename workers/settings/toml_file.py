@@ -6,7 +6,7 @@ The supervisor writes the resolved settings to the run's folder, so `penstock ru
 import functools
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from enum import EnumType
 from pathlib import Path
@@ -145,6 +145,22 @@ def _toml_hint(text: str, error: Exception) -> str:
     if text.lstrip().startswith("<"):
         return "; it is a web page, perhaps one that asks to log in"
     return "; text is written in quotes" if str(error).startswith("Invalid value") else ""
+
+
+def write_overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return values of single settings in the form of `--set`.
+
+    Raises:
+        SettingsError: a value cannot be written in TOML.
+    """
+    try:
+        return tuple(
+            f"{key}={tomli_w.dumps({'value': [value]})[9:-2].strip().rstrip(',')}" for key, value in values.items()
+        )
+    except TypeError as error:
+        raise SettingsError(
+            f"overrides: {error}; a value is a text, a number, true or false, a list or a table"
+        ) from error
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:
