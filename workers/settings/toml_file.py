@@ -154,13 +154,11 @@ def write_overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
         SettingsError: a value cannot be written in TOML.
     """
     try:
-        return tuple(
-            f"{key}={tomli_w.dumps({'value': [value]})[9:-2].strip().rstrip(',')}" for key, value in values.items()
-        )
+        written = {key: tomli_w.dumps({"v": [value]}) for key, value in values.items()}  # inside a list on one line
     except TypeError as error:
-        raise SettingsError(
-            f"overrides: {error}; a value is a text, a number, true or false, a list or a table"
-        ) from error
+        what = "a value is a text, a number, true or false, a list or a table"
+        raise SettingsError(f"overrides: {error}; {what}") from error
+    return tuple(f"{key}={text[text.index('[') + 1 : text.rindex(']')].strip(' ,\n')}" for key, text in written.items())
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:
