@@ -158,7 +158,11 @@ def write_overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
     except TypeError as error:
         what = "a value is a text, a number, true or false, a list or a table"
         raise SettingsError(f"overrides: {error}; {what}") from error
-    return tuple(f"{key}={text[text.index('[') + 1 : text.rindex(']')].strip(' ,\n')}" for key, text in written.items())
+    return tuple(f"{key}={_inside_brackets(text)}" for key, text in written.items())
+
+
+def _inside_brackets(text: str) -> str:
+    return text[text.index("[") + 1 : text.rindex("]")].strip(" ,\n")
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:
