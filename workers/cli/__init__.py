@@ -41,6 +41,7 @@ penstock.add_section(
 penstock.add_section(
     "Train on one machine",
     start_commands.demo,
+    start_commands.init,
     start_commands.base_model,
     start_commands.run,
     run_commands.export,

@@ -31,7 +31,7 @@ _NESTED_TABLES: Final[dict[str, type[Section]]] = {"sampling": SamplingSettings,
 _SHORT_FLOAT: Final = re.compile(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?")
 """`.3` and `3.`, which TOML does not know."""
 _MAX_INTEGER: Final = 2**63 - 1
-_DEFAULT_OPTIONS: Final[dict[str, type[Section]]] = {"estimator": Grpo, "loss": Clipped}
+DEFAULT_OPTIONS: Final[dict[str, type[Section]]] = {"estimator": Grpo, "loss": Clipped}
 """Tables whose `name` may be left out."""
 
 
@@ -117,9 +117,9 @@ def dump_settings(settings: Settings) -> str:
 
 
 def _convert(table: dict[str, Any], source: str) -> Settings:
-    for name in _DEFAULT_OPTIONS:  # options without a name are those of the default
+    for name in DEFAULT_OPTIONS:  # options without a name are those of the default
         if isinstance(options := table.get(name), dict) and "name" not in options:
-            table = {**table, name: {"name": _DEFAULT_OPTIONS[name].__struct_config__.tag, **options}}
+            table = {**table, name: {"name": DEFAULT_OPTIONS[name].__struct_config__.tag, **options}}
     if (path := _find_long_integer(table)) is not None:
         raise SettingsError(f"{source}: {path} is an integer of more than 64 bits; write a smaller one")
     try:
