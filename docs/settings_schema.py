@@ -1,4 +1,4 @@
-"""Generate workers/settings/settings.schema.json: `python docs/settings_schema.py > workers/settings/settings.schema.json`.
+"""Generate the JSON schema of the settings file: `make reference` writes it to workers/settings/settings.schema.json.
 
 Editors complete and check a settings file by it: its first line is `#:schema settings.schema.json`.
 """
