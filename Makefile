@@ -97,6 +97,7 @@ test-compose: setup  ## The images and compose.yaml on a Docker engine; skipped 
 reference: setup  ## The pages of docs/ that are generated from the code
 	for page in settings records algorithms commands http log-events; do \
 		$(BIN)/python docs/$$(echo $$page | tr - _)_page.py > .page.md && mv .page.md docs/$$page.md || exit 1; done
+	$(BIN)/python docs/settings_schema.py > .schema.json && mv .schema.json workers/settings/settings.schema.json
 
 docs: setup  ## The docs site, into build/docs/site; a broken link fails
 	$(BIN)/python docs/site/build_site.py

@@ -119,7 +119,7 @@ async def running(concurrency: int, page: str) -> AsyncIterator[Pipeline]:
             "rollout": (*role, "rollout", *addresses, "--engine", engine),
             "score": (*role, "score", *addresses),
             "trainer": (*role, "trainer", str(case.folder / "run"), url, RUN),
-            "dashboard": (*module, "workers", "dashboard", *addresses, "--port", "0"),
+            "dashboard": (*module, "penstock", "dashboard", *addresses, "--port", "0"),
         }
         log = stack.enter_context((case.folder / "log").open("w"))
         started = {n: await stack.enter_async_context(process(*command, log=log)) for n, command in commands.items()}

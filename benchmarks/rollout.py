@@ -244,7 +244,7 @@ async def check_groups(url: str, turns: int) -> None:
 def worker_command(case: Case, arguments: argparse.Namespace, url: str) -> tuple[str, ...]:
     """Return the command of the rollout worker, without its engine."""
     settings = write_settings(case, arguments.concurrency)
-    return (sys.executable, "-m", "workers", "rollout", str(settings), "--redis", url)
+    return (sys.executable, "-m", "penstock", "rollout", str(settings), "--redis", url)
 
 
 async def start_contenders(

@@ -107,7 +107,7 @@ class Point(Struct):
             return (sys.executable, "-m", "benchmarks.rollout_floor", str(setup.case_file), *load)
         engines = [part for url in urls for part in ("--engine", url)]
         own = ("--set", f"run.name={self.name}", "--set", f"run.folder={setup.folder / self.name}")
-        worker = (sys.executable, "-m", "workers", "rollout", str(setup.settings), "--redis", setup.redis_url)
+        worker = (sys.executable, "-m", "penstock", "rollout", str(setup.settings), "--redis", setup.redis_url)
         return (*worker, *engines, *own)
 
     async def start(self, stack: AsyncExitStack, setup: Setup) -> None:

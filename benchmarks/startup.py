@@ -44,7 +44,7 @@ from stream.validity import Measured
 from workers.testing.scripted_engine import ScriptedEngine
 
 LIMITS_MS = {"help": 150.0, "queues": 400.0, "rollout": 1500.0, "run": 15_000.0}
-PENSTOCK = (sys.executable, "-P", "-m", "workers")
+PENSTOCK = (sys.executable, "-P", "-m", "penstock")
 POLL_S = 0.01
 TIMEOUT_S = 120.0
 AT_ONCE = 250

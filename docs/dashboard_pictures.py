@@ -76,7 +76,7 @@ def write_project(folder: Path) -> Path:
 @contextmanager
 def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Run a command of Penstock; ended at the end."""
-    command = [sys.executable, "-m", "workers", *arguments]
+    command = [sys.executable, "-m", "penstock", *arguments]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:  # noqa: S603
         try:
             yield process

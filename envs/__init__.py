@@ -27,6 +27,7 @@ if the environment failed and not the model: that completion becomes invalid, th
 Files, and where to add something::
 
     contract.py    types and predicates of the table above
+    project_packages.py  a project's own folders `stream/`, `envs/`, `workers/`
     references.py  resolve a setting (entry point, package.module:attr, path/to/file.py:attr, adapter:address)
     factory.py     make environments from a reference
     call.py        run user code with deadlines
@@ -42,7 +43,3 @@ Files, and where to add something::
                    pyproject.toml ("penstock.environments" or "penstock.rewards")
     adapters/      environments of other projects: OpenEnv, verifiers, Gymnasium, MCP; README.md starts their servers
 """
-
-import pkgutil
-
-__path__ = pkgutil.extend_path(__path__, __name__)  # a user's own folder `envs/` becomes part of this package

@@ -7,15 +7,15 @@
 `openenv:ws://host:port`     a server, by the name of an adapter (`ADAPTERS`) and an address
 ===========================  ==========================================================================================
 
-One kind never falls back to another. Folders are appended to the import path, so a user's `stream/` or `workers/` does
-not hide this project's packages. Only settings are resolved, never data from the network.
+One kind never falls back to another. Folders are appended to the import path, and a project's own `stream/`, `envs/` or
+`workers/` is joined to the package of that name (`project_packages`). Only settings are resolved, never data from the
+network.
 """
 
 import difflib
 import importlib
 import importlib.util
 import inspect
-import pkgutil
 import sys
 import traceback
 import zlib
@@ -28,6 +28,7 @@ from threading import RLock
 from types import ModuleType
 from typing import Literal, NoReturn
 
+from envs import project_packages
 from envs.call import describe_error
 from stream.errors import ReferenceNotFoundError
 
@@ -145,6 +146,8 @@ def _from_module(ref: str, name: str, attribute: str) -> Reference:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ReferenceNotFoundError(f"{tried}, which is not a valid module name; a file ends in .py")
     _append_to_path(Path.cwd())
+    if reason := project_packages.conflict(name):
+        raise ReferenceNotFoundError(f"{tried}, but {reason}")
     module = _import(lambda: importlib.import_module(name), tried, name)
     return Reference(ref, "module", _attribute(module, attribute, tried), module)
 
@@ -192,12 +195,11 @@ def _load(path: Path) -> ModuleType:
 
 
 def _append_to_path(folder: Path) -> None:
-    """Append a folder to the import path; a folder `envs/` in it becomes part of this package."""
+    """Append a folder to the import path, and its `stream/`, `envs/` and `workers/` to the packages of these names."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     importlib.invalidate_caches()
-    package = sys.modules[__name__.rpartition(".")[0]]
-    package.__path__ = pkgutil.extend_path(package.__path__, package.__name__)
+    project_packages.join()
 
 
 def _import(load: Callable[[], ModuleType], tried: str, name: str = "") -> ModuleType:
@@ -206,6 +208,9 @@ def _import(load: Callable[[], ModuleType], tried: str, name: str = "") -> Modul
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # user code may even call sys.exit
+        hidden = project_packages.conflict(error.name or "") if isinstance(error, ImportError) else ""
+        if hidden:
+            raise ReferenceNotFoundError(f"{tried}; it imports {error.name!r}, but {hidden}") from error
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (name == missing or name.startswith(f"{missing}.")):
             raise ReferenceNotFoundError(

@@ -20,7 +20,3 @@ role          waits for                    is woken by                   produce
 From upper to lower: `cli/`, `demo/`, `commands/`, `run/` and `testing/`, the four roles, `local_engine/`, `vllm/`,
 `runtime/` (shared by roles), `engine_api/` (shared by engines and their clients), `settings/`.
 """
-
-from pkgutil import extend_path
-
-__path__ = extend_path(__path__, __name__)

@@ -20,7 +20,7 @@ from envs.call.outcomes import (
 from stream.causes import MAX_TRACEBACK, ErrorCause
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
-_OURS: Final = tuple(f"{_ROOT / name}/" for name in ("stream", "envs", "workers"))
+_OURS: Final = tuple(f"{_ROOT / name}/" for name in ("penstock", "stream", "envs", "workers"))
 _USER_LIKE: Final = tuple(f"{_ROOT / 'envs' / name}/" for name in ("adapters", "builtin", "remote"))
 """Environments and reward functions that Penstock brings along are shown as a user's own."""
 _LIBRARIES: Final = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))

@@ -229,4 +229,4 @@ def _role(process: psutil.Process) -> str | None:
     for script, role in (("trainer.py", "train"), ("engine.py", "engine"), ("patient_rollout.py", "rollout")):
         if any(word.endswith((f"chaos/{script}", f"evaluation/{script}", f"faults/{script}")) for word in words):
             return role
-    return words[words.index("workers") + 1] if "workers" in words else None
+    return words[words.index("penstock") + 1] if "penstock" in words else None

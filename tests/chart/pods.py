@@ -60,7 +60,7 @@ class Pod:
         words = [self._here(word) for word in command[1:]]
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "workers", *words],
+                [sys.executable, "-m", "penstock", *words],
                 cwd=self.folder / "penstock",
                 env=self._environment,
                 stdout=log,

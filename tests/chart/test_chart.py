@@ -295,7 +295,7 @@ async def test_the_scaler_reads_the_feeders_metrics_and_counts_the_workers_that_
     environment = {**os.environ, "PENSTOCK_REDIS_FILE": str(tmp_path / "redis-url"), "POD_IP": "127.0.0.1"}
     words = [word.replace("0.0.0.0:9464", f"127.0.0.1:{port}") for word in pod["containers"][0]["command"]]
     process = subprocess.Popen(  # noqa: ASYNC220  (starts at once)
-        [sys.executable, "-m", "workers", *words[1:]],
+        [sys.executable, "-m", "penstock", *words[1:]],
         cwd=tmp_path,
         env=environment,
         stderr=subprocess.DEVNULL,
@@ -304,7 +304,7 @@ async def test_the_scaler_reads_the_feeders_metrics_and_counts_the_workers_that_
     rollout, score = (found["ScaledObject", f"my-run-{role}"] for role in ("rollout", "score"))
     try:
         await ready(port, process)
-        queues = [sys.executable, "-m", "workers", "queues", "run.toml"]  # as the chart's notes say
+        queues = [sys.executable, "-m", "penstock", "queues", "run.toml"]  # as the chart's notes say
         assert subprocess.run(queues, cwd=tmp_path, env=environment, capture_output=True, check=True).stdout  # noqa: ASYNC221
         assert await scaled(rollout, port) == 4  # 16 groups may start: (1 + 1) x 8; a worker plays 4
         assert await scaled(score, port) == 0

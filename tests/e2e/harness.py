@@ -56,7 +56,7 @@ class Project:
         return path
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "workers", *arguments]
+        return [sys.executable, "-m", "penstock", *arguments]
 
     def run(self, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -142,8 +142,8 @@ def children(pid: int) -> dict[str, int]:
     for child in psutil.Process(pid_of(pid)).children():
         with suppress(psutil.Error):  # it has just ended
             command = child.cmdline()
-            if "workers" in command:
-                result[command[command.index("workers") + 1]] = child.pid
+            if "penstock" in command:
+                result[command[command.index("penstock") + 1]] = child.pid
     return result
 
 

@@ -12,9 +12,9 @@ if __name__ == "__main__":
 
 import msgspec
 
+from penstock.__main__ import main
 from stream import codec
 from tests.evaluation import trainer
-from workers.__main__ import main
 
 
 class Encoder:

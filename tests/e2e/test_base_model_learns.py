@@ -32,7 +32,7 @@ def test_the_thermostat_of_the_page_is_learned(tmp_path):
     (tmp_path / "run.toml").write_text(table)
     rows = [{"prompt": "Heat the house.", "room": ("kitchen", "bedroom")[i % 2]} for i in range(480)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "workers", "run", "run.toml"]
+    command = [sys.executable, "-m", "penstock", "run", "run.toml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = (tmp_path / "runs").rglob("metrics.jsonl")

@@ -94,7 +94,7 @@ def project(tmp_path) -> Path:
 
 
 def penstock(project: Path, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "workers", *arguments]
+    command = [sys.executable, "-m", "penstock", *arguments]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True, env=environment())
     return json.loads(done.stdout)
 
@@ -115,7 +115,7 @@ def run(project):
     """The run, and its output."""
     out = project / "out"
     with out.open("w") as log:
-        command = [sys.executable, "-m", "workers", "run", "run.toml", "--no-check"]  # a reward is None on purpose
+        command = [sys.executable, "-m", "penstock", "run", "run.toml", "--no-check"]  # a reward is None on purpose
         process = subprocess.Popen(command, cwd=project, stderr=log, stdout=log, env=environment())
         yield process, out
         (project / "hang").unlink(missing_ok=True)
@@ -126,7 +126,7 @@ def run(project):
 def page(project, browser, run):
     """Address of the run in a dashboard that may change it; the browser has its token."""
     wait_for_line(run[1], "new run seen")
-    command = [sys.executable, "-m", "workers", "dashboard", "seen", "--allow-changes", "--port", "0"]
+    command = [sys.executable, "-m", "penstock", "dashboard", "seen", "--allow-changes", "--port", "0"]
     process = subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, text=True, env=environment())
     address = process.stdout.readline().split()[-1]
     browser.open(address)
@@ -253,7 +253,7 @@ def violations(browser: Browser, axe: str) -> list[Any]:
 
 
 def penstock_control(project: Path, command: str) -> None:
-    words = [sys.executable, "-m", "workers", command, "seen"]
+    words = [sys.executable, "-m", "penstock", command, "seen"]
     subprocess.run(words, cwd=project, check=True, capture_output=True, env=environment())
 
 

@@ -71,7 +71,7 @@ def test_a_plain_synchronous_loop_reaches_the_same_score_with_equally_many_sampl
     for seed in SEEDS:
         start = folder / f"plain-{seed}"
         subprocess.run(
-            [sys.executable, "-m", "workers", "demo", "--seed", str(seed), "--folder", str(start), "--prepare"],
+            [sys.executable, "-m", "penstock", "demo", "--seed", str(seed), "--folder", str(start), "--prepare"],
             cwd=ROOT,
             env=environment(),
             check=True,

@@ -93,7 +93,7 @@ class Watch(threading.Thread):
 
 def _role_of(process: psutil.Process) -> str:
     command = process.cmdline()
-    return command[command.index("workers") + 1] if "workers" in command else Path((command or ["ended"])[0]).name
+    return command[command.index("penstock") + 1] if "penstock" in command else Path((command or ["ended"])[0]).name
 
 
 def addresses(project: Project, metrics: str) -> dict[str, str] | None:

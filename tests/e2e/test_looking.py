@@ -69,7 +69,7 @@ class Viewers:
             loop()
 
     def _command(self, *arguments):
-        return [sys.executable, "-m", "workers", *arguments, str(self._folder)]
+        return [sys.executable, "-m", "penstock", *arguments, str(self._folder)]
 
     def _follow(self):
         """The dashboard, and commands that print a line each second."""

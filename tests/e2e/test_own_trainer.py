@@ -75,7 +75,7 @@ class Foreign:
 
     def audited(self) -> dict:
         """Return the report of `penstock audit`."""
-        command = [sys.executable, "-m", "workers", "audit", str(self.folder), "--redis", self.url, "--json"]
+        command = [sys.executable, "-m", "penstock", "audit", str(self.folder), "--redis", self.url, "--json"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
         assert result.returncode == 0, result.stdout + result.stderr
         return json.loads(result.stdout)

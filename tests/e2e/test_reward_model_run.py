@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("preloaded")]
 @contextmanager
 def served(model: Path, *options: str):
     """Run `penstock serve` as a process; yields its URL and asserts that it exits cleanly."""
-    command = [sys.executable, "-m", "workers", "serve", str(model), "--port", "0", *options]
+    command = [sys.executable, "-m", "penstock", "serve", str(model), "--port", "0", *options]
     process = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=model
     )
@@ -73,7 +73,7 @@ def test_the_reward_model_example_runs_unchanged(tmp_path, random_model, reward_
             text = text.replace(there, here)
         (tmp_path / "run.toml").write_text(text)
         result = subprocess.run(
-            [sys.executable, "-m", "workers", "run", "run.toml", "--json"],
+            [sys.executable, "-m", "penstock", "run", "run.toml", "--json"],
             cwd=tmp_path,
             env=environment(),
             capture_output=True,
@@ -82,7 +82,7 @@ def test_the_reward_model_example_runs_unchanged(tmp_path, random_model, reward_
             check=False,
         )
         again = subprocess.run(
-            [sys.executable, "-m", "workers", "rescore", "run", "--rewards", "run.toml", "--json"],
+            [sys.executable, "-m", "penstock", "rescore", "run", "--rewards", "run.toml", "--json"],
             cwd=tmp_path,
             env=environment(),
             capture_output=True,
@@ -127,7 +127,7 @@ async def test_a_scorer_finishes_pending_requests_after_sigterm(tmp_path, redis_
             "rewards": [{"ref": "reward_model", "args": {"urls": [server.url]}}],
         }
         (tmp_path / "run.toml").write_text(tomli_w.dumps(table))
-        command = [sys.executable, "-m", "workers", "score", "run.toml", "--redis", redis_url]
+        command = [sys.executable, "-m", "penstock", "score", "run.toml", "--redis", redis_url]
         with anyio.fail_after(60):
             process = await anyio.open_process(command, cwd=tmp_path, env=environment())
             while server.under_way < len(groups):
@@ -154,7 +154,7 @@ async def test_a_scorer_refuses_a_server_that_applies_an_activation_with_the_rem
             "rewards": [{"ref": "reward_model", "args": {"urls": [server.url]}}],
         }
         (tmp_path / "run.toml").write_text(tomli_w.dumps(table))
-        command = [sys.executable, "-m", "workers", "score", "run.toml", "--redis", redis_url]
+        command = [sys.executable, "-m", "penstock", "score", "run.toml", "--redis", redis_url]
         with anyio.fail_after(60):
             result = await anyio.run_process(command, cwd=tmp_path, env=environment(), check=False)
     assert result.returncode == ExitCode.PERMANENT

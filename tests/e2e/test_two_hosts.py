@@ -60,7 +60,7 @@ class Host:
         subprocess.run(self.inside("sh", "-ec", text), check=True, timeout=30)
 
     def penstock(self, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        command = self.inside(sys.executable, "-P", "-m", "workers", *arguments)
+        command = self.inside(sys.executable, "-P", "-m", "penstock", *arguments)
         return subprocess.run(
             command, env=environment(), capture_output=True, text=True, timeout=timeout_s, check=False
         )
@@ -72,7 +72,7 @@ class Host:
             )
 
     def start_role(self, name: str, *arguments: str) -> None:
-        self.start(name, sys.executable, "-P", "-m", "workers", name, *arguments)
+        self.start(name, sys.executable, "-P", "-m", "penstock", name, *arguments)
 
     def log(self, name: str) -> Path:
         return self.folder.parent / f"{self.name}-{name}.log"

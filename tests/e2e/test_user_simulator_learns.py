@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "user_simulator"
 def test_a_policy_learns_to_sell(tmp_path):
     shutil.copytree(EXAMPLE, tmp_path / "sale")
     write_base_model("calculator", tmp_path / "sale" / "model")
-    command = [sys.executable, "-m", "workers", "run", "run.toml"]
+    command = [sys.executable, "-m", "penstock", "run", "run.toml"]
     done = subprocess.run(command, cwd=tmp_path / "sale", capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (file,) = (tmp_path / "sale").rglob("metrics.jsonl")

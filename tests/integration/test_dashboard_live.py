@@ -219,7 +219,7 @@ async def test_ten_viewers_share_one_reading_and_one_rendering(monkeypatch):
 
 
 def test_a_dashboard_that_may_change_runs_makes_a_token_and_prints_it_in_its_address(folder):
-    command = [sys.executable, "-m", "workers", "dashboard", str(folder), "--allow-changes", "--port", "0"]
+    command = [sys.executable, "-m", "penstock", "dashboard", str(folder), "--allow-changes", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | without_secrets()) as process:
         url, _, token = process.stdout.readline().split()[-1].partition("/?token=")
         assert len(token) > 16

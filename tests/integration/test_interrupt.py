@@ -24,7 +24,7 @@ def penstock(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     """Start the command in a terminal's way: Ctrl-C reaches its whole process group."""
     return subprocess.Popen(
         # Tests that run in the background of a shell ignore SIGINT, and so would the processes they start.
-        ["env", "--default-signal=INT", sys.executable, "-P", "-m", "workers", *arguments],
+        ["env", "--default-signal=INT", sys.executable, "-P", "-m", "penstock", *arguments],
         cwd=ROOT,
         env=os.environ | environment,
         stdout=subprocess.PIPE,

@@ -85,7 +85,7 @@ async def test_a_flood_of_output_neither_fills_the_disk_nor_stops_the_role(make_
 
 def worker(file: Path, url: str, engine: str, *settings: str) -> list[str]:
     sets = [part for setting in settings for part in ("--set", setting)]
-    return [sys.executable, "-m", "workers", "rollout", str(file), "--redis", url, "--engine", engine, *sets]
+    return [sys.executable, "-m", "penstock", "rollout", str(file), "--redis", url, "--engine", engine, *sets]
 
 
 def resident_mb(folder: Path) -> int:

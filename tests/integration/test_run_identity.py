@@ -284,7 +284,7 @@ def test_penstock_run_names_the_change_with_one_line_and_leaves_the_folder_as_it
     (tmp_path / "file.toml").write_text(dump_settings(make()))
     make(rows=39)
     before = {file.name: file.read_bytes() for file in settings.folder.iterdir()}
-    command = [sys.executable, "-P", "-m", "workers", "run", "--no-check", str(tmp_path / "file.toml")]
+    command = [sys.executable, "-P", "-m", "penstock", "run", "--no-check", str(tmp_path / "file.toml")]
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=root, env=dict(os.environ), timeout=60, check=False

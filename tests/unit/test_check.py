@@ -436,7 +436,7 @@ def test_what_user_code_prints_is_not_among_the_json(environment, tmp_path, is_f
         )
         target = str(file)
     result = subprocess.run(
-        [sys.executable, "-m", "workers", "check", target, "--json"],
+        [sys.executable, "-m", "penstock", "check", target, "--json"],
         capture_output=True, text=True, timeout=50, check=False,
     )  # fmt: skip
     assert json.loads(result.stdout), result.stderr

@@ -84,7 +84,7 @@ def test_every_command_has_help(command):
 
 def test_a_wrong_setting_is_one_clear_line_and_exit_code_2(tmp_path):
     (tmp_path / "run.toml").write_text("[rollout]\ngroup_sise = 4\n")
-    result = run_python("-m", "workers", "run", "run.toml", cwd=tmp_path)
+    result = run_python("-m", "penstock", "run", "run.toml", cwd=tmp_path)
     assert result.returncode == 2
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
@@ -96,19 +96,19 @@ def test_a_setting_on_the_command_line_is_checked_too(tmp_path):
     (tmp_path / "run.toml").write_text(
         '[model]\npath = "m"\n[data]\npath = "d"\n[environments]\ncalculator = "calculator"\n'
     )
-    result = run_python("-m", "workers", "run", "run.toml", "--set", "train.batch_size=0", cwd=tmp_path)
+    result = run_python("-m", "penstock", "run", "run.toml", "--set", "train.batch_size=0", cwd=tmp_path)
     assert result.returncode == 2
     assert "train.batch_size" in result.stderr
 
 
 def test_other_expected_errors_are_one_clear_line_and_exit_code_1(tmp_path):
-    result = run_python("-m", "workers", "queues", cwd=tmp_path)
+    result = run_python("-m", "penstock", "queues", cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr == "error: no run is active under runs/; name a run's folder, or its settings file\n"
 
 
 def test_a_missing_file_is_a_usage_error(tmp_path):
-    result = run_python("-m", "workers", "train", "nowhere.toml", cwd=tmp_path)
+    result = run_python("-m", "penstock", "train", "nowhere.toml", cwd=tmp_path)
     assert result.returncode == 2
     assert "nowhere.toml" in result.stderr
 
@@ -119,37 +119,6 @@ def test_dead_letters_need_ids_or_all(tmp_path):
     assert "--id" in result.stderr
     result = CliRunner().invoke(penstock, ["dead", "drop", "--all", "--id", "1-0"])
     assert result.exit_code == 2
-
-
-def project_with_envs(folder: Path) -> Path:
-    (folder / "envs").mkdir()
-    (folder / "envs" / "__init__.py").write_text("raise RuntimeError('the wrong one')\n")
-    return folder
-
-
-@pytest.mark.parametrize("pythonpath", ["", "."])
-def test_a_project_folder_named_envs_does_not_hide_the_package(tmp_path, pythonpath):
-    project_with_envs(tmp_path)
-    environment = {"PYTHONPATH": pythonpath} if pythonpath else {}
-    result = run_python("-m", "workers", "check", "calculator", "--json", cwd=tmp_path, **environment)
-    assert result.returncode == 0, result.stderr
-    script = Path(sys.executable).with_name("penstock")
-    if script.exists():
-        called = subprocess.run(
-            [script, "check", "calculator", "--json"], cwd=tmp_path, env=os.environ | environment,
-            capture_output=True, text=True, timeout=50, check=False,
-        )  # fmt: skip
-        assert called.returncode == 0, called.stderr
-
-
-def test_another_installed_package_named_envs_is_reported(tmp_path):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    project_with_envs(elsewhere)
-    result = run_python("-m", "workers", "queues", cwd=tmp_path, PYTHONPATH=str(elsewhere))
-    assert result.returncode == 1
-    assert result.stderr.startswith(f"error: {elsewhere / 'envs'} hides penstock's own package 'envs'")
-    assert str(ROOT / "envs") in result.stderr
 
 
 def test_demos_that_are_different_runs_have_different_folders():
@@ -178,7 +147,7 @@ def test_a_folder_that_cannot_be_is_one_clear_line(folder, tmp_path):
     model = '[model]\npath = "m"\n[environments]\ncalculator = "calculator"\n'
     (tmp_path / "my.toml").write_text(f'{model}[run]\nname = "x"\nfolder = "{folder}"\n')
     (tmp_path / "a-file").touch()
-    result = run_python("-m", "workers", "run", "my.toml", "--no-check", cwd=tmp_path)
+    result = run_python("-m", "penstock", "run", "my.toml", "--no-check", cwd=tmp_path)
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
     assert "cannot be the run's folder" in result.stderr
@@ -187,7 +156,7 @@ def test_a_folder_that_cannot_be_is_one_clear_line(folder, tmp_path):
 def test_output_to_a_full_disk_is_one_clear_line(tmp_path):
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(
-            [sys.executable, "-m", "workers", "algorithms"],
+            [sys.executable, "-m", "penstock", "algorithms"],
             check=False,
             stdout=full,
             stderr=subprocess.PIPE,
@@ -214,7 +183,7 @@ def test_an_error_of_the_code_is_not_hidden():
 
 def test_a_command_that_has_loaded_nothing_yet_names_the_folder_that_cannot_be(tmp_path):
     (tmp_path / "a-file").touch()
-    result = run_python("-m", "workers", "base-model", "a-file/model", cwd=tmp_path)
+    result = run_python("-m", "penstock", "base-model", "a-file/model", cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr == "error: a-file/model: Not a directory; a folder belongs there; move the file away\n"
 
@@ -233,7 +202,7 @@ def test_a_server_on_a_port_in_use_says_so_in_one_line_and_blames_nobody(command
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = run_python("-m", "workers", command, *target, "--port", str(port), cwd=tmp_path)
+        result = run_python("-m", "penstock", command, *target, "--port", str(port), cwd=tmp_path)
     assert result.returncode == ExitCode.FAILURE
     problem = f"error: cannot listen on 127.0.0.1:{port}: address already in use; choose another port"
     assert result.stderr.splitlines()[-1] == problem
@@ -255,7 +224,7 @@ def test_a_role_that_cannot_start_says_why_without_a_traceback(arguments, proble
         '[run]\nname = "x"\n[model]\npath = "m"\n[environments]\ncalculator = "calculator"\n'
         "[queue]\nreconnect_timeout_s = 0.1\n"
     )
-    result = run_python("-m", "workers", "feed", *arguments, cwd=tmp_path)
+    result = run_python("-m", "penstock", "feed", *arguments, cwd=tmp_path)
     assert problem in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
     assert "user code" not in result.stderr

@@ -85,7 +85,7 @@ def test_a_role_whose_log_is_full_ends_with_the_code_of_its_error(tmp_path):
     }
     (tmp_path / "run.toml").write_text(dump_settings(parse_settings(table)))
     with Path("/dev/full").open("wb", buffering=0) as full:
-        command = [sys.executable, "-P", "-m", "workers", "feed", str(tmp_path / "run.toml")]
+        command = [sys.executable, "-P", "-m", "penstock", "feed", str(tmp_path / "run.toml")]
         done = subprocess.run(command, stdout=full, stderr=full, cwd=Path(__file__).parents[2], timeout=60, check=False)
     assert done.returncode == ExitCode.USAGE, "run.redis is empty"
 

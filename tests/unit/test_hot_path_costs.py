@@ -115,7 +115,7 @@ class WarmClient:
         for url, engine in client._router.engines.items():
             spans = self.api is GenerateApi
             engine.mark_healthy(Capabilities("1", "policy", 32_768, self.api(), True, reports_spans=spans))
-            connection = HttpConnection(lambda _: None, client._connections._deadlines)
+            connection = HttpConnection(lambda _: None)
             connection.connection_made(SilentTransport())
             connection._is_reusable, connection.idle_since = True, client._connections._loop.time()
             client._connections._servers[RequestTarget.parse("GET", url).server].idle.append(connection)

@@ -31,7 +31,7 @@ def play(model, *options):
     arguments = ["calculator", "-n", "6", "--prompt", "Start with 97, times 7, then minus 46.", "--field", "answer=633"]
     arguments += ["--reward", "calculator_answer", "--set", "data.chat_template_kwargs={tools=false}", "--json"]
     arguments += ["--set", "rollout.max_tokens_per_turn=60", *options]
-    command = [sys.executable, "-m", "workers", "play", *arguments]
+    command = [sys.executable, "-m", "penstock", "play", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
@@ -75,7 +75,19 @@ def test_the_tool_caller_is_served_by_vllm_and_played_by_messages_and_by_tokens(
 
 
 def play_guess(*options):
-    command = [sys.executable, "-m", "workers", "play", "guess", "--field", "secret=3", "--prompt", "Guess.", "-n", "6"]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "play",
+        "guess",
+        "--field",
+        "secret=3",
+        "--prompt",
+        "Guess.",
+        "-n",
+        "6",
+    ]
     command += ["--json", "--set", "rollout.max_tokens_per_turn=48", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,7 +97,7 @@ def play_guess(*options):
 @contextmanager
 def served_by_vllm(model):
     """Serve a model with `penstock serve` on vLLM; yields the URL that it prints."""
-    command = [sys.executable, "-m", "workers", "serve", str(model), "--port", "0", "--set", "engine.server=vllm"]
+    command = [sys.executable, "-m", "penstock", "serve", str(model), "--port", "0", "--set", "engine.server=vllm"]
     command += ["--set", f"engine.python={vllm_python()}", "--set", "engine.max_model_len=512"]
     with (model.parent / "vllm.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -13,7 +13,6 @@ nor a model. Exit codes are those of `workers.runtime.exit_codes.ExitCode`.
 `options.py`                options and arguments of several commands
 `command_group.py`          error handling, logging and process end, for all commands
 `command_error.py`          expected errors as one line and an exit code
-`package_origin.py`         checks that no other package hides Penstock's
 ==========================  ===================================================================
 """
 
@@ -28,14 +27,12 @@ from workers.cli import (
     transcript_commands,
 )
 from workers.cli.command_group import CommandGroup, exit_process
-from workers.cli.package_origin import check_package_origin, put_working_directory_last
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="penstock")
 def penstock() -> None:
     """Async streaming rollout pipeline for reinforcement learning on language models."""
-    check_package_origin()
 
 
 penstock.add_section(
@@ -44,6 +41,7 @@ penstock.add_section(
 penstock.add_section(
     "Train on one machine",
     start_commands.demo,
+    start_commands.init,
     start_commands.base_model,
     start_commands.run,
     run_commands.export,
@@ -83,7 +81,6 @@ penstock.add_section(
 
 def main() -> None:
     """Run the command and exit without tearing down the interpreter; the console script calls this."""
-    put_working_directory_last()
     try:
         penstock(prog_name="penstock")
     except SystemExit as end:

@@ -61,7 +61,7 @@ def log_errors_only(command: str) -> None:
 
 def current_command() -> tuple[str, ...]:
     """Return the command line that starts this process again, safe from packages in the working directory."""
-    return (sys.executable, "-P", "-m", "workers", *sys.argv[1:])
+    return (sys.executable, "-P", "-m", "penstock", *sys.argv[1:])
 
 
 def exit_process(code: int) -> None:

@@ -81,6 +81,17 @@ def base_model(folder: Path, name: str) -> None:
 
 
 @click.command()
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+def init(folder: Path) -> None:
+    """Write a project to FOLDER that runs at once: an environment, its test, a reward, settings, a small model."""
+    from workers.demo.new_project import write_project
+
+    for path in write_project(folder):
+        click.echo(str(path))
+    click.echo(f"\nNext: cd {folder} && penstock run run.toml")
+
+
+@click.command()
 @click.argument("target", metavar="FILE|RUN")
 @options.overrides
 @options.json

@@ -19,7 +19,6 @@ import msgspec
 from aiohappyeyeballs import start_connection
 
 from envs.remote.service_client import describe_response, parse_retry_after
-from stream.deadlines import Deadlines
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.http_connection import HttpAnswer, HttpConnection
 from workers.engine_api.request_target import RequestTarget, ServerAddress
@@ -102,7 +101,6 @@ class ConnectionPool:
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        self._deadlines = Deadlines(self._loop)
         return self
 
     async def __aexit__(
@@ -228,7 +226,7 @@ class ConnectionPool:
             opened = await start_connection(found, happy_eyeballs_delay=_SECOND_ADDRESS_AFTER_S, interleave=1)
             try:
                 _, connection = await self._loop.create_connection(
-                    partial(HttpConnection, server.record_loss, self._deadlines),
+                    partial(HttpConnection, server.record_loss),
                     sock=opened,
                     ssl=self._tls if address.has_tls else None,
                     server_hostname=address.host if address.has_tls else None,

@@ -7,8 +7,6 @@ from typing import Final, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from msgspec import Struct
 
-from stream.deadlines import Deadlines
-
 _FINAL: Final = 200
 """Lower statuses are interim answers; another one follows."""
 _NOTED_HEADERS: Final = frozenset(
@@ -37,7 +35,6 @@ class HttpConnection(asyncio.Protocol):
 
     Args:
         on_lost: called once when the server ended the connection; not after `close`.
-        deadlines: of the event loop.
 
     Attributes:
         url: of the request in progress.
@@ -45,12 +42,11 @@ class HttpConnection(asyncio.Protocol):
         idle_since: the loop's time of the last answer.
     """
 
-    def __init__(self, on_lost: "Callable[[HttpConnection], None]", deadlines: Deadlines) -> None:
+    def __init__(self, on_lost: "Callable[[HttpConnection], None]") -> None:
         self.url = ""
         self.has_answer_begun = False
         self.idle_since = 0.0
         self._on_lost = on_lost
-        self._deadlines = deadlines
         self._loop = asyncio.get_running_loop()
         self._parser = HttpResponseParser(self)
         self._answer: asyncio.Future[HttpAnswer] | None = None
@@ -83,7 +79,7 @@ class HttpConnection(asyncio.Protocol):
             raise ConnectionResetError(_CLOSED)
         answer: asyncio.Future[HttpAnswer] = self._loop.create_future()
         self._answer = answer
-        deadline = self._deadlines.add(timeout_s, self._time_out)
+        deadline = self._loop.call_later(timeout_s, self._time_out)
         try:
             self._transport.writelines(request)
             return await answer

@@ -11,7 +11,7 @@ from workers.settings import Settings
 
 ENGINE = "engine"
 DASHBOARD = "dashboard"
-_PENSTOCK = ("-P", "-m", "workers")  # -P: packages in the working directory must not hide Penstock's
+_PENSTOCK = ("-P", "-m", "penstock")  # -P: packages in the working directory must not hide Penstock's
 COMMANDS: dict[str, tuple[str, ...]] = {
     "feed": (*_PENSTOCK, "feed"),
     "rollout": (*_PENSTOCK, "rollout"),

@@ -6,7 +6,7 @@ The supervisor writes the resolved settings to the run's folder, so `penstock ru
 import functools
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from enum import EnumType
 from pathlib import Path
@@ -30,7 +30,7 @@ _NESTED_TABLES: Final[dict[str, type[Section]]] = {"sampling": SamplingSettings,
 _SHORT_FLOAT: Final = re.compile(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?")
 """`.3` and `3.`, which TOML does not know."""
 _MAX_INTEGER: Final = 2**63 - 1
-_DEFAULT_OPTIONS: Final[dict[str, type[Section]]] = {"estimator": Grpo, "loss": Clipped}
+DEFAULT_OPTIONS: Final[dict[str, type[Section]]] = {"estimator": Grpo, "loss": Clipped}
 """Tables whose `name` may be left out."""
 
 
@@ -115,9 +115,9 @@ def dump_settings(settings: Settings) -> str:
 
 
 def _convert(table: dict[str, Any], source: str) -> Settings:
-    for name in _DEFAULT_OPTIONS:  # options without a name are those of the default
+    for name in DEFAULT_OPTIONS:  # options without a name are those of the default
         if isinstance(options := table.get(name), dict) and "name" not in options:
-            table = {**table, name: {"name": _DEFAULT_OPTIONS[name].__struct_config__.tag, **options}}
+            table = {**table, name: {"name": DEFAULT_OPTIONS[name].__struct_config__.tag, **options}}
     if (path := _find_long_integer(table)) is not None:
         raise SettingsError(f"{source}: {path} is an integer of more than 64 bits; write a smaller one")
     try:
@@ -143,6 +143,24 @@ def _toml_hint(text: str, error: Exception) -> str:
     if text.lstrip().startswith("<"):
         return "; it is a web page, perhaps one that asks to log in"
     return "; text is written in quotes" if str(error).startswith("Invalid value") else ""
+
+
+def write_overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return values of single settings in the form of `--set`.
+
+    Raises:
+        SettingsError: a value cannot be written in TOML.
+    """
+    try:
+        written = {key: tomli_w.dumps({"v": [value]}) for key, value in values.items()}  # inside a list on one line
+    except TypeError as error:
+        what = "a value is a text, a number, true or false, a list or a table"
+        raise SettingsError(f"overrides: {error}; {what}") from error
+    return tuple(f"{key}={_inside_brackets(text)}" for key, text in written.items())
+
+
+def _inside_brackets(text: str) -> str:
+    return text[text.index("[") + 1 : text.rindex("]")].strip(" ,\n")
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:

@@ -1,11 +1,13 @@
 """Play an environment against a model folder or an endpoint, print the conversations, and summarize the rewards."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
+import structlog
 from msgspec import Struct
 from rich.console import Console
 
@@ -24,11 +26,13 @@ from workers.commands.transcripts.export_groups import export_row, write_export
 from workers.commands.transcripts.run_completions import RunCompletion
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.run.process_main import run_async
+from workers.runtime.daemon_thread import run_in_daemon_thread
 from workers.runtime.exit_codes import ExitCode
+from workers.runtime.log_setup import configure_logging
 from workers.runtime.model_config import max_positions
 from workers.runtime.transcript import completion_lines
 from workers.settings import EnvironmentSettings, RewardSettings, Settings
-from workers.settings.toml_file import settings_for_model
+from workers.settings.toml_file import settings_for_model, write_overrides
 
 _ROWS_TIMEOUT_S = 60.0
 _PROMPT_TOKENS = 4096
@@ -66,11 +70,57 @@ class PlayOptions(Struct, frozen=True, kw_only=True):
     """New file for the completions, as JSON lines."""
 
 
-def play_and_print(options: PlayOptions, *, as_json: bool = False) -> int:
-    """Play the episodes and print them. Returns the exit code: 1 if no reward was measured.
+def play(
+    environment: str | Mapping[str, Any],
+    *,
+    policy: str | Path | None = None,
+    endpoint: str = "",
+    n: int = 8,
+    fields: Mapping[str, Any] | None = None,
+    prompt: str = "",
+    rewards: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> Group:
+    """Play an environment against a model, and score the episodes. No run and no server of streams is needed.
+
+    Args:
+        environment: a reference, or a mapping with `ref` and `args` as in the settings' table `[environments]`.
+        policy: a model folder, a checkpoint or a run, served by an engine that is started for this call.
+        endpoint: URL of a server: with a policy, of an engine that serves it; else of any OpenAI-compatible server.
+        n: number of episodes, all of one prompt.
+        fields: columns of the prompt's row, for `reset` and the reward functions.
+        prompt: the user's text; empty: what `reset` returns, or the row's column `prompt`.
+        rewards: references of reward functions.
+        overrides: values of single settings, for example `{"rollout.max_tokens": 64}`.
+
+    Returns:
+        The group: its `completions` have messages, reward and validity.
 
     Raises:
         PenstockError: the environment or the model cannot be loaded, or no server answers.
+    """
+    named = msgspec.convert({"ref": environment} if isinstance(environment, str) else environment, EnvironmentSettings)
+    options = PlayOptions(
+        ref=named.ref,
+        args=named.args,
+        fields=fields or {},
+        prompt=prompt,
+        rewards=tuple(rewards),
+        count=n,
+        policy=None if policy is None else Path(policy),
+        endpoint=endpoint,
+        overrides=write_overrides(overrides or {}),
+    )
+    if not structlog.is_configured():
+        configure_logging("play", level="error")
+    return run_in_daemon_thread(partial(play_options, options))
+
+
+async def play_options(options: PlayOptions) -> Group:
+    """Play the episodes of a command line or of a call.
+
+    Raises:
+        PenstockError: as `play`.
     """
     if options.policy is None and not options.endpoint:
         raise SettingsError(
@@ -78,8 +128,16 @@ def play_and_print(options: PlayOptions, *, as_json: bool = False) -> int:
             "`penstock check` tries an environment without one"
         )
     folder = find_policy_folder(options.policy) if options.policy is not None else None
-    settings = play_settings(options, folder)
-    group = run_async(lambda: play(options, settings, folder))
+    return await sample_group(options, play_settings(options, folder), folder)
+
+
+def play_and_print(options: PlayOptions, *, as_json: bool = False) -> int:
+    """Play the episodes and print them. Returns the exit code: 1 if no reward was measured.
+
+    Raises:
+        PenstockError: the environment or the model cannot be loaded, or no server answers.
+    """
+    group = run_async(partial(play_options, options))
     found = [RunCompletion(group=group, completion=completion, outcome="played") for completion in group.completions]
     summary = summarize_rewards(group)
     if options.out is not None:
@@ -121,7 +179,7 @@ def play_settings(options: PlayOptions, folder: Path | None) -> Settings:
     )
 
 
-async def play(options: PlayOptions, settings: Settings, folder: Path | None) -> Group:
+async def sample_group(options: PlayOptions, settings: Settings, folder: Path | None) -> Group:
     """Play all episodes, and score them.
 
     Args:

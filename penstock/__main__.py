@@ -1,11 +1,11 @@
-"""`python -m workers`: the same as `penstock`."""
+"""The command `penstock`, also as `python -m penstock`."""
 
 import os
 import sys
 
 
 def main() -> None:
-    """Run the command; the console script calls this. Ctrl-C while modules are imported ends it with one line."""
+    """Run the command. Ctrl-C while modules are imported ends it with one line."""
     try:
         from workers.cli import main as run
 

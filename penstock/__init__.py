@@ -1,0 +1,119 @@
+"""Penstock from Python: check and play an environment, start a run, read it while it runs and afterwards.
+
+>>> import penstock
+>>> penstock.check("counter.py:Counter", fields={"target": 3}).ok
+True
+>>> penstock.run("run.toml", {"train.max_steps": 20})
+>>> penstock.open_run("runs/my-run").metrics()
+
+Names are imported at their first use, so `import penstock` loads neither torch nor a Redis client. Tests of
+environments import `penstock.testing`; a trainer of your own imports `penstock.trainer`.
+"""
+
+import sys
+from importlib import import_module, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.metadata import version
+
+    from workers.check.check import CheckReport, check
+    from workers.runs.find import Run, open_run
+
+    from envs.contract import AgentEnvironment, Environment, EnvironmentFailure
+    from stream.errors import PenstockError, SettingsError
+    from stream.records import Completion, Group, Prompt
+    from stream.validity import Measured, Unmeasured, measure
+    from workers.commands.play.play import play
+    from workers.run.run_process import run
+    from workers.run.summary import RunSummary
+    from workers.settings.settings import Settings
+    from workers.settings.toml_file import load_settings
+
+    __version__ = version("penstock")
+
+__all__ = [
+    "AgentEnvironment",
+    "CheckReport",
+    "Completion",
+    "Environment",
+    "EnvironmentFailure",
+    "Group",
+    "Measured",
+    "PenstockError",
+    "Prompt",
+    "Run",
+    "RunSummary",
+    "Settings",
+    "SettingsError",
+    "Unmeasured",
+    "__version__",
+    "check",
+    "load_settings",
+    "measure",
+    "open_run",
+    "play",
+    "run",
+]
+
+_HOMES = {
+    "envs.contract": ("AgentEnvironment", "Environment", "EnvironmentFailure"),
+    "stream.errors": ("PenstockError", "SettingsError"),
+    "stream.records": ("Completion", "Group", "Prompt"),
+    "stream.validity": ("Measured", "Unmeasured", "measure"),
+    "workers.check.check": ("CheckReport", "check"),
+    "workers.commands.play.play": ("play",),
+    "workers.run.run_process": ("run",),
+    "workers.run.summary": ("RunSummary",),
+    "workers.runs.find": ("Run", "open_run"),
+    "workers.settings.settings": ("Settings",),
+    "workers.settings.toml_file": ("load_settings",),
+}
+"""Public names by the module that defines them."""
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("penstock")
+    elif name in _MODULES:
+        value = getattr(import_module(_MODULES[name]), name)
+    else:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _load_own_packages() -> None:
+    """Load the packages beside this one first, and join a project's own folders of the same names to them.
+
+    Raises:
+        ImportError: another package of such a name has been imported before; names it.
+    """
+    root = Path(__file__).resolve().parents[1]
+    for name in ("stream", "envs", "workers"):
+        file = root / name / "__init__.py"
+        if name in sys.modules:
+            loaded = Path(getattr(sys.modules[name], "__file__", None) or "no file")
+            if loaded.resolve() != file:
+                raise ImportError(
+                    f"the package {name!r} of {loaded.parent} was imported before penstock, which has one of that "
+                    "name; import penstock first, or rename the folder"
+                )
+            continue
+        spec = util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
+        if spec is None or spec.loader is None:
+            raise ImportError(f"the package {name!r} is missing beside {root / 'penstock'}; install penstock again")
+        sys.modules[name] = module = util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    import_module("envs.project_packages").join()
+
+
+_load_own_packages()

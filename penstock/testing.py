@@ -1,0 +1,11 @@
+"""Test an environment without a model: the test scripts the model's turns.
+
+>>> from penstock.testing import call, play
+>>> played = play("counter.py:Counter", [call("add", amount=3), "done"], fields={"target": 3})
+>>> played.reward_value
+1.0
+"""
+
+from workers.testing.play import Call, EpisodeResult, call, play
+
+__all__ = ["Call", "EpisodeResult", "call", "play"]

@@ -1,0 +1,111 @@
+"""A run started from Python: `penstock run` as a child process, with plain lines of progress.
+
+A process of its own, since a run handles signals and has an event loop, and a notebook has both already.
+"""
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any
+
+import msgspec
+
+from stream import parent_death
+from stream.errors import PenstockError, RunFailedError, SettingsError
+from workers.run.summary import RunSummary
+from workers.runtime.exit_codes import ExitCode
+from workers.settings import Settings
+from workers.settings.toml_file import dump_settings, write_overrides
+
+_ERROR = "error: "
+
+
+def run(
+    settings: str | Path | Settings, overrides: Mapping[str, Any] | None = None, *, quiet: bool = False
+) -> RunSummary:
+    """Start a run on this machine, or resume it, and wait for its end.
+
+    The same as `penstock run`: everything is checked first, an interrupt drains and stops the run, a second one ends it
+    at once, and calling this again resumes it. The run's processes end with this one.
+
+    Args:
+        settings: a settings file, the folder or name of a run, or settings.
+        overrides: values of single settings, for example `{"train.max_steps": 20}`; they take precedence.
+        quiet: print no progress.
+
+    Returns:
+        The final numbers of the run, also if it was interrupted: `finished` tells.
+
+    Raises:
+        SettingsError: the settings are wrong, or the check found errors; nothing was started.
+        RunFailedError: the run failed; the message says why.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        if isinstance(settings, Settings):
+            file = Path(folder) / f"{settings.run.name or 'run'}.toml"
+            file.write_text(dump_settings(settings))
+            settings = file
+        words = ["run", str(settings), "--json", *(["--quiet"] if quiet else [])]
+        words += [word for override in write_overrides(overrides or {}) for word in ("--set", override)]
+        command = [sys.executable, "-P", parent_death.__file__, sys.executable, "-P", "-m", "penstock", *words]
+        child = subprocess.Popen(  # noqa: S603  (our own command; the file is an argument)
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        return _result(*_wait(child))
+
+
+def _wait(child: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
+    """Print the child's progress until it ends. Returns its exit code, its output, and its error lines."""
+    outputs: list[str] = []
+    errors: list[str] = []
+    readers = [
+        Thread(target=lambda: outputs.extend(_lines(child.stdout)), daemon=True),
+        Thread(target=_print_lines, args=(child.stderr, errors), daemon=True),
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        child.wait()
+    except KeyboardInterrupt:
+        child.send_signal(signal.SIGINT)
+        try:
+            child.wait()
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)
+            child.wait()
+    for reader in readers:
+        reader.join()
+    return child.returncode, "".join(outputs), errors
+
+
+def _lines(stream: IO[str] | None) -> list[str]:
+    return list(stream or ())
+
+
+def _print_lines(stream: IO[str] | None, errors: list[str]) -> None:
+    for line in stream or ():
+        if line.startswith(_ERROR) or errors:
+            errors.append(line.removeprefix(_ERROR).rstrip())
+        else:
+            print(line, end="", flush=True)  # noqa: T201  (progress of a run that blocks its caller)
+
+
+def _result(code: int, output: str, errors: list[str]) -> RunSummary:
+    """Return the summary that the child printed, or raise its error."""
+    message = "\n".join(errors)
+    if code == ExitCode.USAGE:
+        raise SettingsError(message or "the check found errors, printed above")
+    try:
+        summary = msgspec.json.decode(output.splitlines()[-1] if output else b"", type=RunSummary)
+    except msgspec.DecodeError:
+        summary = None
+    if code not in (ExitCode.SUCCESS, ExitCode.UNTRAINED, ExitCode.INTERRUPTED):
+        raise RunFailedError(message or f"the run ended with exit code {code}")
+    if summary is None:
+        raise PenstockError(message or "the run was interrupted before it began")
+    return summary
