@@ -20,7 +20,7 @@ def demo(folder: Path, seed: int, *arguments: str) -> dict:
     command = [
         sys.executable,
         "-m",
-        "workers",
+        "penstock",
         "demo",
         "--seed",
         str(seed),
