@@ -11,6 +11,7 @@ One kind never falls back to another. Folders are appended to the import path, s
 not hide this project's packages. Only settings are resolved, never data from the network.
 """
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -81,6 +82,9 @@ def resolve(ref: str, group: str | None) -> Reference:
         if "/" in place or "\\" in place:
             raise ReferenceNotFoundError(f"{ref!r} was read as a file, but {place!r} does not end in .py")
         return _from_module(ref, place, attribute)
+    if ref.endswith(".py") and (names := _defined_names(Path(ref).expanduser())):
+        choices = ", ".join(f"{ref}:{name}" for name in names)
+        raise ReferenceNotFoundError(f"{ref!r} is a file: name a class or a function of it; it has {choices}")
     if colon or ref.endswith(".py") or "/" in ref or "\\" in ref:
         raise ReferenceNotFoundError(
             f"{ref!r} is incomplete; write package.module:name or path/to/file.py:name"
@@ -161,6 +165,18 @@ def _from_file(ref: str, place: str, attribute: str) -> Reference:
     with _loading:  # no other thread may see the module half loaded
         module = _import(lambda: _load(path), tried)
     return Reference(ref, "file", _attribute(module, attribute, tried), module)
+
+
+def _defined_names(path: Path) -> list[str]:
+    """Return the public classes and functions of a file, which is not run; none if it cannot be read."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    definitions = (
+        each.name for each in body if isinstance(each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return [name for name in definitions if not name.startswith("_")]
 
 
 def _from_address(ref: str, adapter: str, address: str) -> Reference:

@@ -12,10 +12,10 @@ from msgspec import Struct
 from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
 from stream.operator.run_status import RunStatus
+from workers.check.report_text import print_report
 from workers.run.identity_check import NOTHING, Accept, check_folder
 from workers.run.plot import draw_progress, read_metrics
-from workers.run.preflight.findings import render_findings
-from workers.run.preflight.preflight_process import print_report, run_preflight_process
+from workers.run.preflight_process import run_preflight_process
 from workers.run.process_launcher import ProcessLauncher
 from workers.run.progress_display import choose_display, format_duration
 from workers.run.restore import restore_if_lost
@@ -62,7 +62,7 @@ def run(
         as_json: print the summary as JSON.
         quiet: show no progress.
         accept: changes since the last start that would be refused otherwise.
-        check: test everything before an engine starts (`workers.run.preflight`).
+        check: test everything before an engine starts (`workers.check`).
         launcher: starts the processes, and is closed with the run; None: a new one.
 
     Raises:
@@ -88,7 +88,7 @@ def run(
             if report.errors and as_json:
                 print(msgspec.json.encode({"preflight": report}).decode(), flush=True)  # noqa: T201
             if report.errors or (report.warnings and not quiet):
-                print_report(render_findings(report))
+                print_report(report, sys.stderr)
             if report.errors:
                 return ExitCode.USAGE
         result = supervise(settings, quiet=quiet, accept=accept, launcher=processes, earlier=start.earlier)

@@ -13,6 +13,7 @@ from envs.factory import EnvironmentFactory
 from envs.own_rows import first_row
 from stream.errors import SettingsError
 from stream.records import Group, Message, Prompt
+from workers.check.user_code import try_reset
 from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.commands.evaluate.evaluation_engine import with_existing_engine, with_started_engine
 from workers.commands.evaluate.standalone_rollout import roll_out_and_score
@@ -134,6 +135,7 @@ async def play(options: PlayOptions, settings: Settings, folder: Path | None) ->
         row = await anyio.to_thread.run_sync(first_row, factory, options.ref, _ROWS_TIMEOUT_S)
         options = msgspec.structs.replace(options, fields=row)
     prompt = make_prompt(options, settings.data.system)
+    await try_reset(factory, prompt, settings.rollout.call_timeout_s)
     if folder is None:
         if factory.runs_own_loop:
             raise SettingsError(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
+from msgspec import Struct
 
 from envs.call import CallRunner
 from envs.contract import Observation
@@ -33,10 +34,17 @@ _REMEDY: Final = (
 )
 
 
+class TaskDifference(Struct, frozen=True):
+    """Why the completions of one group would get different tasks, and what to do about it."""
+
+    message: str
+    remedy: str
+
+
 async def compare_tasks(
     factory: EnvironmentFactory, fields: dict[str, Any], seed: int, caller: CallRunner, timeout_s: float
-) -> list[str]:
-    """Return why the completions of one group would get different tasks; empty if nothing speaks for it.
+) -> TaskDifference | None:
+    """Return why the completions of one group would get different tasks; None if nothing speaks for it.
 
     A `reset` that fails is not reported: others try it, too.
 
@@ -55,7 +63,9 @@ async def compare_tasks(
             await slot.close()
 
 
-async def _compare(slots: list[EnvironmentSlot], fields: dict[str, Any], seed: int, timeout_s: float) -> list[str]:
+async def _compare(
+    slots: list[EnvironmentSlot], fields: dict[str, Any], seed: int, timeout_s: float
+) -> TaskDifference | None:
     observations: list[Any] = []
     changed: dict[str, None] = {}
     started = time.monotonic()
@@ -64,11 +74,11 @@ async def _compare(slots: list[EnvironmentSlot], fields: dict[str, Any], seed: i
         for slot in slots:
             observation: Observation | Failure = await slot.reset(dict(fields), seed, index, timeout_s)
             if isinstance(observation, Failure):
-                return []
+                return None
             other = next((seen for seen in observations if not _is_same(seen, observation)), observation)
             if other is not observation:
                 why = "with the same row and seeds" if index == 0 else "for completions of one group"
-                return [f"reset returned {_show_two(other, observation)} {why}: {_REMEDY}"]
+                return TaskDifference(f"reset returned {_show_two(other, observation)} {why}", _REMEDY)
             observations.append(observation)
             pair.append(await _attributes(slot, timeout_s) if index in _SAME_SEED else {})
         one, two = pair
@@ -76,10 +86,11 @@ async def _compare(slots: list[EnvironmentSlot], fields: dict[str, Any], seed: i
         if time.monotonic() - started > _ENOUGH_S:
             break
     if not changed:
-        return []
-    named = ", ".join(changed)
-    why = f"reset with the same row and seeds left other values in {named}: if that is a part of the task, {_REMEDY}"
-    return [f"{why}. A clock or an id does no harm"]
+        return None
+    return TaskDifference(
+        f"reset with the same row and seeds left other values in {', '.join(changed)}",
+        f"if that is a part of the task, {_REMEDY}. A clock or an id does no harm",
+    )
 
 
 async def _attributes(slot: EnvironmentSlot, timeout_s: float) -> Mapping[str, bytes]:

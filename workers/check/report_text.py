@@ -1,77 +1,98 @@
-"""Render reports of `penstock check` for a terminal, shortened; `--json` prints everything."""
+"""Reports of checks as text for a terminal, shortened; `--json` prints everything."""
 
 import json
-from typing import Any
+from io import StringIO
+from typing import Any, Final, TextIO
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from stream.records import RewardPart
 from stream.validity import Measured, Reward
-from workers.commands.check.check_report import EnvironmentReport, RewardReport, ToolTrial, TurnTrial
+from workers.check.report import CheckFinding, CheckReport, EnvironmentTrial, RewardTrial, ToolTrial, TurnTrial
 from workers.runtime.transcript import content_text, escape_controls
 
-_MAX_CHARACTERS = 2000
-_MAX_COMPLETION_CHARACTERS = 60
+_MAX_CHARACTERS: Final = 2000
+_MAX_COMPLETION_CHARACTERS: Final = 60
+_WIDTH: Final = 100
+"""Of a report as a plain string."""
+_STYLES: Final = {"error": "bold red", "warning": "bold yellow"}
 
 
-def render_report(report: EnvironmentReport | RewardReport) -> RenderableType:
-    """Return the report, with the verdict at the end."""
-    parts = _environment(report) if isinstance(report, EnvironmentReport) else _reward(report)
-    found = Table.grid(padding=(0, 2))
-    for text in report.warnings:
-        found.add_row(Text("warning", "bold yellow"), Text(text))
-    for text in report.errors:
-        found.add_row(Text("error", "bold red"), Text(text))
-    parts += [found] if found.row_count else []
-    verdict = ("It is usable", "bold green") if report.ok else ("It is not usable", "bold red")
+def report_text(report: CheckReport) -> str:
+    """Return the report as plain text."""
+    file = StringIO()
+    print_report(report, file, width=_WIDTH)
+    return file.getvalue()
+
+
+def print_report(report: CheckReport, file: TextIO | None = None, width: int | None = None) -> None:
+    """Print what was tried, the findings with the tracebacks of errors, and the verdict; by default on stdout."""
+    console = Console(file=file, width=width, highlight=False)
+    if report.kind != "settings file":
+        for environment in report.environments.values() if report.kind == "environment" else ():
+            console.print(*_environment(environment, report), sep="\n")
+        for reward in report.rewards.values():
+            console.print(*_reward(reward, report), sep="\n")
+    for finding in report.findings:
+        console.print(_finding(finding), soft_wrap=True)
+    if report.checked and report.kind == "settings file":
+        console.print(f"checked in {report.seconds:.1f} s: {', '.join(report.checked)}", soft_wrap=True, markup=False)
     counts = [_count(report.errors, "error"), _count(report.warnings, "warning")]
-    return Group(*parts, Text.assemble(verdict, f": {', '.join(counts)}."))
+    subject = "The run can start" if report.kind == "settings file" else "It is usable"
+    refusal = "The run cannot start" if report.kind == "settings file" else "It is not usable"
+    verdict = (subject, "bold green") if report.ok else (refusal, "bold red")
+    console.print(Text.assemble(verdict, f": {', '.join(counts)}."))
 
 
-def _environment(report: EnvironmentReport) -> list[RenderableType]:
-    parts: list[RenderableType] = []
-    if report.environment:
-        found = f", an environment found as {report.reference_kind} {report.ref!r}"
-        parts.append(Text.assemble((report.environment, "bold"), found))
-    if report.observation is not None:
+def _finding(finding: CheckFinding) -> Text:
+    text = escape_controls(str(finding))
+    line = Text.assemble((finding.level, _STYLES[finding.level]), text.removeprefix(finding.level))
+    if finding.level == "error" and finding.cause is not None and finding.cause.traceback:
+        for trace in finding.cause.traceback.splitlines():
+            line.append(f"\n    {escape_controls(trace)}")
+    return line
+
+
+def _environment(trial: EnvironmentTrial, report: CheckReport) -> list[RenderableType]:
+    place = f", an environment found as {trial.reference_kind} {report.target!r}"
+    parts: list[RenderableType] = [Text.assemble((trial.environment, "bold"), place)]
+    if trial.observation is not None:
         joined = (
-            ", which follows the prompt's last message without a blank" if isinstance(report.observation, str) else ""
+            ", which follows the prompt's last message without a blank" if isinstance(trial.observation, str) else ""
         )
-        parts.append(Panel(Text(_short(report.observation)), title=f"reset returned{joined}", title_align="left"))
-    elif report.snapshot_bytes is not None:
+        parts.append(Panel(Text(_short(trial.observation)), title=f"reset returned{joined}", title_align="left"))
+    elif trial.snapshot_bytes is not None:
         parts.append(Text("reset returned nothing: the prompt is the one in the data."))
-    parts += [_tool(trial) for trial in report.tools]
-    parts += [_turn(trial) for trial in report.turns]
-    if report.messages and not report.tools and not report.turns:
-        lines = [f"{m['role']:<11}{_short(content_text(m.get('content')))}" for m in report.messages]
+    parts += [_tool(tool) for tool in trial.tools]
+    parts += [_turn(turn) for turn in trial.turns]
+    if trial.messages and not trial.tools and not trial.turns:
+        lines = [f"{m['role']:<11}{_short(content_text(m.get('content')))}" for m in trial.messages]
         parts.append(Panel(Text("\n".join(lines)), title="its own loop, with a scripted model", title_align="left"))
-    elif report.environment and not report.tools and not report.turns and not report.errors:
+    elif not trial.tools and not trial.turns and report.ok:
         parts.append(Text("It has no tools: the model answers once."))
-    if report.parts:
-        parts.append(_parts(report))
-    if report.snapshot_bytes is not None:
-        left = f", without {', '.join(report.omitted)}" if report.omitted else ""
-        parts.append(Text(f"Its snapshot takes {report.snapshot_bytes:,} bytes{left}."))
-    if report.rendered:
-        parts.append(Panel(Text(_short(report.rendered)), title="render(snapshot)", title_align="left"))
+    if trial.parts:
+        parts.append(_parts(trial))
+    if trial.snapshot_bytes is not None:
+        left = f", without {', '.join(trial.omitted)}" if trial.omitted else ""
+        parts.append(Text(f"Its snapshot takes {trial.snapshot_bytes:,} bytes{left}."))
+    if trial.rendered:
+        parts.append(Panel(Text(_short(trial.rendered)), title="render(snapshot)", title_align="left"))
     return parts
 
 
-def _reward(report: RewardReport) -> list[RenderableType]:
-    if not report.reference_kind:
-        return []
-    kind = "an async reward function" if report.is_async else "a reward function"
-    head = Text.assemble((report.name, "bold"), f", {kind} found as {report.reference_kind} {report.ref!r}")
-    asks = Text(f"It asks for {', '.join(report.parameters) or 'nothing by name'}.")
-    if not report.trials:
+def _reward(trial: RewardTrial, report: CheckReport) -> list[RenderableType]:
+    kind = "an async reward function" if trial.is_async else "a reward function"
+    head = Text.assemble((trial.name, "bold"), f", {kind} found as {trial.reference_kind} {report.target!r}")
+    asks = Text(f"It asks for {', '.join(trial.parameters) or 'nothing by name'}.")
+    if not trial.samples:
         return [head, asks]
     table = Table("form", "completion", "value", "validity")
-    for trial in report.trials:
-        text = trial.completion or "(nothing)"
-        table.add_row(trial.input_format, Text(text[:_MAX_COMPLETION_CHARACTERS]), *_reward_cells(trial.reward))
+    for sample in trial.samples:
+        text = sample.completion or "(nothing)"
+        table.add_row(sample.input_format, Text(text[:_MAX_COMPLETION_CHARACTERS]), *_reward_cells(sample.reward))
     return [head, asks, table]
 
 
@@ -143,11 +164,11 @@ def _object_kind(schema: dict[str, Any]) -> str:
     return f"{{{', '.join(fields)}}}" if fields else "object"
 
 
-def _parts(report: EnvironmentReport) -> RenderableType:
+def _parts(trial: EnvironmentTrial) -> RenderableType:
     table = Table("get_reward", "value", "validity")
-    rows = [(_label(part), part.reward) for part in report.parts]
-    if report.reward is not None and len(rows) > 1:
-        rows.append(("together", report.reward))
+    rows = [(_label(part), part.reward) for part in trial.parts]
+    if trial.reward is not None and len(rows) > 1:
+        rows.append(("together", trial.reward))
     for name, reward in rows:
         table.add_row(Text(name), *_reward_cells(reward))
     return table
@@ -164,8 +185,8 @@ def _label(part: RewardPart) -> str:
     return part.name if part.turn is None else f"{part.name}, turn {part.turn}"
 
 
-def _count(things: list[str], word: str) -> str:
-    return f"{len(things) or 'no'} {word}{'' if len(things) == 1 else 's'}"
+def _count(findings: list[CheckFinding], word: str) -> str:
+    return f"{len(findings) or 'no'} {word}{'' if len(findings) == 1 else 's'}"
 
 
 def _short(value: object) -> str:
