@@ -12,10 +12,10 @@ from structlog.testing import capture_logs
 
 from stream.errors import PenstockError
 from stream.operator.engine_overrides import add_engine, read_engine_overrides, remove_engine
+from tests.scripted_engine.engine import ScriptedEngine
 from workers.cli import penstock
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.settings.engine import Engine
-from workers.testing.scripted_engine import ScriptedEngine
 
 ANN = "ann@box"
 
