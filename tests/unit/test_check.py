@@ -47,7 +47,7 @@ def test_a_good_environment_is_played_and_rendered():
         "envs.builtin.guess:Guess",
         "I am thinking of",
         "Guess the number.",
-        "valid",
+        "get_reward: env: 1",
         "It is usable: no errors",
     ):
         assert expected in text
@@ -244,7 +244,7 @@ def test_a_task_that_is_drawn_from_the_seed_of_the_group_is_no_warning(environme
 
 
 def test_the_check_of_a_slow_reset_takes_no_more_resets_than_it_needs(environment, tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.check.tasks._ENOUGH_S", -1.0)
+    monkeypatch.setattr("workers.check.instances._ENOUGH_S", -1.0)
     code = f"""
         class Env:
             def reset(self):

@@ -69,7 +69,7 @@ def test_a_function_that_reads_environments_gets_snapshots(function):
         (
             "def f(completions, **c): return [None] * len(completions)",
             RewardReason.MISSING,
-            "for the answer '' as text, and 2 others",
+            "for the answer '' as text, and 2 more",
         ),
         ("def f(completions, **c): return [float('nan')] * len(completions)", RewardReason.NOT_FINITE, "not_finite"),
         ("def f(completions, **c): raise SystemExit(3)", RewardReason.RAISED, "SystemExit: 3"),
@@ -89,7 +89,7 @@ def test_a_function_that_measures_nothing_is_not_usable(function, code, reason, 
     [
         (
             "def f(completions, **c): return [float(c[0]['content'] != '') for c in completions]",
-            "as text, and 2 others",
+            "as text, and 2 more",
         ),
         (
             "def f(completions, **c): return [None if not x else len(x) for x in completions]",

@@ -34,10 +34,10 @@ def check_chats(
         try:
             setup = load_chat_setups(settings, folder, {name: factories[name]} if name else {})[name]
         except PenstockError as error:
-            checker.error("chat template", "model.path", error)
+            checker.about("chat template", "model.path").error(error)
             continue
         except Exception as error:  # noqa: BLE001  (a template is foreign code)
-            checker.error("chat template", "model.path", f"{type(error).__name__}: {error}")
+            checker.about("chat template", "model.path").error(f"{type(error).__name__}: {error}")
             continue
         if name:
             _check_tools(name, setup, environments[name], checker)
@@ -52,9 +52,7 @@ def _check_tools(name: str, setup: ChatSetup, environment: CheckedEnvironment, c
         return
     prompt = setup.chat.renderer.render_prompt([{"role": "user", "content": "u"}])
     if hidden := [tool.name for tool in factory.tools if tool.name not in prompt]:
-        checker.warn(
-            f"environment {name}",
-            "model.path",
+        checker.about(f"environment {name}", "model.path").warn(
             f"the chat template does not show the tool {hidden[0]} to the model",
             "describe the tools in data.system, or use a model whose template does",
         )
@@ -80,7 +78,7 @@ def _check_lengths(
         try:
             tokens = len(setup.chat.prompt_ids(messages))
         except PenstockError as error:
-            checker.error("chat template", "data.prompt", f"row {prompt.id}: {error}")
+            checker.about("chat template", "data.prompt").error(f"row {prompt.id}: {error}")
             return
         if tokens > longest:
             longest, row = tokens, prompt.id
@@ -94,21 +92,20 @@ def _check_lengths(
     remedy = f"set {key} = {_round_up(enough)}, or lower rollout.max_tokens" if can_grow else "lower rollout.max_tokens"
     if longest >= limit:
         message = f"the prompt of row {row} has {longest} tokens, and {key} = {limit} leaves no room for an answer"
-        checker.error("lengths", key, message, remedy if can_grow else "shorten the prompts")
+        checker.about("lengths", key).error(message, remedy if can_grow else "shorten the prompts")
     elif enough > limit:
         cut = f"so completions are cut at {limit - longest} tokens"
         sums = f"a prompt of {longest} tokens (row {row}) and rollout.max_tokens = {wanted}"
-        checker.warn("lengths", key, f"{sums} are more than {key} = {limit}, {cut}", remedy)
+        checker.about("lengths", key).warn(f"{sums} are more than {key} = {limit}, {cut}", remedy)
 
 
 def _check_max_positions(checker: Checker, max_positions: int) -> None:
     settings = checker.settings
     limit = settings.engine.max_model_len
     if max_positions and limit > max_positions and not settings.engine.urls:
-        add = checker.error if settings.engine.server == "vllm" else checker.warn
+        lengths = checker.about("lengths", "engine.max_model_len")
+        add = lengths.error if settings.engine.server == "vllm" else lengths.warn
         add(
-            "lengths",
-            "engine.max_model_len",
             f"{limit} tokens are more than the {max_positions} that the model was made for (max_position_embeddings in "
             "its config.json)",
             f"set it to {max_positions} or less",

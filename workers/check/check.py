@@ -136,9 +136,7 @@ async def _check_reference(
         tasks.cancel_scope.cancel()
     for by in dict.fromkeys(blocks):
         place, _, name = by.rpartition(" ")
-        checker.warn(
-            f"{'reward' if is_reward else 'environment'} {ref}",
-            place,
+        checker.about(f"{'reward' if is_reward else 'environment'} {ref}", place).warn(
             f"{name} blocks the event loop: no deadline can end it, and a worker that it blocks renews no lease",
             "`await` in it, or write `def` instead of `async def`, which gets a thread",
         )

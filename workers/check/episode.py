@@ -17,7 +17,7 @@ from envs.tools import ToolSpec
 from envs.tools.examples import example_arguments
 from stream.errors import EnvironmentFailure, PenstockError
 from stream.records import Failure, Prompt
-from workers.check.report import Checker, EnvironmentTrial, ToolTrial, TurnTrial
+from workers.check.report import EnvironmentTrial, Subject, ToolTrial, TurnTrial
 from workers.check.scripted import UNLIMITED, ScriptedSampler, play_script
 from workers.check.user_code import missing_column
 from workers.rollout.environment_slot import EnvironmentSlot
@@ -31,34 +31,28 @@ class EpisodeCheck:
     """Plays one episode; after an instance broke, it goes on with a new one.
 
     Args:
-        checker: collects the findings.
-        subject: name and place of the environment in findings.
+        subject: the environment, in findings.
         trial: receives what the environment does.
         factory: of the environment.
+        prompt: row and seed.
     """
 
-    def __init__(
-        self, checker: Checker, subject: tuple[str, str], trial: EnvironmentTrial, factory: EnvironmentFactory
-    ) -> None:
+    def __init__(self, subject: Subject, trial: EnvironmentTrial, factory: EnvironmentFactory, prompt: Prompt) -> None:
         self.snapshot: bytes | None = None
         """The environment at the end of the episode."""
-        self._checker, self._subject, self._trial, self._factory = checker, subject, trial, factory
-        self._error, self._warn = partial(checker.error, *subject), partial(checker.warn, *subject)
-        self._timeout_s = checker.call_timeout_s
-        self._prompt = Prompt(id="", messages=[])
+        self._subject, self._trial, self._factory, self._prompt = subject, trial, factory, prompt
+        self._checker, self._timeout_s = subject.checker, subject.checker.call_timeout_s
         self._specs = {spec.name: spec for spec in factory.tools}
         self._is_over = False
-        self._slot = EnvironmentSlot(subject[0], factory, CallRunner(anyio.CapacityLimiter(2)))
+        self._slot = EnvironmentSlot(prompt.environment or "", factory, CallRunner(anyio.CapacityLimiter(2)))
 
-    async def play(self, prompt: Prompt, turns: Sequence[str | ToolCall] | None) -> bool:
+    async def play(self, turns: Sequence[str | ToolCall] | None) -> bool:
         """Play the episode. Returns whether the environment could be reset.
 
         Args:
-            prompt: row and seed.
             turns: texts and calls of the model; none: one call of each tool with sample arguments. None: the model
                 answers at once.
         """
-        self._prompt = prompt
         try:
             return await self._play(turns)
         finally:
@@ -72,7 +66,7 @@ class EpisodeCheck:
         self._trial.observation = observation
         for number, turn in enumerate([] if turns is None else turns or self._sample_turns()):
             if self._is_over and turns:
-                self._warn(f"the episode was over, so {len(turns) - number} given turns were not played")
+                self._subject.warn(f"the episode was over, so {len(turns) - number} given turns were not played")
                 break
             if not await self._renew_if_needed():
                 return True
@@ -98,7 +92,7 @@ class EpisodeCheck:
         if failure.cause and failure.cause.exception == f"KeyError: {column!r}":
             why, remedy = missing_column(checker, column, prompt)
             message += f"; reset is not given it{why}"
-        checker.add("warning" if is_slow else "error", *self._subject, message, remedy, failure.cause)
+        self._subject.add("warning" if is_slow else "error", message, remedy, failure.cause)
 
     def _sample_turns(self) -> list[str | ToolCall]:
         calls: list[str | ToolCall] = [
@@ -117,7 +111,9 @@ class EpisodeCheck:
         self._is_over = False
         self._trial.messages.clear()
         if isinstance(observation, Failure):
-            self._error(f"a new instance, after one broke or was done: {observation.detail}", cause=observation.cause)
+            self._subject.error(
+                f"a new instance, after one broke or was done: {observation.detail}", cause=observation.cause
+            )
         return not isinstance(observation, Failure)
 
     async def _call(self, call: ToolCall) -> None:
@@ -130,7 +126,7 @@ class EpisodeCheck:
         if isinstance(result, Failure):
             trial.failure = result.detail
             message = f"tool {call.name} broke the environment: {result.detail}; such completions are invalid"
-            self._error(message, cause=result.cause)
+            self._subject.error(message, cause=result.cause)
             return
         trial.reply, trial.is_error = result.text, result.is_error
         self._trial.messages += [called, {"role": "tool", "name": call.name, "content": result.content}]
@@ -138,7 +134,7 @@ class EpisodeCheck:
             trial.returned = f"content parts: {', '.join(str(part['type']) for part in result.parts)}"
         elif result.object_type:
             trial.returned = f"an object of type {result.object_type}"
-            self._warn(
+            self._subject.warn(
                 f"tool {call.name} returned {trial.returned}; the model reads its str()",
                 'return text, plain data, or content parts such as {"type": "image", "image": URL}',
             )
@@ -155,7 +151,7 @@ class EpisodeCheck:
         if isinstance(replies, Failure):
             trial.failure = replies.detail
             message = f"respond broke the environment: {replies.detail}; such completions are invalid"
-            self._error(message, cause=replies.cause)
+            self._subject.error(message, cause=replies.cause)
             return
         if replies is None:
             trial.ends = self._is_over = True
@@ -167,7 +163,7 @@ class EpisodeCheck:
     async def _check_done(self) -> bool:
         done = await self._slot.is_done(self._timeout_s)
         if isinstance(done, Failure):
-            self._error(done.detail, cause=done.cause)
+            self._subject.error(done.detail, cause=done.cause)
             return False
         self._is_over = done
         return done
@@ -185,21 +181,18 @@ class EpisodeCheck:
     async def _freeze(self) -> None:
         frozen = await self._slot.freeze(self._checker.settings.rollout.max_snapshot_bytes, self._timeout_s)
         if isinstance(frozen, Failure):
-            self._error(frozen.detail.partition(": ")[2], cause=frozen.cause)
+            self._subject.error(frozen.detail.partition(": ")[2], cause=frozen.cause)
         else:
             await self._inspect_snapshot(frozen)
 
-    async def run_own_loop(self, prompt: Prompt, says: Sequence[str]) -> bool:
-        """Let an environment run its own loop with a scripted model. Returns whether it could be reset.
+    async def run_own_loop(self, says: Sequence[str]) -> bool:
+        """Let an environment run its own loop with a scripted model, whose turns after these are empty.
 
-        Args:
-            prompt: the row.
-            says: the model's turns; later ones are empty.
+        Returns whether the environment could be reset.
         """
-        fields, trial = prompt.fields, self._trial
-        messages = [{"role": "user", "content": str(fields.get("prompt", ""))}]
-        fields = {name: value for name, value in fields.items() if name != "prompt"}
-        row = msgspec.structs.replace(prompt, messages=messages, fields=fields)
+        fields, trial = dict(self._prompt.fields), self._trial
+        messages = [{"role": "user", "content": str(fields.pop("prompt", ""))}]
+        row = msgspec.structs.replace(self._prompt, messages=messages, fields=fields)
         script = ScriptedSampler(says or [SAMPLE_TEXT])
         limits = msgspec.structs.replace(
             self._checker.settings.rollout, max_tokens=UNLIMITED, max_tokens_per_turn=UNLIMITED
@@ -207,12 +200,12 @@ class EpisodeCheck:
         completion = await play_script(self._factory, row, script, limits)
         trial.messages = [*completion.prompt_messages, *completion.messages]
         if completion.failure is not None:
-            self._error(f"its own loop failed: {completion.failure.detail}", cause=completion.failure.cause)
+            self._subject.error(f"its own loop failed: {completion.failure.detail}", cause=completion.failure.cause)
             return completion.turns > 0
         trial.parts = completion.parts
         trial.reward = merge_parts(completion.parts) if completion.parts else None
         if completion.truncated:
-            self._warn(f"its own loop reached a limit ({completion.truncated}) after {completion.turns} turns")
+            self._subject.warn(f"its own loop reached a limit ({completion.truncated}) after {completion.turns} turns")
         if completion.snapshot is not None:
             await self._inspect_snapshot(completion.snapshot)
         return True
@@ -224,12 +217,12 @@ class EpisodeCheck:
         try:
             thawed, too_large = await anyio.to_thread.run_sync(thaw_and_watch, data, self._factory)
         except PenstockError as error:
-            checker.error_if_alone(*self._subject, f"the snapshot cannot be read back: {error}")
+            self._subject.error_if_alone(f"the snapshot cannot be read back: {error}")
             return
         trial.omitted = dict(_all_omitted(thawed))
         if checker.is_alone:
             for name, reason in trial.omitted.items():
-                self._warn(f"attribute {name} is not in snapshots: {reason}; reward functions cannot read it")
+                self._subject.warn(f"attribute {name} is not in snapshots: {reason}; reward functions cannot read it")
             if self._factory.has_render:
                 await self._render(data)
         elif too_large.omitted:
@@ -237,7 +230,7 @@ class EpisodeCheck:
             names = ", ".join(sorted(too_large.omitted))
             message = f"already after reset, {names} exceeds {key} = {max_bytes} and is omitted from snapshots"
             remedy = "raise it, or drop what reward functions do not read in __copy__"
-            checker.warn(self._subject[0], key, message, remedy)
+            checker.about(self._subject.name, key).warn(message, remedy)
 
     async def _render(self, data: bytes) -> None:
         """Render the snapshot once, as `penstock show` and the dashboard do; a failure there costs no completion."""
@@ -254,7 +247,7 @@ class EpisodeCheck:
             rendered = RenderedSnapshot(error=f"render: {error}")
         self._trial.rendered = rendered.text
         if rendered.error:
-            self._warn(f"{rendered.error}; pages show this instead of the environment's final state")
+            self._subject.warn(f"{rendered.error}; pages show this instead of the environment's final state")
 
 
 def _unknown(name: str) -> ToolSpec:

@@ -55,12 +55,13 @@ def check_packages(checker: Checker) -> None:
     for package, extra in needed.items():
         if find_spec(package) is None:
             remedy = f"pip install 'penstock[{extra}]' brings it"
-            checker.error("packages", "this Python", f"{package} is not installed", remedy)
+            checker.about("packages", "this Python").error(f"{package} is not installed", remedy)
 
 
 def check_disk(checker: Checker, facts: ModelFacts | None) -> None:
     """Compare free space with what checkpoints and published weights take."""
     settings = checker.settings
+    disk = checker.about("disk", "run.folder")
     folder = _existing_parent(settings.folder if settings.run.name else RUNS)
     free = shutil.disk_usage(folder).free
     parameters = facts.parameters if facts and not settings.lora.rank else 0
@@ -69,17 +70,15 @@ def check_disk(checker: Checker, facts: ModelFacts | None) -> None:
     everything = one * (settings.train.max_checkpoints + 1) + 2 * parameters * width
     if free < one:
         message = f"{folder} has {_size(free)} free, and one checkpoint takes {_size(one)}"
-        checker.error("disk", "run.folder", message, "make room, or set run.folder to another disk")
+        disk.error(message, "make room, or set run.folder to another disk")
     elif free < everything:
-        checker.warn(
-            "disk",
-            "run.folder",
+        disk.warn(
             f"{folder} has {_size(free)} free, and {settings.train.max_checkpoints} checkpoints and the best one take "
             f"about {_size(everything)}",
             "make room, lower train.max_checkpoints, or set run.folder to another disk",
         )
     if not _is_writable(folder):
-        checker.error("disk", "run.folder", f"{folder} cannot be written to", "set run.folder to a folder that can")
+        disk.error(f"{folder} cannot be written to", "set run.folder to a folder that can")
 
 
 def check_memory(checker: Checker, facts: ModelFacts | None) -> None:
@@ -96,9 +95,9 @@ def check_memory(checker: Checker, facts: ModelFacts | None) -> None:
     )
     remedy = "use a smaller model, [lora], or a larger machine"
     if trained > memory.total:
-        checker.error("memory", "model.path", f"{text}{_size(memory.total)}", remedy)
+        checker.about("memory", "model.path").error(f"{text}{_size(memory.total)}", remedy)
     elif needed > memory.available:
-        checker.warn("memory", "model.path", f"{text}{_size(memory.available)} free", remedy)
+        checker.about("memory", "model.path").warn(f"{text}{_size(memory.available)} free", remedy)
 
 
 def check_gpus(checker: Checker) -> None:
@@ -106,9 +105,7 @@ def check_gpus(checker: Checker) -> None:
     settings = checker.settings
     devices = list(settings.engine.devices)
     if devices and not any(file.exists() for file in _GPU_FILES):
-        checker.error(
-            "engine",
-            "engine.devices",
+        checker.about("engine", "engine.devices").error(
             f"{devices} are GPUs, and this machine has none, or no driver for it",
             "leave engine.devices out, or start the run where the GPUs are",
         )
@@ -130,7 +127,7 @@ def check_ports(checker: Checker) -> None:
             free_port(_DASHBOARD_HOST, run.dashboard)
         except EngineError as error:
             remedy = 'name another port, or "on", which takes a free one'
-            checker.warn("dashboard", "run.dashboard", f"{error}, so the run has no dashboard", remedy)
+            checker.about("dashboard", "run.dashboard").warn(f"{error}, so the run has no dashboard", remedy)
 
 
 def _check_port(host: str, port: int, setting: str, checker: Checker) -> None:
@@ -138,7 +135,7 @@ def _check_port(host: str, port: int, setting: str, checker: Checker) -> None:
     try:
         free_port(host, port)
     except EngineError as error:
-        checker.error("port", setting, error, f"name another {'port, or none' if port else 'address'}")
+        checker.about("port", setting).error(error, f"name another {'port, or none' if port else 'address'}")
 
 
 async def check_redis(checker: Checker) -> None:
@@ -152,9 +149,9 @@ async def check_redis(checker: Checker) -> None:
         else:
             await anyio.to_thread.run_sync(find_server)
     except ServerError as error:
-        checker.error("Redis", "run.redis", error)
+        checker.about("Redis", "run.redis").error(error)
     except TimeoutError:
-        checker.error("Redis", "run.redis", f"{urlsplit(settings.run.redis).hostname} does not answer")
+        checker.about("Redis", "run.redis").error(f"{urlsplit(settings.run.redis).hostname} does not answer")
     checker.checked.append("Redis")
 
 
@@ -178,7 +175,7 @@ async def _check_engine(url: str, checker: Checker) -> None:
     except (OSError, TimeoutError) as error:
         why = str(error) or "no answer"
         waits = f"the run waits {checker.settings.engine_wait_s:g} s for it"
-        checker.warn("engine", "engine.urls", f"{url} does not answer ({why})", waits)
+        checker.about("engine", "engine.urls").warn(f"{url} does not answer ({why})", waits)
 
 
 def _inspect_vllm(settings: Settings) -> None:
@@ -200,9 +197,9 @@ async def _check_vllm(check: Callable[[], object], checker: Checker) -> None:
         with anyio.fail_after(_VLLM_TIMEOUT_S):
             await anyio.to_thread.run_sync(check, abandon_on_cancel=True)
     except PenstockError as error:
-        checker.error("engine", "engine.python", error)
+        checker.about("engine", "engine.python").error(error)
     except TimeoutError:
-        checker.warn("engine", "engine.python", f"the interpreter did not answer within {_VLLM_TIMEOUT_S:g} s")
+        checker.about("engine", "engine.python").warn(f"the interpreter did not answer within {_VLLM_TIMEOUT_S:g} s")
 
 
 def _existing_parent(folder: Path) -> Path:

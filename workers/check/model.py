@@ -9,13 +9,12 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from workers.check.report import Checker
+from workers.check.report import Checker, Subject
 from workers.runtime.model_config import max_positions
 
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _POINTER: Final = b"version https://git-lfs"
 _NOT_CAUSAL: Final = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering")
-_KEY: Final = "model.path"
 _COPY_AGAIN: Final = "copy or download it again"
 
 
@@ -30,20 +29,20 @@ class ModelFacts(Struct, frozen=True):
 
 def check_model(checker: Checker) -> ModelFacts | None:
     """Report faults of `model.path`. Returns None if there is no usable folder."""
-    folder = Path(checker.settings.model.path)
+    folder, model = Path(checker.settings.model.path), checker.about("model", "model.path")
     if not folder.is_dir():
-        checker.error("model", _KEY, *_missing(checker.settings.model.path))
+        model.error(*_missing(checker.settings.model.path))
         return None
-    config = _read_config(folder, checker)
+    config = _read_config(folder, model)
     if config is None:
         return None
     for architecture in config.get("architectures") or ():
         if str(architecture).endswith(_NOT_CAUSAL):
             message = f"{folder} holds a {architecture}, which does not generate text"
-            checker.error("model", _KEY, message, "name a causal language model")
+            model.error(message, "name a causal language model")
     if "quantization_config" in config:
-        checker.warn("model", _KEY, f"{folder} holds quantized weights", "name a folder with the original ones")
-    return ModelFacts(_count_parameters(folder, checker), max_positions(folder))
+        model.warn(f"{folder} holds quantized weights", "name a folder with the original ones")
+    return ModelFacts(_count_parameters(folder, model), max_positions(folder))
 
 
 def _missing(path: str) -> tuple[str, str]:
@@ -70,7 +69,7 @@ def _cached_snapshot(hub_id: str) -> Path | None:
     return found[-1].parent if found else None
 
 
-def _read_config(folder: Path, checker: Checker) -> dict[str, Any] | None:
+def _read_config(folder: Path, model: Subject) -> dict[str, Any] | None:
     file = folder / "config.json"
     if not file.is_file():
         if (folder / "adapter_config.json").is_file():
@@ -82,27 +81,27 @@ def _read_config(folder: Path, checker: Checker) -> dict[str, Any] | None:
             fault = (f"{folder} has no config.json, but {nested[0].parent} has one", "name that folder")
         else:
             fault = (f"{folder} has no config.json", "name a folder in Hugging Face format")
-        checker.error("model", _KEY, *fault)
+        model.error(*fault)
         return None
     try:
         config = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        checker.error("model", _KEY, f"{file} cannot be read as JSON: {error}", "copy it again")
+        model.error(f"{file} cannot be read as JSON: {error}", "copy it again")
         return None
     return config if isinstance(config, dict) else {}
 
 
-def _count_parameters(folder: Path, checker: Checker) -> int:
+def _count_parameters(folder: Path, model: Subject) -> int:
     """Return the number of parameters from the headers of the weight files, which are checked for completeness."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         other = sorted({*folder.glob("*.bin"), *folder.glob("*.gguf"), *folder.glob("*.pt")})
         remedy = f"convert {other[0].name} to safetensors" if other else "copy or download them"
-        checker.error("model", _KEY, f"{folder} has no weights (*.safetensors)", remedy)
+        model.error(f"{folder} has no weights (*.safetensors)", remedy)
         return 0
     for name in _missing_shards(folder):
-        checker.error("model", _KEY, f"{folder} lacks {name}, which its index names", _COPY_AGAIN)
-    return sum(_parameters_in(file, checker) for file in files)
+        model.error(f"{folder} lacks {name}, which its index names", _COPY_AGAIN)
+    return sum(_parameters_in(file, model) for file in files)
 
 
 def _missing_shards(folder: Path) -> list[str]:
@@ -114,11 +113,11 @@ def _missing_shards(folder: Path) -> list[str]:
     return [name for name in names if not (folder / name).is_file()]
 
 
-def _parameters_in(file: Path, checker: Checker) -> int:
+def _parameters_in(file: Path, model: Subject) -> int:
     with file.open("rb") as opened:
         start = opened.read(len(_POINTER))
         if start == _POINTER:
-            checker.error("model", _KEY, f"{file} is a Git LFS pointer, not the weights", "`git lfs pull` fetches them")
+            model.error(f"{file} is a Git LFS pointer, not the weights", "`git lfs pull` fetches them")
             return 0
         length = int.from_bytes(start[:8], "little")
         opened.seek(8)
@@ -128,9 +127,9 @@ def _parameters_in(file: Path, checker: Checker) -> int:
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         parameters = sum(int(math.prod(entry["shape"])) for entry in tensors.values())
     except (ValueError, KeyError, TypeError, AttributeError):
-        checker.error("model", _KEY, f"{file} is not a safetensors file", _COPY_AGAIN)
+        model.error(f"{file} is not a safetensors file", _COPY_AGAIN)
         return 0
     missing = 8 + length + end - file.stat().st_size
     if missing > 0:
-        checker.error("model", _KEY, f"{file} is cut off: {missing:,} bytes are missing", _COPY_AGAIN)
+        model.error(f"{file} is cut off: {missing:,} bytes are missing", _COPY_AGAIN)
     return parameters

@@ -185,39 +185,9 @@ class Checker:
         self.call_timeout_s = call_timeout_s if is_alone else min(_CALL_TIMEOUT_S, call_timeout_s)
         """For one call of user code."""
 
-    def error(
-        self, subject: str, place: str, message: object, remedy: str = "", cause: ErrorCause | None = None
-    ) -> None:
-        """Add a fault with which it cannot work."""
-        self.add("error", subject, place, message, remedy, cause)
-
-    def warn(
-        self, subject: str, place: str, message: object, remedy: str = "", cause: ErrorCause | None = None
-    ) -> None:
-        """Add a fault with which it works, but probably not as meant."""
-        self.add("warning", subject, place, message, remedy, cause)
-
-    def error_if_alone(
-        self, subject: str, place: str, message: object, remedy: str = "", cause: ErrorCause | None = None
-    ) -> None:
-        """Add an error, or in the check of a run a warning, since the run may do better."""
-        self.add("error" if self.is_alone else "warning", subject, place, message, remedy, cause)
-
-    def add(
-        self, level: Level, subject: str, place: str, message: object, remedy: str = "", cause: ErrorCause | None = None
-    ) -> None:
-        """Add a finding, unless it is there already."""
-        places = [place, cause.place if cause is not None else ""]
-        finding = CheckFinding(
-            level=level,
-            subject=subject,
-            place=", ".join(filter(None, places)),
-            message=str(message),
-            remedy=remedy,
-            cause=cause,
-        )
-        if finding not in self.findings:
-            self.findings.append(finding)
+    def about(self, name: str, place: str = "") -> "Subject":
+        """Return a subject of findings, which are at this place unless they name another one."""
+        return Subject(self, name, place)
 
     def report(self, target: str, kind: TargetKind) -> CheckReport:
         """Return the report."""
@@ -232,3 +202,37 @@ class Checker:
             rewards=self.rewards,
             seconds=round(time.monotonic() - self._began, 2),
         )
+
+
+class Subject(Struct, frozen=True):
+    """Something that is tried; adds the findings about it."""
+
+    checker: Checker
+    name: str
+    place: str
+
+    def error(self, message: object, remedy: str = "", cause: ErrorCause | None = None) -> None:
+        """Add a fault with which it cannot work."""
+        self.add("error", message, remedy, cause)
+
+    def warn(self, message: object, remedy: str = "", cause: ErrorCause | None = None) -> None:
+        """Add a fault with which it works, but probably not as meant."""
+        self.add("warning", message, remedy, cause)
+
+    def error_if_alone(self, message: object, cause: ErrorCause | None = None) -> None:
+        """Add an error, or in the check of a run a warning, since the run may do better."""
+        self.add("error" if self.checker.is_alone else "warning", message, cause=cause)
+
+    def add(self, level: Level, message: object, remedy: str = "", cause: ErrorCause | None = None) -> None:
+        """Add a finding, unless it is there already."""
+        places = [self.place, cause.place if cause is not None else ""]
+        finding = CheckFinding(
+            level=level,
+            subject=self.name,
+            place=", ".join(filter(None, places)),
+            message=str(message),
+            remedy=remedy,
+            cause=cause,
+        )
+        if finding not in self.checker.findings:
+            self.checker.findings.append(finding)

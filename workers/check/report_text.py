@@ -1,134 +1,113 @@
-"""Reports of checks as text for a terminal, shortened; `--json` prints everything."""
+"""Reports of checks as lines of text, shortened; `--json` prints everything."""
 
 import json
-from io import StringIO
+from collections.abc import Iterator
 from typing import Any, Final, TextIO
 
-from rich.console import Console, Group, RenderableType
-from rich.panel import Panel
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
-from stream.records import RewardPart
 from stream.validity import Measured, Reward
-from workers.check.report import CheckFinding, CheckReport, EnvironmentTrial, RewardTrial, ToolTrial, TurnTrial
+from workers.check.report import CheckFinding, CheckReport, EnvironmentTrial, RewardTrial, ToolTrial
 from workers.runtime.transcript import content_text, escape_controls
 
 _MAX_CHARACTERS: Final = 2000
-_MAX_COMPLETION_CHARACTERS: Final = 60
-_WIDTH: Final = 100
-"""Of a report as a plain string."""
-_STYLES: Final = {"error": "bold red", "warning": "bold yellow"}
+_INDENT: Final = "    "
+_STYLES: Final = {"error": "red", "warning": "yellow", True: "bold green", False: "bold red"}
+
+Line = tuple[str, str]
+"""A text of one or more lines, and its style in a terminal."""
 
 
 def report_text(report: CheckReport) -> str:
     """Return the report as plain text."""
-    file = StringIO()
-    print_report(report, file, width=_WIDTH)
-    return file.getvalue()
+    return "\n".join(text for text, _ in _lines(report))
 
 
-def print_report(report: CheckReport, file: TextIO | None = None, width: int | None = None) -> None:
-    """Print what was tried, the findings with the tracebacks of errors, and the verdict; by default on stdout."""
-    console = Console(file=file, width=width, highlight=False)
-    if report.kind != "settings file":
-        for environment in report.environments.values() if report.kind == "environment" else ():
-            console.print(*_environment(environment, report), sep="\n")
-        for reward in report.rewards.values():
-            console.print(*_reward(reward, report), sep="\n")
+def print_report(report: CheckReport, file: TextIO | None = None) -> None:
+    """Print the report, by default on stdout."""
+    console = Console(file=file, highlight=False)
+    for text, style in _lines(report):
+        console.print(Text(text, style), soft_wrap=True)
+
+
+def _lines(report: CheckReport) -> Iterator[Line]:
+    """Yield what was tried, the findings with the tracebacks of errors, and the verdict."""
+    is_file = report.kind == "settings file"
+    if report.kind == "environment":
+        for environment in report.environments.values():
+            yield from _environment(environment, report)
+    for reward in () if is_file else report.rewards.values():
+        yield from _reward(reward, report)
     for finding in report.findings:
-        console.print(_finding(finding), soft_wrap=True)
-    if report.checked and report.kind == "settings file":
-        console.print(f"checked in {report.seconds:.1f} s: {', '.join(report.checked)}", soft_wrap=True, markup=False)
-    counts = [_count(report.errors, "error"), _count(report.warnings, "warning")]
-    subject = "The run can start" if report.kind == "settings file" else "It is usable"
-    refusal = "The run cannot start" if report.kind == "settings file" else "It is not usable"
-    verdict = (subject, "bold green") if report.ok else (refusal, "bold red")
-    console.print(Text.assemble(verdict, f": {', '.join(counts)}."))
+        yield escape_controls(str(finding)), _STYLES[finding.level]
+        if finding.level == "error" and finding.cause is not None and finding.cause.traceback:
+            yield _indented(finding.cause.traceback), ""
+    if is_file and report.checked:
+        yield f"checked in {report.seconds:.1f} s: {', '.join(report.checked)}", ""
+    verdict = (
+        f"The run can{'' if report.ok else 'not'} start" if is_file else f"It is {'' if report.ok else 'not '}usable"
+    )
+    yield f"{verdict}: {_count(report.errors, 'error')}, {_count(report.warnings, 'warning')}.", _STYLES[report.ok]
 
 
-def _finding(finding: CheckFinding) -> Text:
-    text = escape_controls(str(finding))
-    line = Text.assemble((finding.level, _STYLES[finding.level]), text.removeprefix(finding.level))
-    if finding.level == "error" and finding.cause is not None and finding.cause.traceback:
-        for trace in finding.cause.traceback.splitlines():
-            line.append(f"\n    {escape_controls(trace)}")
-    return line
-
-
-def _environment(trial: EnvironmentTrial, report: CheckReport) -> list[RenderableType]:
-    place = f", an environment found as {trial.reference_kind} {report.target!r}"
-    parts: list[RenderableType] = [Text.assemble((trial.environment, "bold"), place)]
+def _environment(trial: EnvironmentTrial, report: CheckReport) -> Iterator[Line]:
+    yield f"{trial.environment}, an environment found as {trial.reference_kind} {report.target!r}", "bold"
     if trial.observation is not None:
-        joined = (
-            ", which follows the prompt's last message without a blank" if isinstance(trial.observation, str) else ""
-        )
-        parts.append(Panel(Text(_short(trial.observation)), title=f"reset returned{joined}", title_align="left"))
+        is_text = isinstance(trial.observation, str)
+        joined = ", which follows the prompt's last message without a blank" if is_text else ""
+        yield f"reset returned{joined}:", ""
+        yield _indented(trial.observation), "cyan"
     elif trial.snapshot_bytes is not None:
-        parts.append(Text("reset returned nothing: the prompt is the one in the data."))
-    parts += [_tool(tool) for tool in trial.tools]
-    parts += [_turn(turn) for turn in trial.turns]
+        yield "reset returned nothing: the prompt is the one in the data.", ""
+    for tool in trial.tools:
+        yield from _tool(tool)
+    for turn in trial.turns:
+        yield "a turn without a call", "bold"
+        yield _indented(f"{turn.said} -> {turn.failure or turn.reply}{_ends(turn.ends)}"), _style(turn.failure)
     if trial.messages and not trial.tools and not trial.turns:
-        lines = [f"{m['role']:<11}{_short(content_text(m.get('content')))}" for m in trial.messages]
-        parts.append(Panel(Text("\n".join(lines)), title="its own loop, with a scripted model", title_align="left"))
+        yield "its own loop, with a scripted model:", ""
+        for message in trial.messages:
+            yield _indented(f"{message['role']:<11}{content_text(message.get('content'))}"), "cyan"
     elif not trial.tools and not trial.turns and report.ok:
-        parts.append(Text("It has no tools: the model answers once."))
-    if trial.parts:
-        parts.append(_parts(trial))
+        yield "It has no tools: the model answers once.", ""
+    rewards = [(part.name + ("" if part.turn is None else f", turn {part.turn}"), part.reward) for part in trial.parts]
+    if trial.reward is not None and len(rewards) > 1:
+        rewards.append(("together", trial.reward))
+    for name, reward in rewards:
+        yield f"get_reward: {name}: {_value(reward)}", _style(not isinstance(reward, Measured))
     if trial.snapshot_bytes is not None:
-        left = f", without {', '.join(trial.omitted)}" if trial.omitted else ""
-        parts.append(Text(f"Its snapshot takes {trial.snapshot_bytes:,} bytes{left}."))
+        without = f", without {', '.join(trial.omitted)}" if trial.omitted else ""
+        yield f"Its snapshot takes {trial.snapshot_bytes:,} bytes{without}.", ""
     if trial.rendered:
-        parts.append(Panel(Text(_short(trial.rendered)), title="render(snapshot)", title_align="left"))
-    return parts
+        yield "render(snapshot):", ""
+        yield _indented(trial.rendered), "cyan"
 
 
-def _reward(trial: RewardTrial, report: CheckReport) -> list[RenderableType]:
+def _reward(trial: RewardTrial, report: CheckReport) -> Iterator[Line]:
     kind = "an async reward function" if trial.is_async else "a reward function"
-    head = Text.assemble((trial.name, "bold"), f", {kind} found as {trial.reference_kind} {report.target!r}")
-    asks = Text(f"It asks for {', '.join(trial.parameters) or 'nothing by name'}.")
-    if not trial.samples:
-        return [head, asks]
-    table = Table("form", "completion", "value", "validity")
+    yield f"{trial.name}, {kind} found as {trial.reference_kind} {report.target!r}", "bold"
+    yield f"It asks for {', '.join(trial.parameters) or 'nothing by name'}.", ""
     for sample in trial.samples:
-        text = sample.completion or "(nothing)"
-        table.add_row(sample.input_format, Text(text[:_MAX_COMPLETION_CHARACTERS]), *_reward_cells(sample.reward))
-    return [head, asks, table]
+        text = f"{sample.input_format:<8} {sample.completion or '(nothing)'} -> {_value(sample.reward)}"
+        yield _indented(text), _style(not isinstance(sample.reward, Measured))
 
 
-def _tool(trial: ToolTrial) -> RenderableType:
+def _tool(trial: ToolTrial) -> Iterator[Line]:
     function = trial.schema["function"]
     shape = function["parameters"]
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    yield f"tool {trial.name}: {trial.description or '(no docstring)'}", "bold"
     for name, schema in shape.get("properties", {}).items():
-        needed = "required" if name in shape.get("required", ()) else _default(schema)
-        kind = Text(schema_summary(schema), "cyan")
-        table.add_row(Text(name, "bold"), needed, kind, Text(schema.get("description", "")))
-    reply = trial.failure or trial.reply
-    notes = [trial.returned, "the episode is over" if trial.ends else ""]
-    style = "red" if trial.failure else "yellow" if trial.is_error else "green"
-    call = f"{trial.name}({', '.join(f'{name}={value!r}' for name, value in trial.arguments.items())})"
-    example = Text.assemble((escape_controls(call), "bold"), " -> ", (_short(reply), style))
-    if any(notes):
-        example.append(f"  ({'; '.join(filter(None, notes))})", "bright_black")
-    lines = [Text(trial.description or "(no docstring)", "" if trial.description else "yellow")]
+        default = f" = {json.dumps(schema['default'], ensure_ascii=False)}" if "default" in schema else ", optional"
+        needed = "" if name in shape.get("required", ()) else default
+        meaning = schema.get("description", "")
+        yield _indented(f"{name}: {schema_summary(schema)}{needed}{f'. {meaning}' * bool(meaning)}"), ""
     if returns := function.get("return", {}).get("description"):
-        lines.append(Text(f"Returns: {returns}"))
-    body = Group(*lines, table, example) if table.row_count else Group(*lines, example)
-    return Panel(body, title=Text(f"tool {trial.name}"), title_align="left")
-
-
-def _turn(trial: TurnTrial) -> RenderableType:
-    end = "the episode is over" if trial.ends else ""
-    reply = trial.failure or trial.reply
-    lines = [Text.assemble((_short(trial.said), "bold"), " -> ", (_short(reply), "red" if trial.failure else "green"))]
-    if end:
-        lines.append(Text(end, "bright_black"))
-    return Panel(Group(*lines), title="a turn without a call", title_align="left")
-
-
-def _default(schema: dict[str, Any]) -> str:
-    return f"= {json.dumps(schema['default'], ensure_ascii=False)}" if "default" in schema else "optional"
+        yield _indented(f"Returns: {returns}"), ""
+    arguments = ", ".join(f"{name}={value!r}" for name, value in trial.arguments.items())
+    returned = f"  ({trial.returned})" if trial.returned else ""
+    reply = f"{trial.name}({arguments}) -> {trial.failure or trial.reply}{returned}{_ends(trial.ends)}"
+    yield _indented(reply), "yellow" if trial.is_error else _style(trial.failure)
 
 
 def schema_summary(schema: Any) -> str:
@@ -164,32 +143,25 @@ def _object_kind(schema: dict[str, Any]) -> str:
     return f"{{{', '.join(fields)}}}" if fields else "object"
 
 
-def _parts(trial: EnvironmentTrial) -> RenderableType:
-    table = Table("get_reward", "value", "validity")
-    rows = [(_label(part), part.reward) for part in trial.parts]
-    if trial.reward is not None and len(rows) > 1:
-        rows.append(("together", trial.reward))
-    for name, reward in rows:
-        table.add_row(Text(name), *_reward_cells(reward))
-    return table
-
-
-def _reward_cells(reward: Reward) -> tuple[str, Text]:
-    """Return the cells for value and validity."""
+def _value(reward: Reward) -> str:
     if isinstance(reward, Measured):
-        return f"{reward.value:g}", Text("valid", style="green")
-    return "-", Text(f"{reward.reason}: {reward.detail}" if reward.detail else str(reward.reason), style="red")
+        return f"{reward.value:g}"
+    return f"invalid, {reward.reason}: {reward.detail}".removesuffix(": ")
 
 
-def _label(part: RewardPart) -> str:
-    return part.name if part.turn is None else f"{part.name}, turn {part.turn}"
+def _style(failed: object) -> str:
+    return "red" if failed else "green"
+
+
+def _ends(ends: bool) -> str:
+    return "  (the episode is over)" if ends else ""
 
 
 def _count(findings: list[CheckFinding], word: str) -> str:
     return f"{len(findings) or 'no'} {word}{'' if len(findings) == 1 else 's'}"
 
 
-def _short(value: object) -> str:
+def _indented(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False, default=str)
     shown = text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} … ({len(text):,} characters)"
-    return escape_controls(shown)
+    return "\n".join(f"{_INDENT}{line}" for line in escape_controls(shown).splitlines())

@@ -10,25 +10,27 @@ from envs.call import CallRunner, Ok, TimedOut, call_subject, describe_subject, 
 from envs.factory import EnvironmentFactory
 from stream.errors import PenstockError, SettingsError
 from stream.records import Failure, Prompt
-from workers.check.report import Checker
+from workers.check.report import Checker, Subject
 from workers.rollout.environment_slot import EnvironmentSlot
 
 
-async def load_user_code(checker: Checker, load: partial[Any], subject: str, place: str) -> Any:
+async def load_user_code(subject: Subject, load: partial[Any]) -> Any:
     """Import and construct user code, with a deadline; what fails is reported, and None is returned."""
-    call_subject.set(describe_subject(f"{subject}, its module and constructor"))
-    outcome = await CallRunner(anyio.CapacityLimiter(1)).call(load, {}, checker.load_timeout_s)
+    call_subject.set(describe_subject(f"{subject.name}, its module and constructor"))
+    outcome = await CallRunner(anyio.CapacityLimiter(1)).call(load, {}, subject.checker.load_timeout_s)
     if isinstance(outcome, Ok):
         return outcome.value
     if isinstance(outcome, TimedOut):
-        message = f"loading it took more than {checker.load_timeout_s:g} s, so it was not checked"
-        checker.error_if_alone(subject, place, message)
+        message = f"loading it took more than {subject.checker.load_timeout_s:g} s, so it was not checked"
+        subject.error_if_alone(message)
         return None
     error = outcome.error
     inner = error.__cause__
-    cause = error_cause(inner, subject) if inner is not None and not isinstance(inner, ModuleNotFoundError) else None
-    text = str(error) if isinstance(error, PenstockError) else error_cause(error, subject).exception
-    checker.error(subject, place, text, cause=cause)
+    cause = (
+        error_cause(inner, subject.name) if inner is not None and not isinstance(inner, ModuleNotFoundError) else None
+    )
+    text = str(error) if isinstance(error, PenstockError) else error_cause(error, subject.name).exception
+    subject.error(text, cause=cause)
     return None
 
 
