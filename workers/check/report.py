@@ -219,9 +219,9 @@ class Subject(Struct, frozen=True):
         """Add a fault with which it works, but probably not as meant."""
         self.add("warning", message, remedy, cause)
 
-    def error_if_alone(self, message: object, cause: ErrorCause | None = None) -> None:
+    def error_if_alone(self, message: object) -> None:
         """Add an error, or in the check of a run a warning, since the run may do better."""
-        self.add("error" if self.checker.is_alone else "warning", message, cause=cause)
+        self.add("error" if self.checker.is_alone else "warning", message)
 
     def add(self, level: Level, message: object, remedy: str = "", cause: ErrorCause | None = None) -> None:
         """Add a finding, unless it is there already."""
