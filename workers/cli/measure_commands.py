@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from stream.durable import write_file_atomically
 from workers.cli import options
 from workers.cli.command_group import exit_process, log_errors_only
 
@@ -57,6 +56,7 @@ def check(
     """
     import msgspec
 
+    from stream.durable import write_file_atomically
     from workers.check.check import check as run_check
     from workers.check.report_text import print_report
     from workers.commands.output import encode_json
@@ -75,7 +75,7 @@ def check(
             overrides=overrides,
             exits_on_hang=True,
         )
-    encoded = msgspec.json.format(encode_json(report), indent=2)
+    encoded = msgspec.json.format(encode_json(msgspec.to_builtins(report, enc_hook=str)), indent=2)
     if path is not None:
         write_file_atomically(path, encoded)
     if as_json:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from stream.errors import SettingsError
-
 if TYPE_CHECKING:
     from workers.check.scripted import Call
 
@@ -61,7 +59,7 @@ def parse_pairs(texts: Iterable[str], option: str) -> dict[str, Any]:
     """Return values by name, from `name=value` texts; a value that is JSON is decoded.
 
     Raises:
-        SettingsError: a text is not of that form.
+        UsageError: a text is not of that form.
     """
     return dict(_parse_pair(text, option) for text in texts)
 
@@ -69,7 +67,7 @@ def parse_pairs(texts: Iterable[str], option: str) -> dict[str, Any]:
 def _parse_pair(text: str, option: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise SettingsError(f"{option} {text}: write it as name=value")
+        raise click.UsageError(f"{option} {text}: write it as name=value")
     try:
         return name, json_format.loads(value)
     except ValueError:
@@ -80,7 +78,7 @@ def parse_call(text: str) -> "Call":
     """Return the call that `--call NAME={"argument": value}` names; `--call NAME` has no arguments.
 
     Raises:
-        SettingsError: the arguments are no JSON object.
+        UsageError: the arguments are no JSON object.
     """
     from workers.check.scripted import Call
 
@@ -88,7 +86,7 @@ def parse_call(text: str) -> "Call":
     try:
         decoded = json_format.loads(arguments) if equals else {}
     except ValueError as error:
-        raise SettingsError(f"--call {text}: the arguments are not JSON: {error}") from error
+        raise click.UsageError(f"--call {text}: the arguments are not JSON: {error}") from error
     if not name or not isinstance(decoded, dict):
-        raise SettingsError(f'--call {text}: write it as NAME={{"argument": value}}')
+        raise click.UsageError(f'--call {text}: write it as NAME={{"argument": value}}')
     return Call(name, decoded)
