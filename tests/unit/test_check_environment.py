@@ -91,6 +91,22 @@ BY_TURN = """
 """
 
 
+@pytest.mark.parametrize(
+    "reset",
+    [
+        "@staticmethod\n    def reset(secret): return secret",
+        "@classmethod\n    def reset(cls, secret): return secret",
+        "def __getattr__(self, name): return getattr(Inner(), name)",
+    ],
+    ids=["static", "of the class", "by __getattr__"],
+)
+def test_a_reset_that_is_no_plain_method_gets_its_fields(environment, reset):
+    inner = "class Inner:\n    def reset(self, secret): return secret\n\n"
+    ref = environment(f"{inner}class Env:\n    {reset}\n    def get_reward(self): return 1.0\n")
+    assert tried(ref, {"secret": "s"}).trial.observation == "s"
+    assert "secret" in tried(ref).errors[0]
+
+
 def test_rewards_by_turn_are_shown_by_turn_and_together(environment):
     by_message = "[float(len(m.get('tool_calls', ()))) for m in messages if m['role'] == 'assistant']"
     report = tried(environment(BY_TURN.format(messages="messages", returns=by_message)), {})

@@ -56,8 +56,10 @@ def _parameters(function: object) -> list[inspect.Parameter]:
 def missing_reset_fields(factory: EnvironmentFactory, fields: dict[str, Any]) -> list[str]:
     """Return the parameters of `reset` that neither a row with these fields nor the run gives."""
     given = {*fields, "seed", "completion_seed", "completion_index"}
-    needed = required_parameters(factory.environment_class.reset)[1:]  # type: ignore[attr-defined]
-    return [name for name in needed if name not in given]
+    method = inspect.getattr_static(factory.environment_class, "reset", None)  # None: an instance gets it elsewhere
+    needed = required_parameters(getattr(factory.environment_class, "reset", None))
+    takes_self = not isinstance(method, staticmethod | classmethod)
+    return [name for name in needed[takes_self:] if name not in given]
 
 
 def missing_column(checker: Checker, name: str, prompt: Prompt) -> tuple[str, str]:
