@@ -16,8 +16,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from tests.chaos.project import END
+from tests.scripted_engine.engine import ScriptedEngine
 from workers.engine_api.wire import GenerateRequest
-from workers.testing.scripted_engine import ScriptedEngine
 
 SIGMA = 1.0
 

@@ -26,7 +26,7 @@ LENGTH = 8
 
 async def serve_scripted(port: int, seconds: float, slots: int) -> None:
     """Answer each request after the given seconds. Only `slots` requests run at a time; others wait."""
-    from workers.testing.scripted_engine import ScriptedEngine
+    from tests.scripted_engine.engine import ScriptedEngine
 
     reply = [0] * (LENGTH - 1) + [END]
     async with ScriptedEngine(lambda *_: reply, delay_s=seconds, max_concurrency=slots, port=port) as engine:

@@ -41,7 +41,7 @@ from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
 from stream.server_process import private_server
 from stream.validity import Measured
-from workers.testing.scripted_engine import ScriptedEngine
+from tests.scripted_engine.engine import ScriptedEngine
 
 LIMITS_MS = {"help": 150.0, "queues": 400.0, "rollout": 1500.0, "run": 15_000.0}
 PENSTOCK = (sys.executable, "-P", "-m", "penstock")

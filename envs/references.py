@@ -12,6 +12,7 @@ One kind never falls back to another. Folders are appended to the import path, a
 network.
 """
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -82,6 +83,9 @@ def resolve(ref: str, group: str | None) -> Reference:
         if "/" in place or "\\" in place:
             raise ReferenceNotFoundError(f"{ref!r} was read as a file, but {place!r} does not end in .py")
         return _from_module(ref, place, attribute)
+    if ref.endswith(".py") and (names := _defined_names(Path(ref).expanduser())):
+        choices = ", ".join(f"{ref}:{name}" for name in names)
+        raise ReferenceNotFoundError(f"{ref!r} is a file: name a class or a function of it; it has {choices}")
     if colon or ref.endswith(".py") or "/" in ref or "\\" in ref:
         raise ReferenceNotFoundError(
             f"{ref!r} is incomplete; write package.module:name or path/to/file.py:name"
@@ -166,6 +170,18 @@ def _from_file(ref: str, place: str, attribute: str) -> Reference:
     return Reference(ref, "file", _attribute(module, attribute, tried), module)
 
 
+def _defined_names(path: Path) -> list[str]:
+    """Return the public classes and functions of a file, which is not run; none if it cannot be read."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    definitions = (
+        each.name for each in body if isinstance(each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return [name for name in definitions if not name.startswith("_")]
+
+
 def _from_address(ref: str, adapter: str, address: str) -> Reference:
     tried = f"{ref!r} was read as the address of a server"
     if adapter not in ADAPTERS:
@@ -208,9 +224,9 @@ def _import(load: Callable[[], ModuleType], tried: str, name: str = "") -> Modul
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # user code may even call sys.exit
-        hidden = project_packages.conflict(error.name or "") if isinstance(error, ImportError) else ""
-        if hidden:
-            raise ReferenceNotFoundError(f"{tried}; it imports {error.name!r}, but {hidden}") from error
+        wanted = error.name or "" if isinstance(error, ImportError) else ""
+        if reason := project_packages.conflict(wanted):
+            raise ReferenceNotFoundError(f"{tried}; it imports {wanted!r}, but {reason}") from error
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (name == missing or name.startswith(f"{missing}.")):
             raise ReferenceNotFoundError(

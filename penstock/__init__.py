@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.metadata import version
 
-    from workers.check.check import CheckReport, check
     from workers.runs.find import Run, open_run
 
     from envs.contract import AgentEnvironment, Environment, EnvironmentFailure
     from stream.errors import PenstockError, SettingsError
     from stream.records import Completion, Group, Prompt
     from stream.validity import Measured, Unmeasured, measure
+    from workers.check.check import check
+    from workers.check.report import CheckReport
     from workers.commands.play.play import play
     from workers.run.run_process import run
     from workers.run.summary import RunSummary
@@ -62,7 +63,8 @@ _HOMES = {
     "stream.errors": ("PenstockError", "SettingsError"),
     "stream.records": ("Completion", "Group", "Prompt"),
     "stream.validity": ("Measured", "Unmeasured", "measure"),
-    "workers.check.check": ("CheckReport", "check"),
+    "workers.check.check": ("check",),
+    "workers.check.report": ("CheckReport",),
     "workers.commands.play.play": ("play",),
     "workers.run.run_process": ("run",),
     "workers.run.summary": ("RunSummary",),

@@ -6,6 +6,6 @@
 1.0
 """
 
-from workers.testing.play import Call, EpisodeResult, call, play
+from workers.check.scripted import Call, EpisodeResult, call, play
 
 __all__ = ["Call", "EpisodeResult", "call", "play"]

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from envs.factory import EnvironmentFactory
 from stream.records import Completion, Prompt
 from tests.e2e.harness import Project, summary_of
+from tests.scripted_engine.engine import ScriptedEngine
 from tests.unit.test_episode import Scripted, make_chat
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
 from workers.rollout.chat.chat_setup import ChatSetup
@@ -19,7 +20,6 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
-from workers.testing.scripted_engine import ScriptedEngine
 
 
 async def completions(

@@ -15,9 +15,9 @@ from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, RewardReason, RolloutReason
 from tests.adapters.episodes import completions, train
 from tests.adapters.servers import HERE
+from tests.cases.checks import tried
 from tests.e2e.conftest import project, random_model  # noqa: F401  (fixtures)
 from tests.unit.test_episode import call
-from workers.commands.check.environment_check import check_environment
 
 CODEC = HERE / "gymnasium" / "lake.py"
 ARGS = {
@@ -96,14 +96,14 @@ async def test_an_episode_without_a_step_is_worth_what_no_step_says(args, reward
 
 
 @pytest.mark.parametrize(("no_step", "worth"), [(0.0, "an episode without a step earns 0"), ("invalid", "is invalid")])
-async def test_check_warns_where_not_acting_would_pay(no_step, worth):
+def test_check_warns_where_not_acting_would_pay(no_step, worth):
     """CliffWalking gives -1 for each step, which the example call of `check` does not reach: it is no direction."""
     args = ARGS | {"id": "CliffWalking-v1", "make": {"render_mode": "ansi"}, "no_step": no_step}
-    report = await check_environment("gymnasium", {}, args=args | {"render": None})
+    report = tried("gymnasium", args=args | {"render": None})
     (warning,) = [warning for warning in report.warnings if "not acting" in warning]
     assert worth in warning
     assert "no_step" in warning
-    lake = await check_environment("gymnasium", {}, args=ARGS)
+    lake = tried("gymnasium", args=ARGS)
     assert not [warning for warning in lake.warnings if "not acting" in warning]
 
 

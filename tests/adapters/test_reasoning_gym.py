@@ -14,7 +14,7 @@ from envs.processes.shared_pools import run_in_pool
 from stream.errors import ReferenceNotFoundError
 from stream.validity import Measured, RewardReason
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
-from workers.testing import play
+from workers.check.scripted import play
 
 reasoning_gym = pytest.importorskip("reasoning_gym", reason='needs pip install "penstock[reasoning-gym]"')
 ReasoningGym, extract_answer = reasoning_gym_tasks.ReasoningGym, reasoning_gym_tasks.extract_answer

@@ -10,8 +10,8 @@ from envs.adapters import textarena_games
 from stream.validity import RewardReason
 from tests.adapters.rigged_game import Rigged
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
+from workers.check.scripted import play
 from workers.settings import Rollout
-from workers.testing import play
 
 textarena = pytest.importorskip("textarena", reason='needs pip install "penstock[textarena]"')
 REF = "envs.adapters.textarena_games:TextArena"

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from tests.chaos.ends import UNREADABLE, VOCABULARY, intended
 from tests.chaos.project import END
-from workers.testing.scripted_engine import ScriptedEngine
+from tests.scripted_engine.engine import ScriptedEngine
 
 DELAY_S = 0.01
 

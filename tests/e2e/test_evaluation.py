@@ -20,10 +20,10 @@ from tests.chaos.kills import processes
 from tests.e2e.harness import summary_of
 from tests.evaluation.engine import scripted
 from tests.evaluation.project import describe, ended, ledger, run
+from tests.scripted_engine.engine import ScriptedEngine
 from workers.commands.audit import audit_run
 from workers.commands.evaluate.evaluate import evaluate
 from workers.run.run_info import find_run
-from workers.testing.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("preloaded")]
 

@@ -9,7 +9,7 @@ import pytest
 from stream.connection.run_connection import connect
 from tests.e2e.harness import environment
 from tests.preload.fixtures import pid_of
-from workers.testing.scripted_engine import ScriptedEngine
+from tests.scripted_engine.engine import ScriptedEngine
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("preloaded")]
 

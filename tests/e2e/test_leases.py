@@ -10,7 +10,7 @@ from stream.connection.run_connection import connect
 from stream.queue.feed import Feed
 from stream.records import Prompt
 from tests.e2e.by_hand import cast, feed, groups_in, until, waiting
-from workers.testing.scripted_engine import ScriptedEngine
+from tests.scripted_engine.engine import ScriptedEngine
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
@@ -129,7 +129,7 @@ class Big:
 TOKENS = 100_000
 ENGINE = f"""
 import anyio
-from workers.testing.scripted_engine import ScriptedEngine
+from tests.scripted_engine.engine import ScriptedEngine
 
 async def serve():
     script = list(range(10, 20)) * {TOKENS // 10}

@@ -14,7 +14,7 @@ from stream.codec import decode
 from stream.records import Group
 from stream.trainer.archive import scan_archive
 from tests.e2e.harness import summary_of
-from workers.testing.scripted_engine import ScriptedEngine
+from tests.scripted_engine.engine import ScriptedEngine
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(200)]
 

@@ -19,12 +19,12 @@ from tests.chaos.audit import acquitted, audit
 from tests.chaos.engine import reply
 from tests.e2e.harness import trained
 from tests.e2e.test_late_start import Watched, ended, with_one_of_each
+from tests.scripted_engine.engine import ScriptedEngine
 from workers.commands.audit import audit_run
 from workers.run.run_folder import write_settings
 from workers.run.run_info import find_run
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings
-from workers.testing.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.usefixtures("preloaded"), pytest.mark.timeout(150)]
 

@@ -6,7 +6,7 @@ import pytest
 from stream.connection.run_connection import connect
 from stream.queue.feed import Feed
 from tests.e2e.by_hand import cast, feed, groups_in, until
-from workers.testing.scripted_engine import ScriptedEngine
+from tests.scripted_engine.engine import ScriptedEngine
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("preloaded")]
 

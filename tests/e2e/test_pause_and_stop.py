@@ -20,7 +20,7 @@ from tests.e2e.harness import (
     trained,
     wait_for_trained,
 )
-from workers.testing.scripted_engine import ScriptedEngine
+from tests.scripted_engine.engine import ScriptedEngine
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.usefixtures("preloaded")]
 

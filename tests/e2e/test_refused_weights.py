@@ -6,7 +6,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from workers.testing.scripted_engine import ScriptedEngine
+from tests.scripted_engine.engine import ScriptedEngine
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 

@@ -15,7 +15,7 @@ from stream.operator.run_status import read_status
 from stream.records import SCHEMA, Group
 from stream.trainer.archive import scan_archive
 from tests.e2e.by_hand import cast, until
-from workers.testing.scripted_engine import ScriptedEngine
+from tests.scripted_engine.engine import ScriptedEngine
 
 HERE = Path(__file__).parent
 TRAINER = HERE.parent / "evaluation" / "trainer.py"

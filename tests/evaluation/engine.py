@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from tests.scripted_engine.engine import ScriptedEngine
+from tests.scripted_engine.state import ReplyFunction
 from workers.engine_api.wire import GenerateRequest
-from workers.testing.scripted_engine import ScriptedEngine
-from workers.testing.scripted_state import ReplyFunction
 
 
 def scripted(model: Path) -> ReplyFunction:

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from structlog.testing import capture_logs
 
+from tests.scripted_engine.engine import ScriptedEngine
 from workers.cli import penstock
 from workers.engine_api.discovery.discovery import EngineDiscovery
-from workers.testing.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(autouse=True)

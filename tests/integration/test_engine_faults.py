@@ -15,6 +15,8 @@ from stream.errors import EngineUnavailableError
 from stream.records import Group, Prompt
 from stream.validity import Measured, RolloutReason
 from tests.chaos.project import END, write_project
+from tests.scripted_engine.answers import Fault
+from tests.scripted_engine.engine import ScriptedEngine
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.affinity import rank_engines
@@ -24,8 +26,6 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
-from workers.testing.scripted_answers import Fault
-from workers.testing.scripted_engine import ScriptedEngine
 
 FAULTS = get_args(Fault)
 RETRIED = [fault for fault in FAULTS if fault != "400"]

@@ -15,9 +15,9 @@ from tests.chaos.project import END, write_project
 from tests.e2e.by_hand import send
 from tests.e2e.harness import environment
 from tests.integration.test_supervisor import FINISH, Pipeline
+from tests.scripted_engine.engine import ScriptedEngine
 from workers.run import child_processes, restart_policy
 from workers.runtime.exit_codes import ExitCode
-from workers.testing.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 

@@ -11,12 +11,12 @@ from structlog.testing import capture_logs
 
 from stream.errors import EngineUnavailableError
 from stream.records import Span
+from tests.scripted_engine.engine import ScriptedEngine
+from tests.scripted_engine.routes import ScriptedRoutes
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.rollout.engine_client.affinity import rank_engines
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampling import SamplingOptions
-from workers.testing.scripted_engine import ScriptedEngine
-from workers.testing.scripted_routes import ScriptedRoutes
 
 
 def reply(token_ids: list[int], _request) -> list[int]:

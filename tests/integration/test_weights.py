@@ -12,8 +12,8 @@ from stream.trainer.consumer import Consumer
 from stream.trainer.lease import TrainerLease
 from stream.trainer.ledger import Ledger
 from stream.trainer.resume_point import ResumePoint
+from tests.scripted_engine.engine import ScriptedEngine
 from workers.engine_api.discovery.discovery import EngineDiscovery
-from workers.testing.scripted_engine import ScriptedEngine
 from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.policy_versions import PolicyVersions
 from workers.train.publishing.publisher import WeightPublisher

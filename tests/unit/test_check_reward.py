@@ -1,17 +1,13 @@
 """`penstock check` calls a reward function with sample rows, as a scorer would."""
 
-import io
 import textwrap
 
 import pytest
-from rich.console import Console
 
-from stream.errors import SettingsError
 from stream.validity import Measured, RewardReason, Unmeasured
-from workers.commands.check import check_reference, check_reward, render_report
-from workers.commands.check.rendering import schema_summary
-from workers.commands.check.reward_check import is_reward_function
-from workers.settings import Rollout
+from tests.cases.checks import tried
+from workers.check.check import check, is_reward_function
+from workers.check.report_text import schema_summary
 
 
 @pytest.fixture
@@ -26,10 +22,9 @@ def function(tmp_path):
     return write
 
 
-def shown(report):
-    console = Console(file=io.StringIO(), width=140)
-    console.print(render_report(report))
-    return console.file.getvalue()
+def rewards(report):
+    (trial,) = report.report.rewards.values()
+    return [sample.reward for sample in trial.samples]
 
 
 EXACT = """
@@ -38,58 +33,68 @@ def f(completions, answer, **columns):
 """
 
 
-async def test_a_good_function_is_called_with_texts_and_messages(function):
-    report = await check_reward(function(EXACT), {"answer": 7})
-    assert report.ok
+def test_a_good_function_is_called_with_texts_and_messages(function):
+    report = tried(function(EXACT), {"answer": 7})
+    assert report.report.ok
     assert (report.errors, report.warnings) == ([], [])
-    assert [trial.reward for trial in report.trials] == [Measured(value) for value in (0.0, 0.0, 1.0, 1.0)] * 2
-    text = shown(report)
+    assert rewards(report) == [Measured(value) for value in (0.0, 0.0, 1.0, 1.0)] * 2
+    text = str(report.report)
     assert "It asks for completions, answer." in text
     assert "The answer is \\boxed{7}." in text
     assert "It is usable: no errors, no warnings." in text
 
 
-async def test_a_missing_column_is_requested(function):
-    report = await check_reward(function(EXACT), {})
-    assert report.errors == ["it asks for a column 'answer': give its value with --field answer=value"]
-    assert "It is not usable" in shown(report)
+def test_a_missing_column_is_requested(function):
+    report = tried(function(EXACT), {})
+    assert report.errors == ["it asks for a column 'answer'; give its value with --field answer=VALUE"]
+    assert "It is not usable" in str(report.report)
 
 
-async def test_a_function_that_reads_environments_gets_snapshots(function):
+def test_a_function_that_reads_environments_gets_snapshots(function):
     ref = function("def f(environments, **columns):\n    return [float(len(e.guesses)) for e in environments]\n")
-    assert "give one with --env REF" in (await check_reward(ref, {})).errors[0]
-    report = await check_reward(ref, {"secret": 3}, environment="guess")
-    assert report.ok
-    assert {trial.reward for trial in report.trials} == {Measured(0.0)}
+    assert "give one with --env REF" in (tried(ref, {})).errors[0]
+    report = tried(ref, {"secret": 3}, environment="guess")
+    assert report.report.ok
+    assert set(rewards(report)) == {Measured(0.0)}
     assert any("every row got the reward 0" in warning for warning in report.warnings)
-    failed = await check_reward(ref, {"secret": 0}, environment="guess")
+    failed = tried(ref, {"secret": 0}, environment="guess")
     assert "the row's secret 0 is not between 1 and 100" in failed.errors[0]
 
 
 @pytest.mark.parametrize(
     ("code", "reason", "error"),
     [
-        ("def f(completions, **c): return None", RewardReason.SHAPE, "measured none of these rows"),
+        ("def f(completions, **c): return None", RewardReason.SHAPE, "measured nothing: shape: returned None"),
         ("def f(completions, **c): return [1.0]", RewardReason.SHAPE, "3 numbers expected"),
-        ("def f(completions, **c): return [None] * len(completions)", RewardReason.MISSING, "measured none"),
+        (
+            "def f(completions, **c): return [None] * len(completions)",
+            RewardReason.MISSING,
+            "for the answer '' as text, and 2 more",
+        ),
         ("def f(completions, **c): return [float('nan')] * len(completions)", RewardReason.NOT_FINITE, "not_finite"),
         ("def f(completions, **c): raise SystemExit(3)", RewardReason.RAISED, "SystemExit: 3"),
         ("def f(completions, **c):\n    import time\n    time.sleep(60)", RewardReason.TIMEOUT, "within 0.1 s"),
     ],
 )
-async def test_a_function_that_measures_nothing_is_not_usable(function, code, reason, error):
+def test_a_function_that_measures_nothing_is_not_usable(function, code, reason, error):
     timeout_s = 0.1 if reason is RewardReason.TIMEOUT else 60.0
-    report = await check_reward(function(code), {}, Rollout(call_timeout_s=timeout_s))
-    assert not report.ok
+    report = tried(function(code), overrides=[f"rollout.call_timeout_s={timeout_s}"])
+    assert not report.report.ok
     assert error in report.errors[0]
-    assert all(isinstance(t.reward, Unmeasured) and t.reward.reason is reason for t in report.trials)
+    assert all(isinstance(reward, Unmeasured) and reward.reason is reason for reward in rewards(report))
 
 
 @pytest.mark.parametrize(
     ("code", "warning"),
     [
-        ("def f(completions, **c): return [float(c[0]['content'] != '') for c in completions]", "are text: raised"),
-        ("def f(completions, **c): return [None if not x else len(x) for x in completions]", "some of the rows"),
+        (
+            "def f(completions, **c): return [float(c[0]['content'] != '') for c in completions]",
+            "as text, and 2 more",
+        ),
+        (
+            "def f(completions, **c): return [None if not x else len(x) for x in completions]",
+            "returned None, for",
+        ),
         (
             "import random\ndef f(completions, **c): return [random.random() for _ in completions]",
             "two calls on the same",
@@ -97,9 +102,9 @@ async def test_a_function_that_measures_nothing_is_not_usable(function, code, re
         ("def f(completions, **c): return [i / len(completions) for i, _ in enumerate(completions)]", "scored alone"),
     ],
 )
-async def test_surprising_behaviour_is_a_warning(function, code, warning):
-    report = await check_reward(function(code), {})
-    assert report.ok
+def test_surprising_behaviour_is_a_warning(function, code, warning):
+    report = tried(function(code), {})
+    assert report.report.ok
     assert any(warning in message for message in report.warnings), report.warnings
 
 
@@ -129,34 +134,34 @@ def f(limit: int = 3) -> Callable:
 """
 
 
-async def test_a_factory_of_a_reward_function_is_called_and_its_function_checked(function):
+def test_a_factory_of_a_reward_function_is_called_and_its_function_checked(function):
     ref = function(FACTORY)
-    report = await check_reward(ref, {"answer": 7}, args={"limit": 5})
-    assert (report.ok, report.errors) == (True, [])
-    assert report.trials[0].reward == Measured(1.0)
+    report = tried(ref, {"answer": 7}, args={"limit": 5})
+    assert (report.report.ok, report.errors) == (True, [])
+    assert rewards(report)[0] == Measured(1.0)
 
 
-def test_the_command_detects_environments_and_reward_functions(function, capsys):
-    assert check_reference("calculator_answer", ("answer=3",), as_json=False, environment="calculator") == 0
-    assert "a reward function found as entry point" in capsys.readouterr().out
-    assert check_reference("guess", ("secret=3",), as_json=False) == 0
-    assert "an environment found as entry point" in capsys.readouterr().out
-    assert check_reference(function(EXACT), ("answer=1",), as_json=True) == 0
-    assert '"kind": "reward function"' in capsys.readouterr().out
+def test_a_machine_without_sandboxes_is_a_warning_for_a_function_that_wants_one(monkeypatch):
+    monkeypatch.setattr("workers.check.rewards.sandbox_problem", lambda: "bwrap: No permissions")
+    (warning,) = tried("math", {"answer": "7"}).warnings
+    assert warning.startswith("this machine makes no sandboxes: bwrap: No permissions; so its child processes can read")
 
 
-def test_arguments_reach_the_factory_and_the_function(tmp_path, capsys):
+def test_environments_and_reward_functions_are_told_apart(function):
+    assert "a reward function found as entry point" in str(check("calculator_answer", fields={"answer": 3}))
+    assert "an environment found as entry point" in str(check("guess", fields={"secret": 3}))
+    assert check(function(EXACT), fields={"answer": 1}).kind == "reward function"
+
+
+def test_arguments_reach_the_factory_and_the_function(tmp_path):
     path = tmp_path / "sized.py"
     path.write_text(
         "class World:\n    def __init__(self, size): self.size = size\n    def reset(self): return 'x' * self.size\n\n"
         "def reward(completions, worth): return [worth] * len(completions)\n"
     )
-    assert check_reference(f"{path}:World", (), as_json=True, args=("size=3",)) == 0
-    assert '"observation": "xxx"' in capsys.readouterr().out
-    assert check_reference(f"{path}:World", (), as_json=True, args=("width=3",)) == 1
-    assert check_reference(f"{path}:reward", (), as_json=True, args=("worth=2.5",)) == 0
-    with pytest.raises(SettingsError, match="--args worth: write it as name=value"):
-        check_reference(f"{path}:reward", (), as_json=True, args=("worth",))
+    assert tried(f"{path}:World", args={"size": 3}).trial.observation == "xxx"
+    assert not check(f"{path}:World", args={"width": 3}).ok
+    assert check(f"{path}:reward", args={"worth": 2.5}).ok
 
 
 @pytest.mark.parametrize(

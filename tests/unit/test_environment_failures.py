@@ -41,10 +41,9 @@ from stream.errors import EnvironmentFailure
 from stream.records import Failure
 from stream.validity import RolloutReason, Unmeasured
 from tests.unit.test_trl_environments import scored
+from workers.check.scripted import call, play, scripted_chat
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.settings import Rollout
-from workers.testing import call, play
-from workers.testing.scripted_sampler import scripted_chat
 
 
 async def test_clearing_state_in_place_changes_no_snapshot():

@@ -32,6 +32,7 @@ from stream.errors import (
 )
 from stream.records import Failure, Group, Prompt, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason
+from tests.scripted_engine.engine import ScriptedEngine
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.template import ChatTemplate
@@ -44,7 +45,6 @@ from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.runtime.in_flight import GroupProgress
 from workers.settings import Rollout
-from workers.testing.scripted_engine import ScriptedEngine
 from workers.train.step.collation import collate
 
 TEMPLATE = """\

@@ -18,6 +18,8 @@ from stream.errors import SettingsError
 from stream.records import Group, Prompt, Span
 from stream.validity import TruncationReason
 from tests.cases.families import FAMILIES, chat_of, spelled, template_of, tokenizer_of
+from tests.scripted_engine.answers import scripted_logprob
+from tests.scripted_engine.engine import ScriptedEngine
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.format_detection import choose_tool_format
 from workers.rollout.chat.history_check import check_history
@@ -27,8 +29,6 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.settings import Rollout
-from workers.testing.scripted_answers import scripted_logprob
-from workers.testing.scripted_engine import ScriptedEngine
 from workers.train.step.collation import collate
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from envs.tools import tool_specs
 from stream.errors import DataError, SettingsError
-from workers.commands.check.environment_check import check_environment
+from tests.cases.checks import tried
 from workers.feed.dataset_mix import open_dataset_mix
 from workers.feed.dataset_rows import fixed_rows
 from workers.feed.environment_rows import write_evaluation_rows, write_training_rows
@@ -190,13 +190,12 @@ def test_rows_with_another_parameter_is_a_tool(own, tmp_path):
     assert tool_specs(Own()) == []
 
 
-async def test_check_takes_the_first_row(own, tmp_path):
+def test_check_takes_the_first_row(own, tmp_path):
     own(SUMS.replace('{"a"', '{"prompt": "Add.", "a"'))
-    report = await check_environment(f"{tmp_path}/world.py:Sums", {})
-    assert (report.fields, report.observation) == ({"a": 0, "gold": 0}, "0 + 0?")
+    trial = tried(f"{tmp_path}/world.py:Sums").trial
+    assert (trial.fields, trial.observation) == ({"a": 0, "gold": 0}, "0 + 0?")
 
 
-async def test_check_shows_rows_that_raise(own, tmp_path):
+def test_check_shows_rows_that_raise(own, tmp_path):
     own(SUMS.replace("range(self.count)", "[1 // 0]"))
-    report = await check_environment(f"{tmp_path}/world.py:Sums", {})
-    assert "rows() raised ZeroDivisionError" in report.errors[0]
+    assert "rows() raised ZeroDivisionError" in tried(f"{tmp_path}/world.py:Sums").errors[0]

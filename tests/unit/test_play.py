@@ -8,8 +8,8 @@ from envs.builtin.calculator import exact_answer
 from envs.builtin.guess import Guess
 from stream.errors import EnvironmentFailure
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
+from workers.check.scripted import call, play
 from workers.settings import Rollout
-from workers.testing import call, play
 
 
 def test_an_episode_is_played_and_its_result_is_returned():

@@ -146,7 +146,11 @@ def test_what_is_missing_is_said_before_an_environment_is_played(tmp_path):
     with pytest.raises(SettingsError, match="give a model: --policy FOLDER"):
         play_and_print(PlayOptions(ref=TILL))
     with pytest.raises(PenstockError, match=r"no server answers at http://127\.0\.0\.1:9/v1"):
+        play_and_print(PlayOptions(ref=TILL, endpoint="http://127.0.0.1:9", fields={"answer": 3}))
+    with pytest.raises(SettingsError, match="reset needs 'answer'; give --field answer=VALUE"):
         play_and_print(PlayOptions(ref=TILL, endpoint="http://127.0.0.1:9"))
+    with pytest.raises(PenstockError, match="the row's secret 0 is not between 1 and 100"):
+        play_and_print(PlayOptions(ref="guess", endpoint="http://127.0.0.1:9", fields={"secret": 0}))
     with pytest.raises(SettingsError, match="has no policy"):
         play_and_print(PlayOptions(ref=TILL, policy=tmp_path))
     result = CliRunner().invoke(penstock, ["play", TILL, "--field", "answer"])

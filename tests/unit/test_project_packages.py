@@ -13,7 +13,7 @@ ENVIRONMENT = (
     "class Env:\n    def reset(self, **row):\n        return 'go'\n    def get_reward(self):\n        return 1.0\n"
 )
 COMMAND = ("-m", "penstock", "check")
-PYTHON = ("-c", "import sys, penstock; from envs.references import resolve; resolve(sys.argv[1], None)")
+PYTHON = ("-c", "import sys, penstock; report = penstock.check(sys.argv[1]); print(report); sys.exit(not report.ok)")
 
 
 def start(way, ref: str, folder: Path) -> subprocess.CompletedProcess[str]:

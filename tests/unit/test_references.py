@@ -12,7 +12,7 @@ from envs.factory import EnvironmentFactory
 from envs.references import class_key, resolve
 from envs.rewards import RewardBatch, RewardFunction
 from stream.errors import ReferenceNotFoundError
-from workers.commands.check import check_environment
+from tests.cases.checks import tried
 
 
 @pytest.fixture
@@ -254,7 +254,7 @@ def test_a_factory_that_returns_one_object_twice_is_refused_at_the_start(project
     project("one.py", ONE + code + "\n")
     with pytest.raises(ReferenceNotFoundError, match=r"'one.py:Env'.* returned the same object twice"):
         EnvironmentFactory.load("one.py:Env")
-    (error,) = anyio.run(check_environment, "one.py:Env", {"word": "yes"}).errors
+    (error,) = tried("one.py:Env", {"word": "yes"}).errors
     assert "the same object twice" in error
 
 

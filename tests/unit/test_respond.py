@@ -8,8 +8,8 @@ from envs.contract import is_done, is_response
 from envs.factory import EnvironmentFactory
 from stream.errors import EnvironmentFailure
 from stream.validity import RolloutReason, TruncationReason
+from workers.check.scripted import call, play
 from workers.settings import Rollout
-from workers.testing import call, play
 
 
 class Shop:

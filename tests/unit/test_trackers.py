@@ -10,8 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from stream.backoff import Backoff
-from workers.run.preflight.findings import PreflightReport
-from workers.run.preflight.machine_check import check_packages
+from workers.check.machine import check_packages
+from workers.check.report import Checker
 from workers.settings.toml_file import parse_settings
 from workers.train.metrics_log import MetricsLog
 from workers.train.tracking import tracker_thread
@@ -153,12 +153,11 @@ async def test_the_settings_name_the_trackers_and_a_missing_package_is_found_fir
     for recorder in recorders.values():
         assert [step for step, _, _ in recorder.steps] == [7]
         assert recorder.run.first_step == 7
-    monkeypatch.setattr("workers.run.preflight.machine_check.find_spec", lambda name: None if name == "wandb" else name)
-    report = PreflightReport()
-    check_packages(settings, report)
-    assert [finding.problem for finding in report.errors] == [
-        "wandb is not installed: pip install 'penstock[wandb]' brings it"
-    ]
+    monkeypatch.setattr("workers.check.machine.find_spec", lambda name: None if name == "wandb" else name)
+    checker = Checker(settings)
+    check_packages(checker)
+    (finding,) = checker.findings
+    assert (finding.message, finding.remedy) == ("wandb is not installed", "pip install 'penstock[wandb]' brings it")
 
 
 def test_a_tracker_is_given_no_secret_of_the_run():

@@ -18,14 +18,13 @@ from envs.rewards import RewardFunction
 from envs.tools import tool_specs
 from stream.records import Prompt
 from stream.validity import Measured, RewardReason, Unmeasured
+from workers.check.scripted import ScriptedSampler, call, play, scripted_chat
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.score.worker import score_group
 from workers.settings import Rollout
-from workers.testing import call, play
-from workers.testing.scripted_sampler import ScriptedSampler, scripted_chat
 
 FILE = Path(__file__).parents[1] / "cases" / "trl_style.py"
 

@@ -5,11 +5,11 @@ import threading
 import pytest
 
 from stream.validity import TruncationReason
+from workers.check.scripted import call, play
 from workers.rollout import environment_slot as slots
 from workers.rollout.tool_formats.hermes import Hermes
 from workers.rollout.tool_result import MAX_CHARACTERS_PER_TOKEN, truncate_result
 from workers.settings import Rollout
-from workers.testing import call, play
 
 LIMITS = Rollout(max_tokens=1000, max_tokens_per_turn=1000)
 MOST = MAX_CHARACTERS_PER_TOKEN * LIMITS.max_tokens

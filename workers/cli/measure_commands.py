@@ -1,6 +1,7 @@
 """Commands that try environments and rewards, measure policies and reward models, and list algorithms."""
 
 import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,16 @@ class OrderedTurns(click.Command):
     help="A tool call with its arguments as JSON, instead of samples; may be repeated.",
 )
 @click.option("--say", multiple=True, metavar="TEXT", help="A turn without a call; played in order with --call.")
-@click.option("--env", "world", default="", metavar="REF", help="For a reward function that looks at environments.")
+@click.option("--env", "environment", default="", metavar="REF", help="For a reward function that reads environments.")
 @options.overrides
-@click.option("--report", type=click.Path(path_type=Path), metavar="PATH", help="FILE: also write the report as JSON.")
+@click.option("--report", "path", type=click.Path(path_type=Path), metavar="PATH", help="Also write it as JSON.")
 @options.json
 def check(
     ref: str,
     fields: tuple[str, ...],
     arguments: tuple[str, ...],
     overrides: tuple[str, ...],
-    report: Path | None,
+    path: Path | None,
     as_json: bool,
     **chosen: Any,
 ) -> None:
@@ -53,17 +54,35 @@ def check(
     A settings FILE (.toml) is tested as `penstock run` tests it before it starts an engine: model, chat template, data,
     environments, reward functions, lengths, disk, memory, Redis. All faults are reported at once.
     """
-    if ref.endswith(".toml"):
-        from workers.commands.check.run_check import check_settings_file
+    import msgspec
 
-        log_errors_only("check")
-        exit_process(check_settings_file(Path(ref), overrides, report, as_json=as_json))
-    from workers.commands.check import check_reference
-    from workers.commands.check.check import parse_call
+    from stream.durable import write_file_atomically
+    from workers.check.check import check as run_check
+    from workers.check.report_text import print_report
+    from workers.commands.output import encode_json
+    from workers.runtime.exit_codes import ExitCode
+    from workers.runtime.log_setup import configure_logging
 
-    given = {"--call": map(parse_call, chosen["call"]), "--say": iter(chosen["say"])}
-    turns = [next(given[name]) for name in click.get_current_context().meta["turns"]]
-    sys.exit(check_reference(ref, fields, as_json, arguments, chosen["world"], turns))
+    configure_logging("check", level="warning")
+    given = {"--call": map(options.parse_call, chosen["call"]), "--say": iter(chosen["say"])}
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # user code may print
+        report = run_check(
+            ref,
+            fields=options.parse_pairs(fields, "--field"),
+            args=options.parse_pairs(arguments, "--args"),
+            turns=[next(given[name]) for name in click.get_current_context().meta["turns"]],
+            environment=chosen["environment"],
+            overrides=overrides,
+            exits_on_hang=True,
+        )
+    encoded = msgspec.json.format(encode_json(msgspec.to_builtins(report, enc_hook=str)), indent=2)
+    if path is not None:
+        write_file_atomically(path, encoded)
+    if as_json:
+        click.echo(encoded)
+    else:
+        print_report(report)
+    exit_process(ExitCode.SUCCESS if report.ok else ExitCode.FAILURE)
 
 
 @click.command()
@@ -93,11 +112,10 @@ def play(fields: tuple[str, ...], arguments: tuple[str, ...], as_json: bool, **c
     """
     from msgspec import convert
 
-    from workers.commands.check.check import parse_pairs
     from workers.commands.play.play import PlayOptions, play_and_print
 
     log_errors_only("play")
-    pairs = {"args": parse_pairs(arguments, "--args"), "fields": parse_pairs(fields, "--field")}
+    pairs = {"args": options.parse_pairs(arguments, "--args"), "fields": options.parse_pairs(fields, "--field")}
     exit_process(play_and_print(convert(chosen | pairs, PlayOptions), as_json=as_json))
 
 

@@ -1,10 +1,15 @@
-"""Options and arguments that several commands use."""
+"""Options and arguments that several commands use, and what their texts mean."""
 
+import json as json_format
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
+
+if TYPE_CHECKING:
+    from workers.check.scripted import Call
 
 FILE: Final = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -35,3 +40,40 @@ overrides = click.option(
     "overrides", "--set", multiple=True, metavar="a.b=c", help="Override a setting; may be repeated."
 )
 json = click.option("as_json", "--json", is_flag=True, help="Print JSON for programs.")
+
+
+def parse_pairs(texts: Iterable[str], option: str) -> dict[str, Any]:
+    """Return values by name, from `name=value` texts; a value that is JSON is decoded.
+
+    Raises:
+        UsageError: a text is not of that form.
+    """
+    return dict(_parse_pair(text, option) for text in texts)
+
+
+def _parse_pair(text: str, option: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise click.UsageError(f"{option} {text}: write it as name=value")
+    try:
+        return name, json_format.loads(value)
+    except ValueError:
+        return name, value
+
+
+def parse_call(text: str) -> "Call":
+    """Return the call that `--call NAME={"argument": value}` names; `--call NAME` has no arguments.
+
+    Raises:
+        UsageError: the arguments are no JSON object.
+    """
+    from workers.check.scripted import Call
+
+    name, equals, arguments = text.partition("=")
+    try:
+        decoded = json_format.loads(arguments) if equals else {}
+    except ValueError as error:
+        raise click.UsageError(f"--call {text}: the arguments are not JSON: {error}") from error
+    if not name or not isinstance(decoded, dict):
+        raise click.UsageError(f'--call {text}: write it as NAME={{"argument": value}}')
+    return Call(name, decoded)

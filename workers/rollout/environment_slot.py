@@ -78,6 +78,11 @@ class EnvironmentSlot:
         return bool(self._factory.responds)
 
     @property
+    def instance(self) -> object:
+        """The instance, between its reset and its end."""
+        return self._environment
+
+    @property
     def runs_own_loop(self) -> bool:
         """The environment runs its episodes itself, and asks an endpoint for each turn of the model."""
         return bool(self._factory.runs_own_loop)

@@ -12,11 +12,11 @@ from msgspec import Struct
 from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
 from stream.operator.run_status import RunStatus
+from workers.check.report_text import print_report
 from workers.run.display_metrics import read_metrics
 from workers.run.identity_check import check_folder
 from workers.run.plot import draw_progress
-from workers.run.preflight.findings import render_findings
-from workers.run.preflight.preflight_process import print_report, run_preflight_process
+from workers.run.preflight_process import run_preflight_process
 from workers.run.progress_display import choose_display, format_duration
 from workers.run.run_folder import disk_problems, lock_folder, settings_file
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
@@ -57,7 +57,7 @@ def run(
         overrides: values of single settings; they take precedence over the file.
         as_json: print the summary as JSON.
         quiet: show no progress.
-        check: test everything before an engine starts (`workers.run.preflight`).
+        check: test everything before an engine starts (`workers.check`).
 
     Raises:
         PenstockError: the run cannot start, or it failed.
@@ -80,7 +80,7 @@ def run(
         if report.errors and as_json:
             print(msgspec.json.encode({"preflight": report}).decode(), flush=True)  # noqa: T201
         if report.errors or (report.warnings and not quiet):
-            print_report(render_findings(report))
+            print_report(report, sys.stderr)
         if report.errors:
             return ExitCode.USAGE
     result = supervise(settings, quiet=quiet, earlier=start.earlier)

@@ -18,7 +18,6 @@ import re
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Final
 
 from stream.connection.url import has_secret
 from stream.disk_space import DiskProblem, disk_problem
@@ -27,10 +26,8 @@ from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus
 from workers.settings import Settings
 from workers.settings.pipeline import name_from
+from workers.settings.settings import RUNS
 from workers.settings.toml_file import dump_settings
-
-RUNS: Final = Path("runs")
-"""Folder of runs that name no other, in the working directory."""
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from workers.settings.rollout import Eval, Pacing, Rollout
 from workers.settings.section import Section
 from workers.settings.training import Lora, Train, Weights
 
+RUNS: Final = Path("runs")
+"""Folder of runs that name no other, in the working directory."""
 PROMPT_TOKENS: Final = 1024
 """Room for the prompt in a started engine, unless `engine.max_model_len` is set."""
 EVALUATION_FRACTION: Final = 0.25
@@ -69,7 +71,7 @@ class Settings(Section, frozen=True, kw_only=True):
         """
         if not self.run.name:
             raise SettingsError("run.name is empty: set it in the settings file, or add --set run.name=NAME")
-        return Path(self.run.folder or f"runs/{self.run.name}")
+        return Path(self.run.folder or RUNS / self.run.name)
 
     @property
     def datasets(self) -> tuple[DatasetSettings, ...]:

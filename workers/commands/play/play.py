@@ -15,6 +15,8 @@ from envs.factory import EnvironmentFactory
 from envs.own_rows import first_row
 from stream.errors import SettingsError
 from stream.records import Group, Message, Prompt
+from workers.check.scripted import run_in_daemon_thread
+from workers.check.user_code import try_reset
 from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.commands.evaluate.evaluation_engine import with_existing_engine, with_started_engine
 from workers.commands.evaluate.standalone_rollout import roll_out_and_score
@@ -26,7 +28,6 @@ from workers.commands.transcripts.export_groups import export_row, write_export
 from workers.commands.transcripts.run_completions import RunCompletion
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.run.process_main import run_async
-from workers.runtime.daemon_thread import run_in_daemon_thread
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.log_setup import configure_logging
 from workers.runtime.model_config import max_positions
@@ -192,6 +193,7 @@ async def sample_group(options: PlayOptions, settings: Settings, folder: Path | 
         row = await anyio.to_thread.run_sync(first_row, factory, options.ref, _ROWS_TIMEOUT_S)
         options = msgspec.structs.replace(options, fields=row)
     prompt = make_prompt(options, settings.data.system)
+    await try_reset(factory, prompt, settings.rollout.call_timeout_s)
     if folder is None:
         if factory.runs_own_loop:
             raise SettingsError(

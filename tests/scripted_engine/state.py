@@ -9,6 +9,7 @@ import anyio
 import msgspec
 
 from stream.errors import EngineRefusedError
+from tests.scripted_engine.answers import Fault, encode_completion, encode_generation
 from workers.engine_api.wire import (
     PROBE_PREFIX,
     UNNAMED_WEIGHTS,
@@ -18,7 +19,6 @@ from workers.engine_api.wire import (
     UpdateWeightsRequest,
     VersionSpan,
 )
-from workers.testing.scripted_answers import Fault, encode_completion, encode_generation
 
 ReplyFunction = Callable[[list[int], GenerateRequest], list[int]]
 """Returns the token ids that are 'sampled' for a prompt; the engine cuts them at the request's `max_tokens`."""

@@ -1,41 +1,59 @@
-"""Runs one episode of an environment without a model; the test scripts the model's turns.
+"""Plays one episode of an environment with a scripted model: turns from a list, and one token per byte of text.
 
 >>> played = play(Guess, [call("guess", number=50), call("guess", number=7), "It is 7."], fields={"secret": 7})
 >>> played.reward_value, played.tool_replies
 (1.0, ['lower', 'correct'])
 
 The episode runs the code of a rollout worker: slot, parser, limits, deadlines, rewards, snapshot. Only the tokens are
-artificial: one per byte of text.
+artificial.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
+from threading import Thread
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from envs.rewards.merge import merge_parts
 from envs.snapshot import thaw
 from envs.tools import ToolSpec
-from stream.records import Completion, Failure, Message, Prompt, RewardPart
+from stream.records import Completion, Failure, Message, Prompt, RewardPart, Span
 from stream.validity import Measured, Reward, TruncationReason
+from workers.rollout.agent_endpoint.endpoint import serve_endpoint
 from workers.rollout.chat.chat_setup import ChatSetup
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.chat.template import ChatTemplate
+from workers.rollout.engine_client.sampled_turn import SampledTurn
+from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
-from workers.runtime.daemon_thread import run_in_daemon_thread
 from workers.settings import Rollout
-from workers.testing.scripted_sampler import ScriptedSampler, scripted_chat
+
+T = TypeVar("T")
 
 _NAME = "played"
-_UNLIMITED = 10_000_000
+UNLIMITED = 10_000_000
+"""Tokens of an episode whose length is no matter."""
+_START, _END = "<|start|>", "<|end|>"
+_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{- message.content }}
+{%- else %}{%- for part in message.content or [] %}{{- part | tojson }}{%- endfor %}{%- endif %}
+{{- '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant\\n' }}{%- endif %}"""
 
 
 @dataclass(frozen=True)
@@ -144,9 +162,10 @@ def play(
         id="play:0:0", messages=messages, is_plain_text=is_text, fields=dict(fields), environment=_NAME, seed=seed
     )
     script = ScriptedSampler([_text(turn) for turn in planned])
-    completion = run_in_daemon_thread(
-        partial(_play, environment, row, script, functions, _limits(limits, environment, len(planned)))
-    )
+    limits = limits or Rollout(max_tokens=UNLIMITED, max_tokens_per_turn=UNLIMITED)
+    if environment.responds:  # it must not go on after the script
+        limits = msgspec.structs.replace(limits, max_turns=min(limits.max_turns, max(1, len(planned))))
+    completion = run_in_daemon_thread(partial(play_script, environment, row, script, limits, functions))
     return EpisodeResult(
         messages=[*(completion.prompt_messages or row.messages), *completion.messages],
         parts=completion.parts,
@@ -161,35 +180,31 @@ def play(
     )
 
 
-async def _play(
+async def play_script(
     environment: EnvironmentFactory,
     prompt: Prompt,
-    script: ScriptedSampler,
-    rewards: list[RewardFunction],
+    script: "ScriptedSampler",
     limits: Rollout,
+    rewards: Sequence[RewardFunction] = (),
 ) -> Completion:
-    renders = await anyio.to_thread.run_sync(scripted_chat)
+    """Run one episode of an environment, which may have a loop of its own, with a scripted model."""
+    chat = await anyio.to_thread.run_sync(scripted_chat)
+    name = prompt.environment or _NAME
     async with AsyncExitStack() as stack:
         for function in rewards:
             await stack.enter_async_context(function.open())
-        pool = await stack.enter_async_context(EnvironmentPool({_NAME: environment}, size=1))
+        pool = await stack.enter_async_context(EnvironmentPool({name: environment}, size=1))
+        endpoint = await stack.enter_async_context(serve_endpoint("127.0.0.1")) if environment.runs_own_loop else None
         group = await GroupRunner(
-            chats={prompt.environment: ChatSetup(renders, TOOL_FORMATS["hermes"])},
+            chats={prompt.environment: ChatSetup(chat, TOOL_FORMATS["hermes"])},
             sampler=script,
             pool=pool,
             limits=limits,
             rewards=rewards,
-            factories={_NAME: environment},
+            factories={name: environment},
+            endpoint=endpoint,
         ).run(prompt)
     return group.completions[0]
-
-
-def _limits(limits: Rollout | None, environment: EnvironmentFactory, turns: int) -> Rollout:
-    """Return the limits; an environment that answers turns must not go on after the script."""
-    limits = limits or Rollout(max_tokens=_UNLIMITED, max_tokens_per_turn=_UNLIMITED)
-    if not environment.responds:
-        return limits
-    return msgspec.structs.replace(limits, max_turns=min(limits.max_turns, max(1, turns)))
 
 
 def _text(reply: "str | Call | Sequence[Call]") -> str:
@@ -198,3 +213,71 @@ def _text(reply: "str | Call | Sequence[Call]") -> str:
 
 def _name(function: object) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+class ScriptedSampler:
+    """Samples scripted turns; later turns are empty, which ends an episode.
+
+    Args:
+        turns: texts of the model's turns.
+    """
+
+    def __init__(self, turns: Sequence[str]) -> None:
+        self.turns_sampled = 0
+        """Number of turns so far, including turns after the end of the script."""
+        self._turns = turns
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],  # noqa: ARG002
+        sampling: SamplingOptions,
+        *,
+        min_policy_version: int = 0,  # noqa: ARG002
+    ) -> SampledTurn:
+        """See `Sampler.sample`."""
+        await anyio.lowlevel.checkpoint()
+        text = self._turns[self.turns_sampled] if self.turns_sampled < len(self._turns) else ""
+        self.turns_sampled += 1
+        ids = _tokenizer().encode(text + _END, add_special_tokens=False).ids
+        is_cut = len(ids) > sampling.max_tokens
+        ids = ids[: sampling.max_tokens]
+        return SampledTurn(ids, [-1.0] * len(ids), "length" if is_cut else "stop", [Span(0, 0, len(ids))])
+
+
+@lru_cache(maxsize=1)
+def scripted_chat() -> ChatTokenizer:
+    """Return a tokenizer that renders any conversation, without tools."""
+    return ChatTokenizer(_tokenizer(), ChatTemplate(_TEMPLATE, {}, Path("scripted")), None, set())
+
+
+@lru_cache(maxsize=1)
+def _tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (_START, _END)])
+    return tokenizer
+
+
+def run_in_daemon_thread(main: Callable[[], Awaitable[T]]) -> T:
+    """Run `main` on a separate event loop, and return its result or raise its exception.
+
+    Threads inherit whether they are daemons. Threads that hang in user code are children of this one, so they do not
+    keep the process from exiting; with `anyio.from_thread.start_blocking_portal` they would.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(anyio.run(main))
+        except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+            errors.append(error)
+
+    thread = Thread(target=run, daemon=True, name="penstock event loop")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

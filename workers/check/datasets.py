@@ -5,9 +5,9 @@ from typing import Final
 
 from stream.errors import DataError, ReferenceNotFoundError
 from stream.records import Prompt
+from workers.check.report import Checker, Subject
 from workers.feed.dataset_mix import open_dataset_mix
 from workers.feed.environment_rows import temporary_folder, write_evaluation_rows, write_training_rows
-from workers.run.preflight.findings import PreflightReport
 from workers.settings import Settings
 
 _ROWS: Final = 64
@@ -16,57 +16,54 @@ _ROWS_TIMEOUT_S: Final = 20.0
 """For one call of an environment's `rows()`; the feeder waits longer for it."""
 
 
-def check_data(settings: Settings, report: PreflightReport) -> list[Prompt]:
+def check_data(checker: Checker) -> list[Prompt]:
     """Report faults of `[data]` and `[eval]`. Returns the first prompts of `[data]`. Calls `rows()` of environments."""
+    settings = checker.settings
+    data = checker.about("data", "data.sets" if settings.data.sets else "data.path")
+    held_out = checker.about("data", "eval.path" if settings.eval.path else "eval.rows")
     with temporary_folder(settings) as own:
-        key = "data.sets" if settings.data.sets else "data.path"
-        prompts = _check_rows(own, key, report) if _check_own_rows(write_training_rows, own, key, report) else []
-        key = "eval.path" if settings.eval.path else "eval.rows"
-        if settings.eval.source and _check_own_rows(write_evaluation_rows, own, key, report):
-            _check_rows(own.for_evaluation, key, report)
-    report.checked.append(f"{len(prompts)} rows of the data")
+        prompts = _check_rows(own, data) if _check_own_rows(write_training_rows, own, data) else []
+        if settings.eval.source and _check_own_rows(write_evaluation_rows, own, held_out):
+            _check_rows(own.for_evaluation, held_out)
+    checker.checked.append(f"{len(prompts)} rows of the data")
     return prompts
 
 
-def _check_own_rows(
-    write: Callable[[Settings, float], None], settings: Settings, key: str, report: PreflightReport
-) -> bool:
+def _check_own_rows(write: Callable[[Settings, float], None], settings: Settings, data: Subject) -> bool:
     """Call `rows()` of the environments that bring their own rows. Returns whether these can be checked, too."""
     try:
         write(settings, _ROWS_TIMEOUT_S)
     except DataError as error:
         if isinstance(error.__cause__, TimeoutError):
-            report.warn("data", key, f"{error}, so its rows were not checked")
+            data.warn(f"{error}, so its rows were not checked")
         else:
-            report.error("data", key, error, error.cause)
+            data.error(error, cause=error.cause)
         return False
     except ReferenceNotFoundError:
         return False  # the check of the environments reports it
     return True
 
 
-def _check_rows(settings: Settings, key: str, report: PreflightReport) -> list[Prompt]:
+def _check_rows(settings: Settings, data: Subject) -> list[Prompt]:
     try:
         mix = open_dataset_mix(settings)
         total = mix.total_prompts
         prompts, errors = mix.read_prompts(0, min(_ROWS, total))
     except DataError as error:
-        report.error("data", key, error)
+        data.error(error)
         return []
     except OSError as error:
-        report.error("data", key, f"{error.filename}: {error.strerror}")
+        data.error(f"{error.filename}: {error.strerror}")
         return []
     if not total:
-        report.error("data", key, f"{mix.paths} has no rows")
+        data.error(f"{mix.paths} has no rows")
     elif not prompts:
-        report.error("data", key, f"not one of the first {len(errors)} rows is a prompt: {errors[0]}")
+        data.error(f"not one of the first {len(errors)} rows is a prompt: {errors[0]}")
     elif errors:
         rows = len(errors) + len(prompts)
-        report.warn("data", key, f"{len(errors)} of the first {rows} rows are no prompts and are not fed: {errors[0]}")
-    if prompts and total < settings.train.batch_size and not key.startswith("eval."):
-        report.warn(
-            "data",
-            key,
+        data.warn(f"{len(errors)} of the first {rows} rows are no prompts and are not fed: {errors[0]}")
+    if prompts and total < settings.train.batch_size and not data.place.startswith("eval."):
+        data.warn(
             f"{total} prompts are fewer than train.batch_size = {settings.train.batch_size}: the run makes one step, "
             "with what there is",
         )

@@ -8,9 +8,9 @@
 from types import TracebackType
 from typing import Self
 
+from tests.scripted_engine.routes import ScriptedRoutes
+from tests.scripted_engine.state import ScriptedState
 from workers.runtime.http_server import listen
-from workers.testing.scripted_routes import ScriptedRoutes
-from workers.testing.scripted_state import ScriptedState
 
 
 class ScriptedEngine(ScriptedState):

@@ -6,32 +6,27 @@ from typing import Final
 
 from stream.errors import PenstockError
 from stream.records import Prompt
+from workers.check.environment import CheckedEnvironment
+from workers.check.report import Checker
 from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
 from workers.rollout.messages import append_observation
-from workers.run.preflight.environment_check import CheckedEnvironment
-from workers.run.preflight.findings import PreflightReport
-from workers.settings import Settings
 
 _MAX_PROMPTS: Final = 32
 """Prompts of each environment that are rendered."""
 
 
 def check_chats(
-    settings: Settings,
-    prompts: list[Prompt],
-    environments: Mapping[str, CheckedEnvironment],
-    max_positions: int,
-    report: PreflightReport,
+    checker: Checker, prompts: list[Prompt], environments: Mapping[str, CheckedEnvironment], max_positions: int
 ) -> None:
     """Report faults of the chat template, and prompts that are too long.
 
     Args:
-        settings: of the run.
+        checker: collects the findings.
         prompts: first prompts of the data.
         environments: those that could be made.
         max_positions: longest sequence of the model; 0 if unknown.
-        report: gets the findings.
     """
+    settings = checker.settings
     folder = Path(settings.model.path)
     factories = {name: environment.factory for name, environment in environments.items()}
     names: list[str | None] = list(factories) or ([None] if not settings.environments else [])
@@ -39,31 +34,27 @@ def check_chats(
         try:
             setup = load_chat_setups(settings, folder, {name: factories[name]} if name else {})[name]
         except PenstockError as error:
-            report.error("chat template", "model.path", error)
+            checker.about("chat template", "model.path").error(error)
             continue
         except Exception as error:  # noqa: BLE001  (a template is foreign code)
-            report.error("chat template", "model.path", f"{type(error).__name__}: {error}")
+            checker.about("chat template", "model.path").error(f"{type(error).__name__}: {error}")
             continue
         if name:
-            _check_tools(name, setup, environments[name], settings, report)
-        _check_lengths(name, setup, prompts, environments.get(name or ""), settings, max_positions, report)
-        report.checked.append(f"chat template{f' with the tools of {name}' if name else ''}")
-    _check_max_positions(settings, max_positions, report)
+            _check_tools(name, setup, environments[name], checker)
+        _check_lengths(name, setup, prompts, environments.get(name or ""), checker, max_positions)
+        checker.checked.append(f"chat template{f' with the tools of {name}' if name else ''}")
+    _check_max_positions(checker, max_positions)
 
 
-def _check_tools(
-    name: str, setup: ChatSetup, environment: CheckedEnvironment, settings: Settings, report: PreflightReport
-) -> None:
+def _check_tools(name: str, setup: ChatSetup, environment: CheckedEnvironment, checker: Checker) -> None:
     factory = environment.factory
-    if not factory.tools or not settings.data.chat_template_kwargs.get("tools", True):
+    if not factory.tools or not checker.settings.data.chat_template_kwargs.get("tools", True):
         return
     prompt = setup.chat.renderer.render_prompt([{"role": "user", "content": "u"}])
     if hidden := [tool.name for tool in factory.tools if tool.name not in prompt]:
-        report.warn(
-            f"environment {name}",
-            "model.path",
-            f"the chat template does not show the tool {hidden[0]} to the model; describe the tools in data.system, or "
-            "use a model whose template does",
+        checker.about(f"environment {name}", "model.path").warn(
+            f"the chat template does not show the tool {hidden[0]} to the model",
+            "describe the tools in data.system, or use a model whose template does",
         )
 
 
@@ -72,13 +63,13 @@ def _check_lengths(
     setup: ChatSetup,
     prompts: list[Prompt],
     environment: CheckedEnvironment | None,
-    settings: Settings,
+    checker: Checker,
     max_positions: int,
-    report: PreflightReport,
 ) -> None:
     """Compare prompt and completion with `engine.max_model_len`."""
+    settings = checker.settings
     of_name = [prompt for prompt in prompts if prompt.environment == name][:_MAX_PROMPTS]
-    observation = environment.observation if environment else None
+    observation = environment.trial.observation if environment else None
     longest, row = 0, ""
     for prompt in of_name:
         messages = prompt.messages
@@ -87,7 +78,7 @@ def _check_lengths(
         try:
             tokens = len(setup.chat.prompt_ids(messages))
         except PenstockError as error:
-            report.error("chat template", "data.prompt", f"row {prompt.id}: {error}")
+            checker.about("chat template", "data.prompt").error(f"row {prompt.id}: {error}")
             return
         if tokens > longest:
             longest, row = tokens, prompt.id
@@ -100,23 +91,24 @@ def _check_lengths(
     can_grow = not max_positions or enough <= max_positions
     remedy = f"set {key} = {_round_up(enough)}, or lower rollout.max_tokens" if can_grow else "lower rollout.max_tokens"
     if longest >= limit:
-        problem = f"the prompt of row {row} has {longest} tokens, and {key} = {limit} leaves no room for an answer"
-        report.error("lengths", key, f"{problem}; {remedy if can_grow else 'shorten the prompts'}")
+        message = f"the prompt of row {row} has {longest} tokens, and {key} = {limit} leaves no room for an answer"
+        checker.about("lengths", key).error(message, remedy if can_grow else "shorten the prompts")
     elif enough > limit:
-        cut = f"so completions are cut at {limit - longest} tokens; {remedy}"
+        cut = f"so completions are cut at {limit - longest} tokens"
         sums = f"a prompt of {longest} tokens (row {row}) and rollout.max_tokens = {wanted}"
-        report.warn("lengths", key, f"{sums} are more than {key} = {limit}, {cut}")
+        checker.about("lengths", key).warn(f"{sums} are more than {key} = {limit}, {cut}", remedy)
 
 
-def _check_max_positions(settings: Settings, max_positions: int, report: PreflightReport) -> None:
+def _check_max_positions(checker: Checker, max_positions: int) -> None:
+    settings = checker.settings
     limit = settings.engine.max_model_len
     if max_positions and limit > max_positions and not settings.engine.urls:
-        add = report.error if settings.engine.server == "vllm" else report.warn
+        lengths = checker.about("lengths", "engine.max_model_len")
+        add = lengths.error if settings.engine.server == "vllm" else lengths.warn
         add(
-            "lengths",
-            "engine.max_model_len",
             f"{limit} tokens are more than the {max_positions} that the model was made for (max_position_embeddings in "
-            f"its config.json); set it to {max_positions} or less",
+            "its config.json)",
+            f"set it to {max_positions} or less",
         )
 
 

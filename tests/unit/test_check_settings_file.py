@@ -1,4 +1,4 @@
-"""Thirty mistakes, each with the message that answers it before an engine starts."""
+"""`check FILE`: thirty mistakes, each with the message that answers it before an engine starts."""
 
 import json
 import shutil
@@ -14,12 +14,11 @@ from envs.sandboxes import process
 from stream.errors import SettingsError
 from tests.cases.ports import has_ipv6
 from tests.reward_server import reward_server
+from workers.check.check import check
+from workers.check.machine import check_disk, check_memory
+from workers.check.model import ModelFacts
+from workers.check.report import Checker, CheckReport
 from workers.demo.model import make_model
-from workers.run.preflight.findings import PreflightReport, render_findings
-from workers.run.preflight.machine_check import check_disk, check_memory
-from workers.run.preflight.model_check import ModelFacts
-from workers.run.preflight.preflight import run_preflight
-from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
 ENVIRONMENT = """
@@ -79,13 +78,10 @@ class Project:
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new))
 
-    def settings(self) -> Settings:
+    def check(self) -> CheckReport:
         file = self.folder / "run.toml"
         file.write_text(tomli_w.dumps(self.table))
-        return load_settings(file)
-
-    def check(self) -> PreflightReport:
-        return anyio.run(run_preflight, self.settings())
+        return check(file)
 
 
 @pytest.fixture
@@ -242,21 +238,9 @@ MISTAKES = {
         partial(set_reward, "def exact(completions, **_):\n    return [1 / 0 for _ in completions]\n"),
         ["ZeroDivisionError: division by zero", "rewards.py:2"],
     ),
-    "a reward that returns one number": (
-        partial(set_reward, "def exact(completions, **_): return 1.0"),
-        ["measured nothing", "a list of 1 numbers expected"],
-    ),
-    "a reward that returns text": (
-        partial(set_reward, "def exact(completions, **_): return ['yes' for _ in completions]"),
-        ["not_numeric", "returned str, not a number"],
-    ),
     "a reward of the wrong length for more than one answer": (
         partial(set_reward, "def exact(completions, **_): return [1.0]"),
         ["a call with 2 answers measured nothing", "a list of 2 numbers expected", "all completions of one prompt"],
-    ),
-    "a get_reward that returns text": (
-        partial(edit_world, "return float(self.n == self.target)", "return 'good'"),
-        ["get_reward measures nothing", "returned str, not a number", "return a number"],
     ),
     "prompts longer than the context": (long_prompt, ["leaves no room for an answer", "engine.max_model_len"]),
     "a server that is not there": (
@@ -268,7 +252,7 @@ MISTAKES = {
 
 def test_a_run_without_a_mistake_has_no_findings(project):
     report = project.check()
-    assert not report.findings, render_findings(report)
+    assert not report.findings, str(report)
     assert {"environment counter", "reward exact", "Redis", "chat template with the tools of counter"} <= set(
         report.checked
     )
@@ -279,18 +263,18 @@ def test_a_mistake_is_an_error_with_place_and_remedy(project, mistake):
     make, words = MISTAKES[mistake]
     make(project)
     report = project.check()
-    text = "\n".join(f"{each.subject} ({each.place}): {each.problem}" for each in report.errors)
-    assert [word for word in words if word not in text] == [], text or render_findings(report)
+    text = "\n".join(f"{each.subject} ({each.place}): {each.text}" for each in report.errors)
+    assert [word for word in words if word not in text] == [], text or str(report)
 
 
 def test_a_machine_without_sandboxes_is_a_warning_for_each_environment_that_wants_one(project, monkeypatch):
     monkeypatch.setattr(process, "sandbox_problem", lambda: "bwrap: No permissions")
     project.table["environments"] = {"code": "python", "counter": project.table["environments"]["counter"]}
     project.rows([{"question": "a", "environment": "code", "answer": "1", "target": 1}])
-    (warning,) = [each for each in project.check().findings if "sandbox" in each.problem]
+    (warning,) = [each for each in project.check().findings if "sandbox" in each.text]
     assert warning.place == "environments.code"
-    assert "bwrap: No permissions" in warning.problem
-    assert "use the network" in warning.problem
+    assert "bwrap: No permissions" in warning.text
+    assert "use the network" in warning.text
 
 
 def test_an_environment_with_rows_of_its_own_needs_no_data(project):
@@ -298,7 +282,7 @@ def test_an_environment_with_rows_of_its_own_needs_no_data(project):
     project.table["eval"] = {"rows": 2}
     project.edit("world.py", "    def reset", "    def rows(self, split):\n" + ROWS + "\n    def reset")
     report = project.check()
-    assert not report.errors, render_findings(report)
+    assert not report.errors, str(report)
     assert "5 rows of the data" in report.checked
 
 
@@ -308,10 +292,10 @@ def test_all_faults_are_found_at_once(project):
     set_reward("def exact(completions, **_):\n    raise ValueError('bad')\n", project)
     report = project.check()
     assert [each.subject for each in report.errors] == ["model", "environment counter", "reward exact"]
-    text = render_findings(report)
+    text = str(report)
     assert 'rewards.py", line 2, in exact' in text
     assert "/envs/" not in text.replace(str(project.folder), ""), "the traceback has frames of Penstock"
-    assert "3 errors found" in text
+    assert "The run cannot start: 3 errors, no warnings." in text
 
 
 def test_several_wrong_combinations_are_reported_together(project):
@@ -326,20 +310,26 @@ def test_a_completion_that_is_cut_off_is_a_warning(project):
     project.table["rollout"]["max_tokens"] = 480
     report = project.check()
     assert not report.errors
-    assert "so completions are cut at" in report.warnings[0].problem
+    assert "so completions are cut at" in report.warnings[0].text
+
+
+def test_code_that_loads_slowly_is_a_warning_for_a_run_which_waits_and_an_error_for_a_reference(project, monkeypatch):
+    for limit in ("_LOAD_TIMEOUT_S", "_PATIENT_LOAD_TIMEOUT_S"):
+        monkeypatch.setattr(f"workers.check.report.{limit}", 0.2)
+    edit_world("class Counter", "import time; time.sleep(1)\nclass Counter", project)
+    shutil.copy(project.folder / "world.py", project.folder / "alone.py")
+    reports = project.check(), check(f"{project.folder}/alone.py:Counter")
+    levels = [
+        [each.level for each in report.findings if "0.2 s" in each.text and "environment" in each.subject]
+        for report in reports
+    ]
+    assert levels == [["warning"], ["error"]]
 
 
 def test_a_reward_of_the_wrong_length_that_is_called_with_one_answer_at_a_time_is_no_finding(project):
     set_reward("def exact(completions, **_): return [1.0]", project)
     project.table["rewards"][0]["granularity"] = "row"
     assert not project.check().findings
-
-
-def test_a_get_reward_that_raises_without_a_tool_call_is_a_warning(project):
-    edit_world("return float(self.n == self.target)", "return [1.0][self.n + 1]", project)
-    report = project.check()
-    assert not report.errors
-    assert "IndexError" in report.warnings[0].problem
 
 
 @pytest.mark.parametrize(
@@ -356,20 +346,10 @@ def test_an_environment_that_draws_its_task_at_random_is_a_warning(project, sect
     for name, section in sections.items():
         project.table[name] = project.table.get(name, {}) | section
     report = project.check()
-    assert not report.errors, render_findings(report)
-    found = [each.problem for each in report.warnings if "a group compares completions of one task" in each.problem]
-    assert len(found) == warned, render_findings(report)
-    assert all("left other values in target:" in text and "(with the row prompts:0:0)" in text for text in found)
-
-
-def test_a_reward_that_fails_on_one_answer_is_a_warning(project):
-    set_reward(
-        "def exact(completions, **_):\n    return [float(c.split('boxed')[1] == '') for c in completions]\n", project
-    )
-    report = project.check()
-    assert not report.errors
-    assert "IndexError" in report.warnings[0].problem
-    assert report.warnings[0].place.endswith("rewards.py:2")
+    assert not report.errors, str(report)
+    found = [each.text for each in report.warnings if "a group compares completions of one task" in each.text]
+    assert len(found) == warned, str(report)
+    assert all("left other values in target (with" in text and "(with the row prompts:0:0)" in text for text in found)
 
 
 def test_each_port_of_the_run_is_tried(project):
@@ -380,9 +360,9 @@ def test_each_port_of_the_run_is_tried(project):
         project.table["run"] |= {"address": f"127.0.0.1:{port}", "metrics_address": f"127.0.0.1:{port - 1}"}
         project.table["weights"] = {"transport": "http"}
         report = project.check()
-    found = [each for each in report.errors if f"cannot listen on 127.0.0.1:{port}" in each.problem]
+    found = [each for each in report.errors if f"cannot listen on 127.0.0.1:{port}" in each.text]
     assert [each.place for each in found] == ["run.address", "run.metrics_address"]
-    assert all("name another port, or none" in each.problem for each in found)
+    assert all("name another port, or none" in each.text for each in found)
 
 
 def test_the_prompt_reaches_reset_and_rewards_under_the_name_that_the_message_gives(project):
@@ -405,14 +385,14 @@ def test_a_port_of_the_dashboard_that_is_in_use_is_a_warning(project):
     assert not report.errors
     (warning,) = report.warnings
     assert warning.place == "run.dashboard"
-    assert f"cannot listen on 127.0.0.1:{port}: address already in use, so the run has no dashboard" in warning.problem
-    assert '"on"' in warning.problem
+    assert f"cannot listen on 127.0.0.1:{port}: address already in use, so the run has no dashboard" in warning.text
+    assert '"on"' in warning.text
 
 
 def test_an_address_of_another_machine_is_an_error(project):
     project.table["run"]["address"] = "192.0.2.7"
     (error,) = project.check().errors
-    assert "cannot listen on 192.0.2.7" in error.problem
+    assert "cannot listen on 192.0.2.7" in error.text
     assert error.place == "run.address"
 
 
@@ -431,7 +411,7 @@ def test_a_reward_that_may_measure_other_completions_is_a_warning(project, code,
     edit_world("self.n, self.target = 0, target", "self.n, self.target, self.calls = 0, target, []", project)
     report = project.check()
     assert not report.errors
-    assert words in report.warnings[0].problem
+    assert words in report.warnings[0].text
 
 
 @pytest.mark.parametrize(
@@ -443,16 +423,15 @@ def test_a_reward_that_may_measure_other_completions_is_a_warning(project, code,
     ],
 )
 def test_a_reward_model_that_cannot_take_the_longest_conversation_is_reported(project, context, args, level, words):
-    async def check() -> PreflightReport:
+    async def check_with_server() -> CheckReport:
         async with reward_server() as server:
             server.models = {"data": [{"id": "m", "max_model_len": context}]}
             project.table["rewards"] = [{"ref": "reward_model", "args": {"urls": server.url, **args}}]
-            settings = await anyio.to_thread.run_sync(project.settings)
-            return await run_preflight(settings)
+            return await anyio.to_thread.run_sync(project.check)
 
-    report = anyio.run(check)
-    assert [each.level for each in report.findings] == ([level] if level else []), render_findings(report)
-    assert [word for word in words if word not in report.findings[0].problem] == []
+    report = anyio.run(check_with_server)
+    assert [each.level for each in report.findings] == ([level] if level else []), str(report)
+    assert [word for word in words if word not in report.findings[0].text] == []
 
 
 def test_a_snapshot_that_is_too_large_already_after_reset_is_a_warning(project):
@@ -460,7 +439,7 @@ def test_a_snapshot_that_is_too_large_already_after_reset_is_a_warning(project):
     project.table["rollout"]["max_snapshot_bytes"] = 2000
     (finding,) = project.check().findings
     assert (finding.level, finding.place) == ("warning", "rollout.max_snapshot_bytes")
-    assert "map exceeds rollout.max_snapshot_bytes = 2000" in finding.problem
+    assert "map exceeds rollout.max_snapshot_bytes = 2000" in finding.text
 
 
 def test_a_reward_without_a_part_in_a_completion_is_no_finding(project):
@@ -475,7 +454,7 @@ def test_an_engine_that_does_not_answer_is_a_warning(project):
         project.table["engine"]["urls"] = [f"http://127.0.0.1:{taken.getsockname()[1]}"]
         report = project.check()
     assert not report.errors
-    assert "does not answer" in report.warnings[0].problem
+    assert "does not answer" in report.warnings[0].text
 
 
 def test_a_file_of_engines_that_does_not_exist_is_a_warning(project):
@@ -493,9 +472,9 @@ def test_gpus_that_are_not_there_are_an_error_and_not_the_cpu(project, monkeypat
     python.write_text(f"#!/bin/sh\necho '{answer}'\n")
     python.chmod(0o755)
     files = [project.folder / "no-driver", project.folder if has_gpu else project.folder / "none"]
-    monkeypatch.setattr("workers.run.preflight.machine_check._GPU_FILES", files)
+    monkeypatch.setattr("workers.check.machine._GPU_FILES", files)
     project.table["engine"] |= {"server": "vllm", "python": str(python), "devices": ["0"]}
-    problems = [error.problem for error in project.check().errors]
+    problems = [error.text for error in project.check().errors]
     assert any("this machine has none" in problem for problem in problems) is not has_gpu
     assert any("was built for CPUs" in problem for problem in problems) is is_cpu_build
     assert all("leave engine.devices out" in problem for problem in problems)
@@ -503,12 +482,12 @@ def test_gpus_that_are_not_there_are_an_error_and_not_the_cpu(project, monkeypat
 
 def test_a_disk_and_a_memory_that_are_too_small_are_errors(project, monkeypatch):
     (project.folder / "run.toml").write_text(tomli_w.dumps(project.table))
-    settings, report = load_settings(project.folder / "run.toml"), PreflightReport()
+    checker = Checker(load_settings(project.folder / "run.toml"))
     facts = ModelFacts(parameters=10**15, max_positions=512)
-    check_disk(settings, facts, report)
-    monkeypatch.setattr("workers.run.preflight.machine_check._HAS_GPU", False)
-    check_memory(settings, facts, report)
-    assert [each.place for each in report.errors] == ["run.folder", "model.path"]
+    check_disk(checker, facts)
+    monkeypatch.setattr("workers.check.machine._HAS_GPU", False)
+    check_memory(checker, facts)
+    assert [each.place for each in checker.findings] == ["run.folder", "model.path"]
 
 
 def test_thirty_mistakes_are_answered():
@@ -524,6 +503,6 @@ def test_thirty_mistakes_are_answered():
 )
 def test_ports_beyond_the_last_one_are_an_error_and_ipv6_is_none(project, address, problem):
     project.table["run"]["metrics_address"] = address
-    errors = [each.problem for each in project.check().errors]
+    errors = [each.text for each in project.check().errors]
     assert bool(errors) is bool(problem)
     assert all(f"cannot listen on {problem}"[:-1] in each for each in errors)

@@ -8,6 +8,8 @@ import msgspec
 from aiohttp import web
 
 from stream.errors import EngineRefusedError
+from tests.scripted_engine.answers import Fault
+from tests.scripted_engine.state import ScriptedState
 from workers.engine_api.wire import (
     PROBE_PREFIX,
     GenerateRequest,
@@ -16,8 +18,6 @@ from workers.engine_api.wire import (
     error_body,
 )
 from workers.runtime.http_server import MAX_BODY_BYTES, Handler, error_middleware
-from workers.testing.scripted_answers import Fault
-from workers.testing.scripted_state import ScriptedState
 
 _CONTROL_ROUTES = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update")
 _FAILURES = ("500", "429", "busy", "400", "hang", "reset")
@@ -58,7 +58,7 @@ class ScriptedRoutes:
 
         @web.middleware
         async def closed(request: web.Request, handler: Handler) -> web.StreamResponse:
-            while state.is_frozen and not state.closing.is_set():  # noqa: ASYNC110  (tests set the attribute directly)
+            while state.is_frozen and not state.closing.is_set():
                 await anyio.sleep(0.01)
             return web.Response(status=404) if request.path in state.missing_routes else await handler(request)
 

@@ -15,13 +15,13 @@ import psutil
 from stream.connection.run_connection import connect
 from stream.errors import EngineError, PenstockError, ServerError, SettingsError
 from stream.server_process import find_server
+from workers.check.model import ModelFacts
+from workers.check.report import Checker
 from workers.engine_api.discovery.addresses import explain_lookup, find_engines
-from workers.run.preflight.findings import PreflightReport
-from workers.run.preflight.model_check import ModelFacts
-from workers.run.run_folder import RUNS
 from workers.runtime.ports import free_port
 from workers.settings import Settings
 from workers.settings.engine import DNS_PREFIX
+from workers.settings.settings import RUNS
 from workers.vllm.interpreter import check_interpreter, resolve_interpreter
 
 _DASHBOARD_HOST: Final = "127.0.0.1"
@@ -37,17 +37,18 @@ _GPU_FILES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 """Of the drivers of NVIDIA, of AMD, and of Windows for Linux."""
 
 
-def check_machine(settings: Settings, facts: ModelFacts | None, report: PreflightReport) -> None:
+def check_machine(checker: Checker, facts: ModelFacts | None) -> None:
     """Report faults of installed packages, disk, memory, GPUs and ports. Blocks on files."""
-    check_packages(settings, report)
-    check_disk(settings, facts, report)
-    check_memory(settings, facts, report)
-    check_gpus(settings, report)
-    check_ports(settings, report)
+    check_packages(checker)
+    check_disk(checker, facts)
+    check_memory(checker, facts)
+    check_gpus(checker)
+    check_ports(checker)
 
 
-def check_packages(settings: Settings, report: PreflightReport) -> None:
+def check_packages(checker: Checker) -> None:
     """Report packages that this run's roles need and that are not installed."""
+    settings = checker.settings
     needed = {"torch": "train", "transformers": "train", "safetensors": "train"}
     needed |= {"aiohttp": "rollout", "aiohappyeyeballs": "rollout", "httptools": "rollout"}
     if settings.lora.rank:
@@ -55,13 +56,14 @@ def check_packages(settings: Settings, report: PreflightReport) -> None:
     needed |= {tracker: tracker for tracker in settings.train.trackers}
     for package, extra in needed.items():
         if find_spec(package) is None:
-            report.error(
-                "packages", "this Python", f"{package} is not installed: pip install 'penstock[{extra}]' brings it"
-            )
+            remedy = f"pip install 'penstock[{extra}]' brings it"
+            checker.about("packages", "this Python").error(f"{package} is not installed", remedy)
 
 
-def check_disk(settings: Settings, facts: ModelFacts | None, report: PreflightReport) -> None:
+def check_disk(checker: Checker, facts: ModelFacts | None) -> None:
     """Compare free space with what checkpoints and published weights take."""
+    settings = checker.settings
+    disk = checker.about("disk", "run.folder")
     folder = _existing_parent(settings.folder if settings.run.name else RUNS)
     free = shutil.disk_usage(folder).free
     parameters = facts.parameters if facts and not settings.lora.rank else 0
@@ -69,23 +71,21 @@ def check_disk(settings: Settings, facts: ModelFacts | None, report: PreflightRe
     one = parameters * (_SAVED_BYTES + width) + _LEAST_FREE_BYTES
     everything = one * (settings.train.max_checkpoints + 1) + 2 * parameters * width
     if free < one:
-        report.error(
-            "disk", "run.folder", f"{folder} has {_size(free)} free, and one checkpoint takes {_size(one)}; make room, "
-            "or set run.folder to another disk"
-        )  # fmt: skip
+        message = f"{folder} has {_size(free)} free, and one checkpoint takes {_size(one)}"
+        disk.error(message, "make room, or set run.folder to another disk")
     elif free < everything:
-        report.warn(
-            "disk",
-            "run.folder",
+        disk.warn(
             f"{folder} has {_size(free)} free, and {settings.train.max_checkpoints} checkpoints and the best one take "
-            f"about {_size(everything)}; make room, lower train.max_checkpoints, or set run.folder to another disk",
+            f"about {_size(everything)}",
+            "make room, lower train.max_checkpoints, or set run.folder to another disk",
         )
     if not _is_writable(folder):
-        report.error("disk", "run.folder", f"{folder} cannot be written to; set run.folder to a folder that can")
+        disk.error(f"{folder} cannot be written to", "set run.folder to a folder that can")
 
 
-def check_memory(settings: Settings, facts: ModelFacts | None, report: PreflightReport) -> None:
+def check_memory(checker: Checker, facts: ModelFacts | None) -> None:
     """Compare memory with what the trainer and the local engines take, on a machine without a GPU."""
+    settings = checker.settings
     if facts is None or not facts.parameters or _HAS_GPU:
         return
     trained = facts.parameters * (4 if settings.lora.rank else _TRAINED_BYTES)
@@ -95,53 +95,54 @@ def check_memory(settings: Settings, facts: ModelFacts | None, report: Preflight
         f"a model of {facts.parameters / 1e6:,.0f} million parameters takes about {_size(needed)} in trainer and "
         f"engines, and this machine has "
     )
-    remedy = "; use a smaller model, [lora], or a larger machine"
+    remedy = "use a smaller model, [lora], or a larger machine"
     if trained > memory.total:
-        report.error("memory", "model.path", f"{text}{_size(memory.total)}{remedy}")
+        checker.about("memory", "model.path").error(f"{text}{_size(memory.total)}", remedy)
     elif needed > memory.available:
-        report.warn("memory", "model.path", f"{text}{_size(memory.available)} free{remedy}")
+        checker.about("memory", "model.path").warn(f"{text}{_size(memory.available)} free", remedy)
 
 
-def check_gpus(settings: Settings, report: PreflightReport) -> None:
+def check_gpus(checker: Checker) -> None:
     """Report that GPUs are named for engines, and this machine has none."""
+    settings = checker.settings
     devices = list(settings.engine.devices)
     if devices and not any(file.exists() for file in _GPU_FILES):
-        report.error(
-            "engine",
-            "engine.devices",
-            f"{devices} are GPUs, and this machine has none, or no driver for it; leave engine.devices out, or start "
-            "the run where the GPUs are",
+        checker.about("engine", "engine.devices").error(
+            f"{devices} are GPUs, and this machine has none, or no driver for it",
+            "leave engine.devices out, or start the run where the GPUs are",
         )
 
 
-def check_ports(settings: Settings, report: PreflightReport) -> None:
+def check_ports(checker: Checker) -> None:
     """Report addresses that this machine does not have, and ports that other processes have."""
+    settings = checker.settings
     run = settings.run
-    _check_port(run.host, run.port if settings.weights.transport == "http" else 0, "run.address", report)
+    _check_port(run.host, run.port if settings.weights.transport == "http" else 0, "run.address", checker)
     if run.metrics_address:
         processes = (
             3 + settings.rollout.workers + settings.score.workers
         )  # supervisor, feeder and trainer are the three
         for port in range(run.metrics_port, run.metrics_port + processes) if run.metrics_port else (0,):
-            _check_port(urlsplit(f"//{run.metrics_address}").hostname or "", port, "run.metrics_address", report)
+            _check_port(urlsplit(f"//{run.metrics_address}").hostname or "", port, "run.metrics_address", checker)
     if isinstance(run.dashboard, int):
         try:
             free_port(_DASHBOARD_HOST, run.dashboard)
         except EngineError as error:
             remedy = 'name another port, or "on", which takes a free one'
-            report.warn("dashboard", "run.dashboard", f"{error}, so the run has no dashboard; {remedy}")
+            checker.about("dashboard", "run.dashboard").warn(f"{error}, so the run has no dashboard", remedy)
 
 
-def _check_port(host: str, port: int, setting: str, report: PreflightReport) -> None:
+def _check_port(host: str, port: int, setting: str, checker: Checker) -> None:
     """Report an address that cannot be listened on; port 0: any."""
     try:
         free_port(host, port)
     except EngineError as error:
-        report.error("port", setting, f"{error}; name another {'port, or none' if port else 'address'}")
+        checker.about("port", setting).error(error, f"name another {'port, or none' if port else 'address'}")
 
 
-async def check_redis(settings: Settings, report: PreflightReport) -> None:
+async def check_redis(checker: Checker) -> None:
     """Report that there is no server to start, or that the server of `run.redis` does not answer or is not fit."""
+    settings = checker.settings
     try:
         if url := settings.run.redis:
             with anyio.fail_after(4 * _CONNECT_TIMEOUT_S):
@@ -150,14 +151,15 @@ async def check_redis(settings: Settings, report: PreflightReport) -> None:
         else:
             await anyio.to_thread.run_sync(find_server)
     except ServerError as error:
-        report.error("Redis", "run.redis", error)
+        checker.about("Redis", "run.redis").error(error)
     except TimeoutError:
-        report.error("Redis", "run.redis", f"{urlsplit(settings.run.redis).hostname} does not answer")
-    report.checked.append("Redis")
+        checker.about("Redis", "run.redis").error(f"{urlsplit(settings.run.redis).hostname} does not answer")
+    checker.checked.append("Redis")
 
 
-async def check_engines(settings: Settings, report: PreflightReport) -> None:
+async def check_engines(checker: Checker) -> None:
     """Report engines that do not answer, and a vLLM that cannot be started."""
+    settings = checker.settings
     engine = settings.engine
     async with anyio.create_task_group() as tasks:
         for entry in engine.urls:
@@ -166,15 +168,16 @@ async def check_engines(settings: Settings, report: PreflightReport) -> None:
             try:
                 urls = await find_engines(entry)
             except (OSError, UnicodeError, SettingsError) as error:
-                report.warn("engine", "engine.urls", f"{explain_lookup(error)}; the run waits until it names engines")
+                subject = checker.about("engine", "engine.urls")
+                subject.warn(explain_lookup(error), "the run waits until it names engines")
                 continue
             for url in urls:
-                tasks.start_soon(_check_engine, url, settings, report)
+                tasks.start_soon(_check_engine, url, checker)
     if engine.server == "vllm" and not engine.urls:
-        await _check_vllm(partial(_inspect_vllm, settings), report)
+        await _check_vllm(partial(_inspect_vllm, settings), checker)
 
 
-async def _check_engine(url: str, settings: Settings, report: PreflightReport) -> None:
+async def _check_engine(url: str, checker: Checker) -> None:
     address = urlsplit(url)
     port = address.port or (443 if address.scheme == "https" else 80)
     try:
@@ -182,9 +185,8 @@ async def _check_engine(url: str, settings: Settings, report: PreflightReport) -
             await (await anyio.connect_tcp(address.hostname or "", port)).aclose()
     except (OSError, TimeoutError) as error:
         why = str(error) or "no answer"
-        report.warn(
-            "engine", "engine.urls", f"{url} does not answer ({why}); the run waits {settings.engine_wait_s:g} s for it"
-        )
+        waits = f"the run waits {checker.settings.engine_wait_s:g} s for it"
+        checker.about("engine", "engine.urls").warn(f"{url} does not answer ({why})", waits)
 
 
 def _inspect_vllm(settings: Settings) -> None:
@@ -201,14 +203,14 @@ def _inspect_vllm(settings: Settings) -> None:
         )
 
 
-async def _check_vllm(check: Callable[[], object], report: PreflightReport) -> None:
+async def _check_vllm(check: Callable[[], object], checker: Checker) -> None:
     try:
         with anyio.fail_after(_VLLM_TIMEOUT_S):
             await anyio.to_thread.run_sync(check, abandon_on_cancel=True)
     except PenstockError as error:
-        report.error("engine", "engine.python", error)
+        checker.about("engine", "engine.python").error(error)
     except TimeoutError:
-        report.warn("engine", "engine.python", f"the interpreter did not answer within {_VLLM_TIMEOUT_S:g} s")
+        checker.about("engine", "engine.python").warn(f"the interpreter did not answer within {_VLLM_TIMEOUT_S:g} s")
 
 
 def _existing_parent(folder: Path) -> Path:

@@ -8,8 +8,8 @@ from typing import Final
 import anyio
 import msgspec
 
+from workers.check.report import CheckFinding, CheckReport
 from workers.run.child_processes import ChildProcess
-from workers.run.preflight.findings import PreflightReport
 from workers.run.role_specs import RoleSpec, penstock_command
 from workers.run.wait_lines import WaitLines
 from workers.runtime.exit_codes import ExitCode
@@ -20,7 +20,7 @@ _OUTPUT_LINES: Final = 20
 _LOOK_S: Final = 1.0
 
 
-async def run_preflight_process(file: Path, overrides: tuple[str, ...], hang_timeout_s: float) -> PreflightReport:
+async def run_preflight_process(file: Path, overrides: tuple[str, ...], hang_timeout_s: float) -> CheckReport:
     """Run `penstock check FILE` and return its report.
 
     Args:
@@ -46,7 +46,7 @@ async def run_preflight_process(file: Path, overrides: tuple[str, ...], hang_tim
                 code = await child.run()
                 how = child.describe_end(code)
                 tasks.cancel_scope.cancel()
-        return await anyio.to_thread.run_sync(_read_report, path, code, how, child.log_file)
+        return await anyio.to_thread.run_sync(_read_report, path, file, code, how, child.log_file)
 
 
 async def _show_waits(child: ChildProcess) -> None:
@@ -54,25 +54,20 @@ async def _show_waits(child: ChildProcess) -> None:
     waits = WaitLines()
     while True:
         for wait in waits.observe((child.spec.role, call) for call in child.running_calls()):
-            print_report(f"waiting: {wait.text}")
+            print(f"waiting: {wait.text}", file=sys.stderr, flush=True)  # noqa: T201
         await anyio.sleep(_LOOK_S)
 
 
-def print_report(text: str) -> None:
-    """Print findings to stderr."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201  (this is the command's output)
-
-
-def _read_report(path: Path, code: int | None, how: str, log: Path) -> PreflightReport:
+def _read_report(path: Path, file: Path, code: int | None, how: str, log: Path) -> CheckReport:
     """Return the report; one that says what happened if the process wrote none."""
     if code in (ExitCode.SUCCESS, ExitCode.FAILURE) and path.exists():
-        return msgspec.json.decode(path.read_bytes(), type=PreflightReport)
-    report = PreflightReport(seconds=_TIMEOUT_S if code is None else 0.0)
+        return msgspec.json.decode(path.read_bytes(), type=CheckReport)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_OUTPUT_LINES:]) if log.exists() else ""
-    report.error(
-        "check",
-        "user code",
-        f"the process that tries environments and reward functions {how}; `penstock check REF` tries each of them "
-        f"alone, and `penstock run --no-check` starts without this check. Its last output:\n{tail}",
+    finding = CheckFinding(
+        level="error",
+        subject="check",
+        place="user code",
+        message=f"the process that tries environments and reward functions {how}. Its last output:\n{tail}\n",
+        remedy="`penstock check REF` tries each of them alone, and `penstock run --no-check` starts without this check",
     )
-    return report
+    return CheckReport(target=str(file), kind="settings file", ok=False, findings=(finding,))
