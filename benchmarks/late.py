@@ -28,13 +28,13 @@ from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus, read_status
 from tests.chaos import project
 from tests.chaos.ends import GROUP_SIZE, TRAINED, intended
-from workers.run.progress_display import SilentDisplay
 from workers.run.role_specs import ENGINE
-from workers.run.run_folder import lock_folder, write_settings
 from workers.run.run_info import read_run_info
 from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runs.folder import lock_folder, write_settings
 from workers.runtime import log_setup as logs
 from workers.settings import Settings
+from workers.terminal.progress import SilentDisplay
 
 Late = Literal["train", "wait", "cancel"]
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from importlib.metadata import version
 
     from workers.runs.find import Run, open_run
+    from workers.runs.summary import RunSummary
 
     from envs.contract import AgentEnvironment, Environment, EnvironmentFailure
     from stream.errors import PenstockError, SettingsError
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from workers.check.report import CheckReport
     from workers.commands.play.play import play
     from workers.run.run_process import run
-    from workers.run.summary import RunSummary
     from workers.settings.settings import Settings
     from workers.settings.toml_file import load_settings
 

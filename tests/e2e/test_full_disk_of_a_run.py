@@ -7,6 +7,7 @@ import anyio
 import anyio.to_thread
 import pytest
 from msgspec.structs import replace
+from workers.runs.status import queue_report
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError
@@ -15,16 +16,15 @@ from tests.chaos import project
 from tests.chaos.audit import acquitted, audit
 from tests.chaos.recount import recount
 from workers.cli.command_error import as_command_error
-from workers.commands.queues import queue_report
 from workers.dashboard.live_view import LiveView
 from workers.dashboard.rendering import load_templates
 from workers.dashboard.run_page import render_state
 from workers.dashboard.run_source import RunSource
-from workers.run.progress_display import SilentDisplay
-from workers.run.run_folder import disk_problems, lock_folder, write_settings
 from workers.run.run_info import find_run, read_run_info, read_run_status
 from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runs.folder import disk_problems, lock_folder, write_settings
 from workers.runtime import log_setup as logs
+from workers.terminal.progress import SilentDisplay
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 

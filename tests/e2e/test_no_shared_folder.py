@@ -21,8 +21,8 @@ from tests.e2e.harness import trained
 from tests.e2e.test_late_start import Watched, ended, with_one_of_each
 from tests.scripted_engine.engine import ScriptedEngine
 from workers.commands.audit import audit_run
-from workers.run.run_folder import write_settings
 from workers.run.run_info import find_run
+from workers.runs.folder import write_settings
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings
 

@@ -17,14 +17,14 @@ from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus, read_status
 from workers.demo.model import make_tokenizer
-from workers.run.progress_display import SilentDisplay
 from workers.run.role_specs import COMMANDS, ENGINE
-from workers.run.run_folder import lock_folder, write_settings
 from workers.run.run_info import read_run_info
 from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runs.folder import lock_folder, write_settings
 from workers.runtime import log_setup as logs
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
+from workers.terminal.progress import SilentDisplay
 
 HERE = Path(__file__).parent
 REWARDS = """\

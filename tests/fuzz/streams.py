@@ -30,12 +30,12 @@ from stream.operator.dead_letters import DeadLetter, list_dead_letters
 from tests.chaos import project
 from tests.chaos.audit import acquitted, audit
 from tests.fuzz.litter import Litterer
-from workers.run.progress_display import choose_display
-from workers.run.run_folder import lock_folder, write_settings
 from workers.run.run_info import find_run, with_run
 from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runs.folder import lock_folder, write_settings
 from workers.runtime import log_setup as logs
 from workers.settings import Settings
+from workers.terminal.progress import choose_display
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

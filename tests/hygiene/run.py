@@ -35,12 +35,12 @@ from tests.hygiene import project
 from tests.hygiene.ends import LEAK
 from tests.hygiene.judge import judge
 from tests.hygiene.samples import Sample, sample_folder, sample_inside, sample_processes, sample_server
-from workers.run.progress_display import choose_display
-from workers.run.run_folder import lock_folder, write_settings
 from workers.run.run_info import RunInfo, read_run_info
 from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runs.folder import lock_folder, write_settings
 from workers.runtime import log_setup as logs
 from workers.settings import Settings
+from workers.terminal.progress import choose_display
 
 SAMPLES = 300
 """Fewest samples of a run; a short run has fewer."""

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import structlog
 from redis import Redis
+from workers.terminal.audit import show_audit
 
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import DataError, PenstockError
@@ -20,9 +21,8 @@ from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
-from workers.commands.audit import show_audit
-from workers.feed.dataset_mix import open_dataset_mix
-from workers.feed.dataset_rows import fixed_rows
+from workers.datasets.fingerprint import fixed_rows
+from workers.datasets.mix import open_dataset_mix
 from workers.settings.toml_file import dump_settings, parse_settings
 
 TRAINED = Trained()

@@ -19,8 +19,8 @@ from stream.server_process import find_server
 from tests.cases.authority import Authority
 from tests.cases.ports import free_port
 from workers.run.role_specs import role_specs
-from workers.run.run_folder import write_settings
 from workers.run.run_info import RunInfo, find_run, write_run_info
+from workers.runs.folder import write_settings
 from workers.settings.toml_file import parse_settings
 
 HUSH = "opensesame"

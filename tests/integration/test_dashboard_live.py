@@ -12,17 +12,17 @@ import anyio
 import msgspec
 import pytest
 from anyio.abc import TaskGroup
+from workers.runs.status import queue_report
 
 from stream.connection.run_identity import RunIdentity, compare_with_server, write_identity
 from stream.operator.dead_letters import list_dead_letters
 from stream.operator.run_status import read_status
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
-from workers.commands.queues import queue_report
 from workers.dashboard.access import Access
 from workers.dashboard.live_view import LiveView, Snapshot
 from workers.dashboard.run_source import RunCatalog
 from workers.dashboard.server import serve_dashboard
-from workers.runtime.secret import without_secrets
+from workers.settings.secrets import without_secrets
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import anyio
 import pytest
 import structlog
+from workers.runs.dead_letters import LetterChoice, hex_dump
+from workers.terminal.dead_letters import drop_dead, list_dead, retry_dead, show_dead
 
 from stream.errors import PenstockError
 from stream.operator.dead_letters import list_dead_letters
@@ -16,7 +18,6 @@ from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
 from workers.commands import dead_letters
-from workers.commands.dead_letters import LetterChoice, drop_dead, hex_dump, list_dead, retry_dead, show_dead
 
 TERMS = RetryPolicy(data_attempts=1)
 

@@ -12,6 +12,9 @@ import anyio
 import pytest
 import structlog
 from redis import Redis
+from workers.runs.dead_letters import LetterChoice
+from workers.terminal.dead_letters import drop_dead, retry_dead
+from workers.terminal.queues import show_queues
 
 from stream.connection.keys import key_prefix
 from stream.connection.run_connection import connect
@@ -23,9 +26,7 @@ from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group, Prompt
 from stream.server_process import private_server
 from workers.commands.control import send_command
-from workers.commands.dead_letters import LetterChoice, drop_dead, retry_dead
 from workers.commands.engines import change_engine
-from workers.commands.queues import show_queues
 from workers.run.run_info import RunInfo, RunLocation, find_run, write_run_info
 from workers.settings.toml_file import dump_settings, parse_settings
 

@@ -9,6 +9,7 @@ import anyio
 import pytest
 import structlog
 from redis import Redis
+from workers.terminal.queues import show_queues
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError, RunFailedError
@@ -22,14 +23,13 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import Trained
 from stream.trainer.resume_point import ResumePoint
 from workers.commands.control import send_command
-from workers.commands.queues import show_queues
 from workers.run.role_process import _run_connected
+from workers.runs.progress import Progress
 from workers.runtime.context import WorkerContext
 from workers.runtime.work_loop import work_loop
 from workers.settings.toml_file import dump_settings, parse_settings
 from workers.train.groups.collector import Collector
 from workers.train.groups.group_checker import GroupChecker
-from workers.train.progress import Progress
 
 ANN = "ann@box"
 

@@ -7,6 +7,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 from msgspec.structs import replace
+from workers.runs.status import queue_report
 
 from stream.codec import decode
 from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
@@ -21,7 +22,6 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import Dropped, Duplicate, Trained
 from tests.chaos.project import END, write_project
 from tests.scripted_engine.engine import ScriptedEngine
-from workers.commands.queues import queue_report
 from workers.rollout.stale_canceller import StaleCanceller, should_cancel
 from workers.rollout.worker import rollout
 from workers.runtime.context import WorkerContext

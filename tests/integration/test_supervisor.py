@@ -18,6 +18,7 @@ import anyio
 import msgspec
 import psutil
 import pytest
+from workers.runs.live_run import process_start
 
 from stream.backoff import Backoff
 from stream.connection.run_connection import RunConnection
@@ -30,7 +31,6 @@ from stream.records import Group, Prompt
 from workers.run import dashboard_process
 from workers.run.dashboard_process import DashboardProcess
 from workers.run.identity_check import check_folder
-from workers.run.progress_display import SilentDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
 from workers.run.restart_policy import (
     GiveUp,
@@ -42,12 +42,13 @@ from workers.run.restart_policy import (
 from workers.run.role_specs import COMMANDS, RoleSpec
 from workers.run.run_command import raise_for_failure, supervise
 from workers.run.run_ending import RunEnding
-from workers.run.run_folder import lock_folder, write_settings
-from workers.run.run_info import RunInfo, process_start, write_run_info
+from workers.run.run_info import RunInfo, write_run_info
 from workers.run.run_info import read_run_info as read_live
 from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runs.folder import lock_folder, write_settings
 from workers.settings import Queue, Settings
 from workers.settings.toml_file import parse_settings
+from workers.terminal.progress import SilentDisplay, SupervisorState
 
 STAY = "stay()"
 FINISH = "finish(); "

@@ -8,11 +8,11 @@ from pathlib import Path
 import aiohttp
 import anyio.to_thread
 import pytest
+from workers.runs.metrics_file import MAX_POINTS, make_charts
 
 from stream.errors import PenstockError, SettingsError
 from workers.dashboard import server
 from workers.dashboard.access import Access
-from workers.dashboard.metrics_series import MAX_POINTS, make_charts
 from workers.dashboard.rendering import render, with_query
 from workers.dashboard.run_source import RunCatalog, read_overview
 from workers.dashboard.server import serve_dashboard

@@ -6,6 +6,8 @@ from array import array
 from pathlib import Path
 
 import pytest
+from workers.runs.group_index import GroupIndex
+from workers.runs.transcript import conversation
 
 from stream.codec import encode
 from stream.records import (
@@ -27,9 +29,8 @@ from stream.trainer.outcomes import Dead, Dropped, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 from tests.unit.test_dashboard import browser, text_of
-from workers.dashboard.conversation import FIRST, LAST, conversation, visible_parts
-from workers.dashboard.group_index import GroupFilter, GroupIndex
-from workers.dashboard.group_page import phases
+from workers.dashboard.group_index import GroupFilter
+from workers.dashboard.group_page import FIRST, LAST, phases, visible_parts
 from workers.dashboard.groups_page import Bar, histogram, parse_filter
 from workers.dashboard.token_panel import TokenChoice
 from workers.dashboard.token_view import token_page

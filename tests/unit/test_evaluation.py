@@ -1,6 +1,7 @@
 """Which completions an evaluation counts, and the divisors of its metrics."""
 
 import pytest
+from workers.runs.status import format_result
 
 from stream.errors import DataError, SettingsError
 from stream.operator.run_status import EvaluationStatus, RunStatus
@@ -10,7 +11,7 @@ from stream.validity import Measured, RewardReason, RolloutReason, TruncationRea
 from tests.cases.evaluations import read_evaluations
 from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.feed.evaluation_prompts import read_evaluation_prompts
-from workers.run.evaluation_text import format_progress, format_result
+from workers.run.evaluation_text import format_progress
 from workers.run.stall_detector import StallDetector
 from workers.score.evaluation import evaluate_group
 from workers.settings.toml_file import parse_settings

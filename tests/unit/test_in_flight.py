@@ -9,6 +9,8 @@ import msgspec
 import pytest
 from rich.console import Console
 from rich.screen import Screen
+from workers.runs.status import in_flight_report
+from workers.terminal.queues import render_in_flight
 
 from stream.errors import ServerError
 from stream.operator.in_flight import groups_in_flight, ongoing_activities
@@ -17,7 +19,6 @@ from stream.queue.in_flight import MAX_COMPLETIONS, Activity, CompletionInFlight
 from stream.queue.lease import Lease
 from stream.queue.stage import RetryPolicy
 from workers.commands import top
-from workers.commands.inflight import in_flight_report, render_in_flight
 from workers.commands.top import TopScreen
 from workers.runtime import in_flight
 from workers.runtime.in_flight import CompletionProgress, GroupProgress, InFlightReporter

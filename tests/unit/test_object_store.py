@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import structlog
+from workers.runs.warnings import read_warnings
 
 from stream.backoff import Backoff
 from stream.connection.run_identity import RunIdentity, write_identity
@@ -26,7 +27,6 @@ from workers.train.checkpointing.object_store import (
     find_copy,
     restore,
 )
-from workers.train.training_warnings import read_warnings
 
 pytest.importorskip("obstore")
 

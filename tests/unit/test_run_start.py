@@ -5,16 +5,17 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
+from workers.runs.find import find_run_folder
+from workers.runs.summary import RunSummary, Staleness
+from workers.terminal.queues import _wait_for_run
 
 from stream.connection.run_identity import RunIdentity
 from stream.durable import create_folder_atomically
 from stream.errors import PenstockError, SettingsError
 from workers.cli import penstock
-from workers.commands.queues import _wait_for_run
-from workers.run.run_folder import write_settings
-from workers.run.run_info import RunInfo, RunLocation, find_run, find_run_folder, write_run_info
+from workers.run.run_info import RunInfo, RunLocation, find_run, write_run_info
 from workers.run.run_start import finished_summary, finished_text, prepare_start, start_lines
-from workers.run.summary import RunSummary, Staleness
+from workers.runs.folder import write_settings
 from workers.runtime.exit_codes import ExitCode
 from workers.settings.estimators import Grpo
 from workers.settings.flat_settings import flat_settings

@@ -4,6 +4,15 @@ import json
 
 import msgspec
 import pytest
+from workers.runs.summary import (
+    RunSummary,
+    describe_early_end,
+    describe_rewards,
+    latest_progress,
+    read_summary,
+    summarize,
+)
+from workers.runs.warnings import WARNINGS_FILE, read_warnings
 
 from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus
@@ -11,11 +20,8 @@ from stream.trainer.ledger_records import read_events
 from workers.run.display_metrics import read_metrics
 from workers.run.plot import draw_progress, make_figure, smooth
 from workers.run.run_info import read_run_info
-from workers.run.summary import RunSummary, latest_progress, read_summary, summarize
-from workers.run.verdict import describe_early_end, describe_rewards
+from workers.runs.progress import Progress
 from workers.settings.toml_file import parse_settings
-from workers.train.progress import Progress
-from workers.train.training_warnings import WARNINGS_FILE, read_warnings
 
 KEYS = [
     "finished", "steps", "groups_trained", "groups_dropped", "completion_states", "score_before", "score_after",

@@ -5,6 +5,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
 import pytest
+from workers.runs.phases import read_steps, trace_id
+from workers.runs.trace import perfetto_trace
 
 from stream.codec import encode
 from stream.errors import PenstockError
@@ -12,8 +14,7 @@ from stream.records import Completion, Group, Interval, Prompt, ToolRun
 from stream.trainer.archive import Archive
 from stream.trainer.ledger_records import LedgerRecord, content_hash
 from stream.trainer.outcomes import Trained
-from workers.commands.trace.perfetto import perfetto_trace
-from workers.commands.trace.spans import Step, group_span, read_steps, trace_id
+from workers.commands.trace.spans import Step, group_span
 from workers.commands.trace.trace import write_trace
 from workers.rollout.episode_base import timed
 

@@ -6,8 +6,8 @@ from typing import Final
 from stream.errors import DataError, ReferenceNotFoundError
 from stream.records import Prompt
 from workers.check.report import Checker, Subject
-from workers.feed.dataset_mix import open_dataset_mix
-from workers.feed.environment_rows import temporary_folder, write_evaluation_rows, write_training_rows
+from workers.datasets.environment_rows import temporary_folder, write_evaluation_rows, write_training_rows
+from workers.datasets.mix import open_dataset_mix
 from workers.settings import Settings
 
 _ROWS: Final = 64

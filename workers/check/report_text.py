@@ -9,7 +9,7 @@ from rich.text import Text
 
 from stream.validity import Measured, Reward
 from workers.check.report import CheckFinding, CheckReport, EnvironmentTrial, RewardTrial, ToolTrial
-from workers.runtime.transcript import content_text, escape_controls
+from workers.runs.transcript import content_text, escape_controls
 
 _MAX_CHARACTERS: Final = 2000
 _INDENT: Final = "    "

@@ -30,7 +30,8 @@ def _dead_letter_options(command: Any) -> Any:
 @_reason_option
 def list_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, reason: str) -> None:
     """List dead letters, oldest first."""
-    from workers.commands.dead_letters import LetterChoice, list_dead
+    from workers.runs.dead_letters import LetterChoice
+    from workers.terminal.dead_letters import list_dead
 
     list_dead(target, redis, LetterChoice(ids, reason), as_json=as_json)
 
@@ -39,7 +40,8 @@ def list_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: 
 @_dead_letter_options
 def show_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool) -> None:
     """Show dead letters with their content."""
-    from workers.commands.dead_letters import LetterChoice, show_dead
+    from workers.runs.dead_letters import LetterChoice
+    from workers.terminal.dead_letters import show_dead
 
     show_dead(target, redis, LetterChoice(ids), as_json=as_json)
 
@@ -52,7 +54,8 @@ def retry_letters(
     target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, every: bool, reason: str
 ) -> None:
     """Put dead letters back into their stages, with new retry budgets."""
-    from workers.commands.dead_letters import LetterChoice, retry_dead
+    from workers.runs.dead_letters import LetterChoice
+    from workers.terminal.dead_letters import retry_dead
 
     _require_one_choice(ids, every, reason)
     retry_dead(target, redis, LetterChoice(ids, reason), as_json=as_json)
@@ -64,7 +67,8 @@ def retry_letters(
 @_reason_option
 def drop_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, every: bool, reason: str) -> None:
     """Delete dead letters; their prompts count as dropped."""
-    from workers.commands.dead_letters import LetterChoice, drop_dead
+    from workers.runs.dead_letters import LetterChoice
+    from workers.terminal.dead_letters import drop_dead
 
     _require_one_choice(ids, every, reason)
     drop_dead(target, redis, LetterChoice(ids, reason), as_json=as_json)

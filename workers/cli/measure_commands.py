@@ -59,7 +59,7 @@ def check(
     from stream.durable import write_file_atomically
     from workers.check.check import check as run_check
     from workers.check.report_text import print_report
-    from workers.commands.output import encode_json
+    from workers.runs.export import encode_json
     from workers.runtime.exit_codes import ExitCode
     from workers.runtime.log_setup import configure_logging
 

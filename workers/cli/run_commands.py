@@ -20,7 +20,7 @@ def queues(target: str | None, redis: str, as_json: bool, watch: bool) -> None:
 
     Read-only. Without RUN: the only running run under runs/.
     """
-    from workers.commands.queues import show_queues
+    from workers.terminal.queues import show_queues
 
     log_errors_only("queues")
     show_queues(target, redis, as_json=as_json, watch=watch)
@@ -39,7 +39,7 @@ def inflight(target: str | None, redis: str, as_json: bool, count: int, stuck_s:
 
     RUN is its folder, settings file or name. Workers report once a second. Read-only.
     """
-    from workers.commands.inflight import show_in_flight
+    from workers.terminal.queues import show_in_flight
 
     log_errors_only("inflight")
     show_in_flight(target, redis, count=count, stuck_s=stuck_s, as_json=as_json)
@@ -92,7 +92,7 @@ def audit(target: str | None, redis: str, as_json: bool, show_all: bool) -> None
 
     RUN is its folder, settings file or name; it may be running, stopped or finished. Read-only.
     """
-    from workers.commands.audit import show_audit
+    from workers.terminal.audit import show_audit
 
     log_errors_only("audit")
     sys.exit(show_audit(target, redis, as_json=as_json, show_all=show_all))
@@ -121,7 +121,7 @@ def export(target: str, out: Path, which: str) -> None:
     """Copy a run's trained model to OUT, in Hugging Face form. RUN is its folder, settings file or name."""
     if which not in {"latest", "best"} and not which.isdigit():
         raise click.UsageError(f"--which {which}: write latest, best, or the number of a step")
-    from workers.run.run_info import find_run_folder
+    from workers.runs.find import find_run_folder
     from workers.runtime import log_setup as logs
     from workers.train.checkpointing.export import export
 
@@ -150,7 +150,7 @@ def dashboard(targets: tuple[str, ...], redis: str, host: str, port: int, allow_
         import_extra(module, "dashboard")
     from workers.dashboard.access import Access
     from workers.dashboard.run_dashboard import run_dashboard
-    from workers.runtime.secret import DASHBOARD_TOKEN, read_secret
+    from workers.settings.secrets import DASHBOARD_TOKEN, read_secret
 
     log_errors_only("dashboard")
     access = Access(host=host, token=read_secret(DASHBOARD_TOKEN), allow_changes=allow_changes)

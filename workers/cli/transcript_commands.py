@@ -61,8 +61,7 @@ def show(
     0, of the newest group that matches, for example with --prompt ID. Read-only.
     """
     from workers.commands.transcripts.selection import Chosen
-    from workers.commands.transcripts.show import show_completions
-    from workers.commands.transcripts.side_by_side import show_difference
+    from workers.terminal.show import show_completions, show_difference
 
     log_errors_only("show")
     if pair is not None:
@@ -84,7 +83,7 @@ def groups(target: str | None, redis: str, count: int, as_json: bool, **conditio
     RUN is its folder, settings file or name; it may be running, stopped, killed or finished. Default: the run that is
     running, or else the newest. --json prints a line for each group. Read-only.
     """
-    from workers.commands.transcripts.group_list import list_groups
+    from workers.terminal.groups import list_groups
 
     log_errors_only("groups")
     list_groups(target, redis, _make_filter(conditions), count, as_json=as_json)

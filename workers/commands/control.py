@@ -7,8 +7,9 @@ import socket
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.operator.run_control import ControlCommand, pause, resume, stop
-from workers.commands.output import print_line
-from workers.run.run_info import find_run, refuse_other_run, with_run
+from workers.run.run_info import find_run, with_run
+from workers.runs.find import refuse_other_run
+from workers.terminal.output import print_line
 
 _SENDERS = {"pause": pause, "resume": resume, "stop": stop}
 _CONFIRMATIONS = {

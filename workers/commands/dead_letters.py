@@ -18,9 +18,11 @@ from stream.operator.dead_letters import DeadLetter, drop_dead_letters, list_dea
 from stream.operator.run_status import read_status
 from stream.records import Group, Prompt, Row
 from stream.trainer.untrained_ends import record_untrained_ends
-from workers.commands.output import encode_json, print_json
-from workers.run.run_info import find_run, refuse_other_run, with_run
-from workers.runtime.transcript import escape_controls
+from workers.run.run_info import find_run, with_run
+from workers.runs.export import encode_json
+from workers.runs.find import refuse_other_run
+from workers.runs.transcript import escape_controls
+from workers.terminal.output import print_json
 
 _HEX_BYTES = 512
 _NO_PROMPT = "not one of the run's prompts"

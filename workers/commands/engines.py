@@ -10,13 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from stream.errors import EngineError, SettingsError
-from workers.commands.output import print_json
 from workers.engine_api.connection import ConnectionPool
 from workers.engine_api.discovery.addresses import explain_lookup, find_engines
 from workers.engine_api.queries import check_health, fetch_weight_name
 from workers.engine_api.wire import policy_version
 from workers.run.run_info import RunLocation, find_run, read_run_info
 from workers.settings.engine import DNS_PREFIX, FILE_PREFIX
+from workers.terminal.output import print_json
 
 _PROBE_TIMEOUT_S = 3.0
 

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from stream.operator.in_flight import OngoingActivity, groups_in_flight, ongoing_activities
 from stream.operator.run_status import RunStatus
-from workers.commands.output import make_console, print_json
-from workers.run.progress_display import format_duration
 from workers.run.run_info import find_run, read_run_status
-from workers.runtime.transcript import escape_controls
+from workers.runs.transcript import escape_controls
+from workers.terminal.output import make_console, print_json
+from workers.terminal.progress import format_duration
 
 
 def show_in_flight(target: str | None, redis: str, *, count: int, stuck_s: float, as_json: bool = False) -> None:

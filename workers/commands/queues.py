@@ -19,12 +19,12 @@ from stream.operator.bottleneck import Bottleneck, find_bottleneck
 from stream.operator.in_flight import groups_in_flight
 from stream.operator.run_status import EvaluationStatus, RunStatus, StageStatus, read_status
 from stream.validity import TruncationReason
-from workers.commands.output import make_console, print_json
-from workers.run.progress_display import balance_text, evaluation_lines, stage_table
-from workers.run.run_folder import disk_problems
 from workers.run.run_info import RunLocation, find_run, read_run_status, with_run
-from workers.run.summary import has_finished
-from workers.runtime.transcript import escape_controls
+from workers.runs.folder import disk_problems
+from workers.runs.summary import has_finished
+from workers.runs.transcript import escape_controls
+from workers.terminal.output import make_console, print_json
+from workers.terminal.progress import balance_text, evaluation_lines, stage_table
 
 _WATCH_INTERVAL_S = 1.0
 _START_TIMEOUT_S: Final = 600.0

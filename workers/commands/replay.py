@@ -9,11 +9,11 @@ import anyio.to_thread
 import msgspec
 
 from stream.parent_death import die_with_parent
-from workers.commands.output import print_json, print_line
 from workers.commands.run_files import saved_settings
 from workers.run.process_main import run_async
 from workers.run.run_info import find_run
 from workers.runtime.exit_codes import ExitCode
+from workers.terminal.output import print_json, print_line
 from workers.train.checkpointing.replayer import CheckpointMatch, Replayer, ReplayReport
 from workers.train.distributed.ranks import collective_timeout_s, rank_and_world_size
 

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from stream.connection.run_connection import RunConnection
 from stream.operator.run_status import RunStatus, read_status
-from workers.commands.inflight import in_flight_report, render_in_flight
-from workers.commands.output import make_console, print_json
-from workers.commands.queues import first_status, queue_report, render_queues
 from workers.run.run_info import find_run, with_run
+from workers.runs.status import in_flight_report, queue_report
+from workers.terminal.output import make_console, print_json
+from workers.terminal.queues import first_status, render_in_flight, render_queues
 
 _INTERVAL_S: Final = 1.0
 

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct, field
 
 from stream.records import Completion, Message, RewardPart, ToolRun
-from workers.runtime.transcript import content_text, describe_reward, format_call
+from workers.runs.transcript import content_text, describe_reward, format_call
 
 FIRST: Final = 4
 LAST: Final = 3

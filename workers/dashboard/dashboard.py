@@ -13,11 +13,11 @@ from anyio.abc import TaskGroup
 from workers.dashboard.access import Access
 from workers.dashboard.engine_queries import EngineQueries
 from workers.dashboard.failures import log_page_failure
-from workers.dashboard.group_index import GroupIndex
 from workers.dashboard.live_view import LiveView, RenderPart
-from workers.dashboard.metrics_series import MetricsFile
 from workers.dashboard.rendering import render
 from workers.dashboard.run_source import RunCatalog, RunSource
+from workers.runs.group_index import GroupIndex
+from workers.runs.metrics_file import MetricsFile
 
 NAVIGATION: Final = (
     ("", "Run"),

@@ -17,10 +17,10 @@ from stream.errors import PenstockError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
 from stream.queue.entry_scan import DeadEntry, scan_dead_page
 from stream.trainer.untrained_ends import record_untrained_ends
-from workers.commands.dead_letters import read_payload
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.rendering import with_query
-from workers.run.run_info import refuse_other_run
+from workers.runs.dead_letters import read_payload
+from workers.runs.find import refuse_other_run
 
 _COUNT_S: Final = 0.4
 """Time to count letters by reason; the page then says how many were counted."""

@@ -7,8 +7,8 @@ import anyio
 import anyio.to_thread
 
 from stream.errors import PenstockError
-from workers.commands.engines import EngineReport, read_engine_reports
 from workers.dashboard.run_source import RunSource
+from workers.runs.engines import EngineReport, read_engine_reports
 
 _ENGINES_S: Final = 5.0
 """Engines are asked at most this often, however many viewers there are."""

@@ -19,10 +19,10 @@ from stream.records import Failure, Group, Message, Span
 from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import encode_outcome
 from stream.validity import Measured, Reward, TruncationReason
-from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
-from workers.commands.transcripts.run_completions import episode_end, invalid_code
+from workers.commands.transcripts.run_completions import invalid_code
 from workers.commands.transcripts.selection import Interval, end_names
-from workers.runtime.transcript import content_text
+from workers.runs.groups import ArchivedRunGroups, episode_end
+from workers.runs.transcript import content_text
 
 _TEXT_CHARACTERS: Final = 500
 """Of a prompt, in a summary. A longer prompt is read again when its text is searched."""

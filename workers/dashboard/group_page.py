@@ -9,30 +9,25 @@ from msgspec import Struct
 from stream.operator.unfinished_groups import find_unfinished_group
 from stream.records import Completion, Group, TrainedCompletion
 from stream.trainer.outcomes import encode_outcome
-from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
-from workers.commands.transcripts.run_completions import UNFINISHED
-from workers.dashboard.conversation import (
-    FIRST,
-    LAST,
-    PAGE,
-    ShownMessage,
-    conversation,
-    describe_part,
-    shorten_message,
-    visible_parts,
-)
+from workers.dashboard.conversation import ShownMessage
 from workers.dashboard.dashboard import Dashboard
+from workers.dashboard.group_page import FIRST, LAST, PAGE, visible_parts
 from workers.dashboard.rendering import parse_number, render
-from workers.dashboard.run_source import NoServerError, RunSource
+from workers.dashboard.run_source import RunSource
 from workers.dashboard.snapshot_panel import snapshot_panel
 from workers.dashboard.token_panel import TokenChoice, TokenPanel
 from workers.dashboard.token_view import COLORS
-from workers.runtime.transcript import (
+from workers.runs.groups import UNFINISHED, ArchivedRunGroups
+from workers.runs.run import NoServerError
+from workers.runs.transcript import (
+    conversation,
     describe_end,
     describe_outcome,
+    describe_part,
     describe_reward,
     describe_versions,
     invalid_reason,
+    shorten_message,
 )
 
 COLUMNS: Final = 8

@@ -11,9 +11,11 @@ from stream.errors import SettingsError
 from stream.operator.unfinished_groups import UnfinishedStage, read_newest_unfinished
 from workers.commands.transcripts.selection import Interval
 from workers.dashboard.dashboard import Dashboard
-from workers.dashboard.group_index import GroupFilter, GroupIndex, GroupSummary, summarize_group
+from workers.dashboard.group_index import GroupFilter
 from workers.dashboard.rendering import parse_number
-from workers.dashboard.run_source import NoServerError, RunSource
+from workers.dashboard.run_source import RunSource
+from workers.runs.group_index import GroupIndex, GroupSummary, summarize_group
+from workers.runs.run import NoServerError
 
 PAGE_SIZE: Final = 50
 MAX_BARS: Final = 24

@@ -18,8 +18,9 @@ from stream.errors import PenstockError, ServerError
 from stream.operator.run_status import RunStatus, read_status
 from workers.dashboard.failures import describe_exception, log_page_failure
 from workers.dashboard.rendering import render
-from workers.dashboard.run_source import NoServerError, RunSource
-from workers.run.run_folder import disk_problems
+from workers.dashboard.run_source import RunSource
+from workers.runs.folder import disk_problems
+from workers.runs.run import NoServerError
 
 log = structlog.get_logger()
 

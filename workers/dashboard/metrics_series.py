@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from msgspec import Struct
 
-from workers.run.display_metrics import DisplayMetric, finite_value, metric_value, part_names, read_metrics
+from workers.run.display_metrics import part_names, read_metrics
+from workers.runs.metrics_file import DisplayMetric, finite_value, metric_value
 
 MAX_POINTS: Final = 600
 """Points of a line; of longer runs each point is the mean over several steps."""

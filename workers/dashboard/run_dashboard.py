@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import anyio
 import msgspec
 
-from workers.commands.output import print_line
 from workers.dashboard.access import Access
 from workers.dashboard.run_source import RunCatalog
 from workers.dashboard.server import serve_dashboard
 from workers.runtime.http_access import is_loopback
+from workers.terminal.output import print_line
 
 
 def run_dashboard(targets: Sequence[str], redis: str, access: Access, port: int) -> None:

@@ -8,12 +8,12 @@ from aiohttp import web
 from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
-from workers.commands.queues import QueueReport, StageReport, queue_report
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.live_view import Snapshot
-from workers.dashboard.metrics_series import file_state
 from workers.dashboard.rendering import render
 from workers.dashboard.run_source import RunSource, read_overview
+from workers.runs.folder import file_state
+from workers.runs.status import QueueReport, StageReport, queue_report
 
 _WORKERS: Final = {"prompts": "rollout", "groups": "score", "scored": "train"}
 """The role that takes entries out of each queue."""

@@ -12,9 +12,9 @@ from msgspec import Struct, field
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
 from workers.run.run_info import RunLocation, find_run, read_run_info
-from workers.run.summary import RunSummary, read_summary
-from workers.runtime.secret import REDIS, read_secret
+from workers.runs.summary import RunSummary, read_summary
 from workers.settings import Settings
+from workers.settings.secrets import REDIS, read_secret
 from workers.settings.settings import RUNS
 from workers.settings.toml_file import load_settings
 

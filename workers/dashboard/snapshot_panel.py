@@ -10,7 +10,7 @@ from envs.snapshot import omitted_attributes, thaw
 from envs.snapshot.rendering import RenderedSnapshot
 from stream.errors import RecordError, ReferenceNotFoundError
 from workers.dashboard.run_source import RunSource
-from workers.runtime.rendered_snapshots import render_of_run
+from workers.runs.snapshots import render_of_run
 
 _MAX_BYTES: Final = 2_000_000
 """Of a snapshot whose attributes are listed."""

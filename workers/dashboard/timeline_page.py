@@ -8,10 +8,10 @@ from msgspec import Struct
 
 from stream.errors import SettingsError
 from workers.dashboard.dashboard import Dashboard
-from workers.dashboard.group_index import GroupIndex, GroupSummary
 from workers.dashboard.groups_page import parse_filter
-from workers.dashboard.metrics_series import MetricsFile
 from workers.dashboard.rendering import parse_number
+from workers.runs.group_index import GroupIndex, GroupSummary
+from workers.runs.metrics_file import MetricsFile
 
 _ROWS: Final = 60
 _SEARCH_S: Final = 0.5

@@ -34,8 +34,8 @@ from stream.connection.run_identity import (
     setting_changes,
 )
 from stream.errors import DataError
-from workers.feed.dataset_rows import dataset_name, fixed_rows
-from workers.feed.environment_rows import write_training_rows
+from workers.datasets.environment_rows import write_training_rows
+from workers.datasets.fingerprint import dataset_name, fixed_rows
 from workers.settings import Settings
 from workers.settings.flat_settings import DIGEST, flat_settings
 

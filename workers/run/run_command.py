@@ -17,16 +17,23 @@ from workers.run.display_metrics import read_metrics
 from workers.run.identity_check import check_folder
 from workers.run.plot import draw_progress
 from workers.run.preflight_process import run_preflight_process
-from workers.run.progress_display import choose_display, format_duration
-from workers.run.run_folder import disk_problems, lock_folder, settings_file
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
 from workers.run.sampled_completion import newest_archived_group, sample_lines
-from workers.run.summary import RunSummary, latest_progress, summarize
 from workers.run.supervisor import RunOutcome, Supervisor
-from workers.run.verdict import describe_early_end, describe_rewards, describe_totals, nothing_learned
+from workers.runs.folder import disk_problems, lock_folder, settings_file
+from workers.runs.summary import (
+    RunSummary,
+    describe_early_end,
+    describe_rewards,
+    describe_totals,
+    latest_progress,
+    nothing_learned,
+    summarize,
+)
 from workers.runtime import log_setup as logs
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
+from workers.terminal.progress import choose_display, format_duration
 from workers.train.checkpointing.object_store import find_copy, restore
 
 log = structlog.get_logger()

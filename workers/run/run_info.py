@@ -18,10 +18,10 @@ from stream.connection.url import has_secret
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError, RunMismatchError, ServerError
 from stream.operator.run_status import RunStatus, read_status
-from workers.run.run_folder import disk_problems, find_newest_run, lock_folder
-from workers.runtime.secret import REDIS, read_secret
+from workers.runs.folder import disk_problems, find_newest_run, lock_folder
 from workers.settings import Settings
 from workers.settings.pipeline import name_from
+from workers.settings.secrets import REDIS, read_secret
 from workers.settings.settings import RUNS
 from workers.settings.toml_file import load_settings
 

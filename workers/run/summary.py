@@ -8,7 +8,7 @@ from msgspec import Struct, field
 from stream.causes import ErrorCause
 from stream.errors import RunFailedError
 from stream.operator.run_status import RunStatus
-from workers.train.progress import GroupTotals, Progress
+from workers.runs.progress import GroupTotals, Progress
 
 
 class _File(Struct):

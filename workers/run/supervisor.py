@@ -45,19 +45,19 @@ from workers.run.disk_watch import DiskWatch
 from workers.run.engine_processes import EngineProcesses
 from workers.run.identity_check import FolderCheck, begin_run
 from workers.run.process_main import unwrap_single_error
-from workers.run.progress_display import ProgressDisplay, SupervisorState
 from workers.run.restart_loop import RestartLoop
 from workers.run.role_specs import DASHBOARD, ENGINE, RoleSpec, role_specs
 from workers.run.run_ending import RunEnding
-from workers.run.run_folder import replace_last_start
 from workers.run.run_info import RunInfo, remove_run_info, write_run_info
 from workers.run.sampled_completion import SampleSchedule
 from workers.run.stall_detector import StallDetector, describe_longest
 from workers.run.wait_lines import WaitLines
+from workers.runs.folder import replace_last_start
+from workers.runs.warnings import read_warnings, warnings_size
 from workers.runtime import metrics
 from workers.runtime.context import Readiness
 from workers.settings import Settings
-from workers.train.training_warnings import read_warnings, warnings_size
+from workers.terminal.progress import ProgressDisplay, SupervisorState
 
 log = structlog.get_logger()
 

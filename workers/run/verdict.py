@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final
 
-from workers.run.display_metrics import finite_value, metric_value
+from workers.runs.metrics_file import finite_value, metric_value
+from workers.runs.progress import GroupTotals
 from workers.settings import Settings
-from workers.train.progress import GroupTotals
 
 _BLOCK: Final = 5
 """Steps that are averaged at a run's beginning and end."""

@@ -31,9 +31,9 @@ from msgspec import Struct
 from stream.durable import append_all
 from stream.records import Group
 from stream.validity import TruncationReason
+from workers.runs.progress import GroupTotals
 from workers.settings import Settings
 from workers.train.invalid_share import InvalidShares
-from workers.train.progress import GroupTotals
 
 log = structlog.get_logger()
 

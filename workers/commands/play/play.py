@@ -20,20 +20,21 @@ from workers.check.user_code import try_reset
 from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.commands.evaluate.evaluation_engine import with_existing_engine, with_started_engine
 from workers.commands.evaluate.standalone_rollout import roll_out_and_score
-from workers.commands.output import print_json
 from workers.commands.play.chat_endpoint import open_chat_endpoint
 from workers.commands.play.chat_episode import play_group
 from workers.commands.play.summary import describe_summary, summarize_rewards
-from workers.commands.transcripts.export_groups import export_row, write_export
+from workers.commands.transcripts.export_groups import export_row
 from workers.commands.transcripts.run_completions import RunCompletion
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.run.process_main import run_async
+from workers.runs.export import write_export
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.log_setup import configure_logging
 from workers.runtime.model_config import max_positions
-from workers.runtime.transcript import completion_lines
 from workers.settings import EnvironmentSettings, RewardSettings, Settings
 from workers.settings.toml_file import settings_for_model, write_overrides
+from workers.terminal.lines import completion_lines
+from workers.terminal.output import print_json
 
 _ROWS_TIMEOUT_S = 60.0
 _PROMPT_TOKENS = 4096

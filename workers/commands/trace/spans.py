@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from stream.records import Completion, Group, Interval
-from workers.runtime.transcript import call_names
+from workers.runs.transcript import call_names
 
 
 class Step(Struct, frozen=True, kw_only=True):

@@ -9,11 +9,12 @@ import msgspec
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError, SettingsError
 from workers.commands.run_files import saved_settings
-from workers.commands.trace.perfetto import perfetto_trace
-from workers.commands.trace.spans import Span, Step, group_span, read_steps
-from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
+from workers.commands.trace.spans import Span, Step, group_span
 from workers.commands.transcripts.selection import Interval
 from workers.run.run_info import find_run
+from workers.runs.groups import ArchivedRunGroups
+from workers.runs.phases import read_steps
+from workers.runs.trace import perfetto_trace
 
 _decoder = msgspec.json.Decoder(dict[str, float])
 
@@ -52,7 +53,7 @@ def write_trace(target: str | None, perfetto: Path | None, otlp: str, steps: str
         done.append(f"{perfetto}: {len(groups)} groups; open it at https://ui.perfetto.dev")
     if otlp:
         try:
-            from workers.commands.trace.opentelemetry_export import export_spans
+            from workers.runs.opentelemetry_export import export_spans
         except ModuleNotFoundError as error:
             raise SettingsError(f'--otlp needs {error.name}: pip install "penstock[otel]"') from error
         done.append(f"sent {export_spans(groups, settings.run.name, otlp)} traces to {otlp}")

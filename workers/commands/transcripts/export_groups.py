@@ -16,13 +16,13 @@ from msgspec import structs
 from envs.extras import import_extra
 from stream.errors import PenstockError, SettingsError
 from stream.records import Message
-from workers.commands.output import encode_json
 from workers.commands.run_files import saved_settings
-from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
 from workers.commands.transcripts.run_completions import RunCompletion, describe_run_completion
 from workers.commands.transcripts.selection import Filter
 from workers.run.run_info import find_run
-from workers.runtime.token_columns import annotated_row, token_columns
+from workers.runs.export import encode_json
+from workers.runs.groups import ArchivedRunGroups
+from workers.runs.tokens import annotated_row, token_columns
 
 Format = Literal["jsonl", "parquet"]
 _BATCH: Final = 64

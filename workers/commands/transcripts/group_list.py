@@ -11,13 +11,13 @@ from rich.text import Text
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.operator.unfinished_groups import unfinished_groups
-from workers.commands.output import make_console, print_json, print_note
 from workers.commands.run_files import saved_settings
-from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
 from workers.commands.transcripts.run_completions import RunCompletion, unfinished_completions
 from workers.commands.transcripts.selection import Filter
 from workers.run.run_info import RunLocation, find_run, with_run
-from workers.runtime.transcript import escape_controls
+from workers.runs.groups import ArchivedRunGroups
+from workers.runs.transcript import escape_controls
+from workers.terminal.output import make_console, print_json, print_note
 
 
 class RunGroup(Struct, frozen=True):

@@ -8,7 +8,7 @@ from msgspec import Struct
 from stream.records import Completion, Failure, Group, TrainedCompletion
 from stream.trainer.ledger_records import LedgerRecord
 from stream.validity import Measured, Reward, TruncationReason
-from workers.runtime.transcript import invalid_reason
+from workers.runs.transcript import invalid_reason
 
 UNFINISHED = "unfinished"
 """Outcome of a group that has none yet."""

@@ -10,8 +10,9 @@ from msgspec import Struct
 
 from stream.errors import SettingsError
 from stream.validity import TruncationReason
-from workers.commands.transcripts.run_completions import UNFINISHED, RunCompletion
-from workers.runtime.transcript import content_text
+from workers.commands.transcripts.run_completions import RunCompletion
+from workers.runs.groups import UNFINISHED
+from workers.runs.transcript import content_text
 
 Order = Literal["newest", "best", "worst", "random"]
 _ENDS: Final = ("finished", "failed", "truncated", *TruncationReason, "valid", "invalid")

@@ -15,23 +15,19 @@ from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError, ReferenceNotFoundError
 from stream.operator.unfinished_groups import unfinished_groups
 from stream.records import Row
-from workers.commands.output import print_json, print_note
 from workers.commands.run_files import saved_settings
-from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
-from workers.commands.transcripts.export_groups import token_rows
 from workers.commands.transcripts.run_completions import RunCompletion, describe_run_completion, unfinished_completions
 from workers.commands.transcripts.selection import Chosen, Filter
 from workers.run.run_info import RunLocation, find_run, with_run
-from workers.runtime.rendered_snapshots import render_of_run
-from workers.runtime.token_columns import logprob_differences, rejected_tokens
-from workers.runtime.transcript import (
-    DecodeRow,
-    completion_lines,
-    describe_outcome,
-    escape_controls,
-    wrapped_lines,
-)
+from workers.runs.export import token_rows
+from workers.runs.groups import ArchivedRunGroups
+from workers.runs.snapshots import render_of_run
+from workers.runs.tokens import logprob_differences, rejected_tokens
+from workers.runs.transcript import DecodeRow, describe_outcome, escape_controls
+from workers.runtime.transcript import wrapped_lines
 from workers.settings import Settings
+from workers.terminal.lines import completion_lines
+from workers.terminal.output import print_json, print_note
 
 _MAX_MESSAGE_CHARACTERS: Final = 3000
 """Longer messages are shortened without `--full`."""

@@ -10,12 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from stream.errors import PenstockError
-from workers.commands.output import make_console, print_json
-from workers.commands.transcripts.group_list import RunGroup, find_groups
+from workers.commands.transcripts.group_list import find_groups
 from workers.commands.transcripts.run_completions import RunCompletion
 from workers.commands.transcripts.selection import Filter
-from workers.commands.transcripts.show import completion_as_json, heading
-from workers.runtime.transcript import TranscriptLine, completion_lines
+from workers.commands.transcripts.show import completion_as_json
+from workers.runs.groups import RunGroup
+from workers.terminal.lines import TranscriptLine, completion_lines
+from workers.terminal.output import make_console, print_json
+from workers.terminal.show import heading
 
 _MIN_WIDTH = 30
 _MAX_WIDTH = 110

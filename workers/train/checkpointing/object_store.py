@@ -31,8 +31,8 @@ from stream.connection.url import has_secret
 from stream.durable import fsync_path, remove_folder, write_file_atomically
 from stream.errors import FencedError, RunMismatchError, SettingsError, StorageError
 from stream.trainer.folder_lock import LOCK_FILE, RunFolderLock
+from workers.runs.warnings import TrainingWarning, write_warnings
 from workers.settings import Settings
-from workers.train.training_warnings import TrainingWarning, write_warnings
 
 T = TypeVar("T")
 

@@ -11,7 +11,8 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
 from stream.errors import SettingsError
-from workers.commands.trace.spans import Span, trace_id
+from workers.commands.trace.spans import Span
+from workers.runs.phases import trace_id
 
 
 class _SpanIds(RandomIdGenerator):  # type: ignore[misc]

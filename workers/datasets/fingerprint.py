@@ -9,8 +9,8 @@ from typing import Final
 
 from stream.connection.run_identity import FILES
 from stream.errors import DataError
-from workers.feed.dataset_mix import Dataset, open_dataset_mix
-from workers.feed.source import default_dataset_name, files_fingerprint
+from workers.datasets.mix import Dataset, open_dataset_mix
+from workers.datasets.sources import default_dataset_name, files_fingerprint
 from workers.settings import Settings
 from workers.settings.data import DatasetSettings
 

@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from stream.operator.run_status import RunStatus
-from workers.run.display_metrics import metric_value
-from workers.run.evaluation_text import format_progress, format_result
+from workers.run.evaluation_text import format_progress
+from workers.runs.metrics_file import metric_value
+from workers.runs.status import format_result
 
 _LINE_EVERY_S = 10.0
 _LINE_WIDTH = 100
