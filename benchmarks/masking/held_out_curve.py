@@ -20,12 +20,12 @@ import msgspec
 
 from benchmarks.masking.curve_figure import draw, wanted
 from stream.errors import RunFailedError
+from workers.datasets.row_mapping import row_to_prompt
 from workers.demo.demo import HELD_OUT_PROBLEMS
 from workers.demo.prepare import demo_settings, prepare_run
 from workers.demo.scoring import score_policy
 from workers.demo.task import held_out_rows
 from workers.engine_api.discovery.discovery import EngineDiscovery
-from workers.feed.row_mapping import row_to_prompt
 from workers.run.child_process import ChildProcess
 from workers.run.plot import read_metrics
 from workers.run.process_launcher import ProcessLauncher

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stream.durable import create_folder_atomically
 from tests.chaos.ends import VOCABULARY
-from workers.feed.source import open_source
+from workers.datasets.sources import open_source
 from workers.settings import Settings
 from workers.train.step.batch import Batch
 from workers.train.step.metrics import StepReport

@@ -19,8 +19,8 @@ from stream.trainer.lease import EndedGroup
 from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
 from workers.commands.audit import show_audit
-from workers.feed.dataset_mix import open_dataset_mix
-from workers.feed.dataset_rows import pinned_data
+from workers.datasets.fingerprint import pinned_data
+from workers.datasets.mix import open_dataset_mix
 from workers.settings.toml_file import dump_settings, parse_settings
 
 TRAINED = Trained()

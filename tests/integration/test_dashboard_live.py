@@ -22,7 +22,7 @@ from workers.dashboard.access import Access
 from workers.dashboard.live_view import LiveView, Snapshot
 from workers.dashboard.run_source import RunCatalog
 from workers.dashboard.server import serve_dashboard
-from workers.runtime.secret import without_secrets
+from workers.settings.secrets import without_secrets
 
 
 @pytest.fixture

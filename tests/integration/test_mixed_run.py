@@ -10,8 +10,8 @@ from stream.operator.run_status import read_status
 from tests.chaos.project import END, write_project
 from tests.e2e.harness import environment
 from tests.integration.test_recycling import worker
+from workers.datasets.mix import open_dataset_mix
 from workers.feed import worker as feeding
-from workers.feed.dataset_mix import open_dataset_mix
 from workers.feed.worker import feed
 from workers.runtime.context import WorkerContext
 from workers.settings.toml_file import dump_settings, parse_settings

@@ -20,7 +20,7 @@ from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Trained
-from workers.feed.dataset_mix import open_dataset_mix
+from workers.datasets.mix import open_dataset_mix
 from workers.feed.worker import feed
 from workers.runtime.context import WorkerContext
 from workers.settings import Settings

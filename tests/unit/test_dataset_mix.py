@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stream.errors import DataError, SettingsError
-from workers.commands.prompt_index import PromptIndex
-from workers.feed.dataset_mix import Dataset, DatasetMix, open_dataset_mix, open_recorded_mix
+from workers.datasets.mix import Dataset, DatasetMix, open_dataset_mix, open_recorded_mix
+from workers.datasets.prompts import PromptIndex
 from workers.settings.toml_file import dump_settings, parse_settings
 
 

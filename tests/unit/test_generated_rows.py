@@ -7,9 +7,9 @@ import pytest
 from envs.tools import tool_specs
 from stream.errors import DataError, SettingsError
 from workers.commands.check.environment_check import check_environment
-from workers.feed.dataset_mix import open_dataset_mix
-from workers.feed.dataset_rows import pinned_data
-from workers.feed.environment_rows import write_evaluation_rows, write_training_rows
+from workers.datasets.environment_rows import write_evaluation_rows, write_training_rows
+from workers.datasets.fingerprint import pinned_data
+from workers.datasets.mix import open_dataset_mix
 from workers.feed.evaluation_prompts import read_evaluation_prompts
 from workers.settings.toml_file import dump_settings, parse_settings
 

@@ -9,8 +9,8 @@ import pytest
 
 from stream.connection.run_identity import RunIdentity, read_identity, write_identity
 from stream.errors import PenstockError, RunMismatchError
-from workers.feed.dataset_mix import open_dataset_mix
-from workers.feed.dataset_rows import dataset_lengths
+from workers.datasets.fingerprint import dataset_lengths
+from workers.datasets.mix import open_dataset_mix
 from workers.run.identity_check import NOTHING, Accept, check_folder
 from workers.run.run_folder import write_settings
 from workers.run.run_start import print_start, start_lines
@@ -252,7 +252,7 @@ def test_the_same_rows_in_other_bytes_are_the_same_data(project, edit):
 
 def test_rows_are_not_read_while_the_bytes_of_their_files_are_those_of_the_last_start(project, monkeypatch):
     before = project.start()
-    monkeypatch.setattr("workers.feed.dataset_rows.open_dataset_mix", None)
+    monkeypatch.setattr("workers.datasets.fingerprint.open_dataset_mix", None)
     assert project.start() == before
 
 

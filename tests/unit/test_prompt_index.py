@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from workers.commands.prompt_index import PromptIndex
-from workers.feed.dataset_mix import open_dataset_mix
+from workers.datasets.mix import open_dataset_mix
+from workers.datasets.prompts import PromptIndex
 from workers.settings.toml_file import parse_settings
 
 

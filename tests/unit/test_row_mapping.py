@@ -7,7 +7,7 @@ import pytest
 from stream.codec import decode, encode
 from stream.errors import DataError
 from stream.records import Prompt
-from workers.feed.row_mapping import row_to_prompt
+from workers.datasets.row_mapping import row_to_prompt
 from workers.settings.toml_file import parse_settings
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from stream.errors import SettingsError
 from workers.run.run_info import find_run
-from workers.runtime.secret import REDIS, read_secret, without_secrets
+from workers.settings.secrets import REDIS, read_secret, without_secrets
 
 
 def test_a_variable_comes_before_its_file(tmp_path, monkeypatch):

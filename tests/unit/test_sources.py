@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from stream.errors import DataError
-from workers.feed.source import default_dataset_name, epoch_order, open_source
+from workers.datasets.sources import default_dataset_name, epoch_order, open_source
 from workers.settings import Data
 
 LINES = [{"prompt": "a", "answer": 1}, {"prompt": [{"role": "user", "content": "b"}], "answer": None}, {"prompt": "c"}]
@@ -146,7 +146,7 @@ def test_a_missing_library_error_names_the_extra(tmp_path, library, name):
     (tmp_path / "train.parquet").write_text("")
     code = (
         f"import sys; sys.modules[{library!r}] = None\n"
-        "from workers.feed.source import open_source; from workers.settings import Data\n"
+        "from workers.datasets.sources import open_source; from workers.settings import Data\n"
         f"open_source(Data(path={str(tmp_path / name)!r}))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -172,7 +172,7 @@ def test_an_epochs_order_has_every_row_once_and_depends_on_seed_and_epoch():
     assert first != list(range(50))
     assert first != list(epoch_order(50, 1, 7, True))
     assert first != list(epoch_order(50, 0, 8, True))
-    code = "from workers.feed.source import epoch_order; print(list(epoch_order(50, 0, 7, True)))"
+    code = "from workers.datasets.sources import epoch_order; print(list(epoch_order(50, 0, 7, True)))"
     elsewhere = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert elsewhere.stdout.strip() == str(first)
 
@@ -195,7 +195,7 @@ def test_reading_any_kind_of_source_loads_no_torch(tmp_path):
 
     datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "plain"))
     code = (
-        "import sys; from workers.feed.source import open_source; from workers.settings import Data\n"
+        "import sys; from workers.datasets.sources import open_source; from workers.settings import Data\n"
         f"list(open_source(Data(path={str(tmp_path / 'plain')!r})).read_rows([0]))\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )

@@ -183,7 +183,7 @@ def dashboard(targets: tuple[str, ...], redis: str, host: str, port: int, allow_
         import_extra(module, "dashboard")
     from workers.dashboard.access import Access
     from workers.dashboard.run_dashboard import run_dashboard
-    from workers.runtime.secret import DASHBOARD_TOKEN, read_secret
+    from workers.settings.secrets import DASHBOARD_TOKEN, read_secret
 
     log_errors_only("dashboard")
     access = Access(host=host, token=read_secret(DASHBOARD_TOKEN), allow_changes=allow_changes)

@@ -17,10 +17,10 @@ from stream.operator.audit import AuditInput, AuditReport, audit
 from stream.operator.run_scan import RunScan, scan_run
 from stream.trainer.ledger_records import read_ledger
 from workers.commands.output import print_json
-from workers.commands.prompt_index import PromptIndex
 from workers.commands.run_files import saved_settings
-from workers.feed.dataset_mix import DatasetMix, open_dataset_mix, open_recorded_mix
-from workers.feed.dataset_rows import are_known, dataset_lengths
+from workers.datasets.fingerprint import are_known, dataset_lengths
+from workers.datasets.mix import DatasetMix, open_dataset_mix, open_recorded_mix
+from workers.datasets.prompts import PromptIndex
 from workers.run.run_info import RunLocation, find_run, with_run
 from workers.run.summary import latest_progress
 from workers.runtime.exit_codes import ExitCode

@@ -11,7 +11,7 @@ from msgspec import Struct
 from stream.errors import SettingsError
 from workers.dashboard.rendering import render
 from workers.runtime.http_access import AccessRules, is_loopback, is_same_origin
-from workers.runtime.secret import DASHBOARD_TOKEN
+from workers.settings.secrets import DASHBOARD_TOKEN
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

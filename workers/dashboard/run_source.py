@@ -14,8 +14,8 @@ from stream.errors import PenstockError
 from workers.run.run_folder import RUNS
 from workers.run.run_info import RunLocation, find_run, read_run_info
 from workers.run.summary import RunSummary, read_summary
-from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
+from workers.settings.secrets import REDIS, read_secret
 from workers.settings.toml_file import load_settings
 
 _TAIL_BYTES: Final = 65536

@@ -6,8 +6,8 @@ import structlog
 from stream.errors import DataError
 from stream.queue.evaluation import create_evaluation_streams, replace_evaluation_prompts
 from stream.records import Prompt
-from workers.feed.dataset_mix import open_dataset_mix
-from workers.feed.environment_rows import write_evaluation_rows
+from workers.datasets.environment_rows import write_evaluation_rows
+from workers.datasets.mix import open_dataset_mix
 from workers.runtime.context import WorkerContext
 from workers.settings import Settings
 

@@ -16,8 +16,8 @@ from stream.errors import DataError
 from stream.queue.feed import CursorMovedError, Feed
 from stream.trainer.ledger_ends import download_ends
 from stream.trainer.ledger_records import read_contents
-from workers.feed.dataset_mix import DatasetMix, open_dataset_mix
-from workers.feed.dataset_rows import dataset_lengths
+from workers.datasets.fingerprint import dataset_lengths
+from workers.datasets.mix import DatasetMix, open_dataset_mix
 from workers.feed.evaluation_prompts import upload_evaluation_prompts
 from workers.runtime.context import WorkerContext
 from workers.runtime.trainer_wait import wait_for_trainer

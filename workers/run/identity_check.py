@@ -26,8 +26,8 @@ from stream.connection.run_identity import (
     write_identity,
 )
 from stream.errors import DataError, RunMismatchError
-from workers.feed.dataset_rows import AcceptData, PinnedData, is_rows, pinned_data
-from workers.feed.environment_rows import write_training_rows
+from workers.datasets.environment_rows import write_training_rows
+from workers.datasets.fingerprint import AcceptData, PinnedData, is_rows, pinned_data
 from workers.run.pinned import (
     differences,
     pinned_code,

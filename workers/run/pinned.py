@@ -6,7 +6,7 @@
 `rewards.*`, `rollout.*`, `loss.*` ..  settings that decide how a group is sampled, rewarded and trained
 `environments.NAME.code` ..            digests of source files (`code_digest.py`)
 `model.files`, `model.weights`         digests of the model's tokenizer, template and configuration; of its weights
-`data.rows.NAME`                       digests of a data set's rows (`workers.feed.dataset_rows`)
+`data.rows.NAME`                       digests of a data set's rows (`workers.datasets.fingerprint`)
 =====================================  ================================================================================
 
 Values are JSON. Places are not pinned, since other machines have other paths: of a file only its name and its content
@@ -28,7 +28,7 @@ from stream.connection.keys import LAYOUT
 from stream.connection.run_identity import AcceptedChange
 from stream.connection.url import redact_url
 from stream.errors import RunMismatchError
-from workers.feed.dataset_rows import dataset_name, is_rows
+from workers.datasets.fingerprint import dataset_name, is_rows
 from workers.run.code_digest import code_digests
 from workers.settings import Settings
 from workers.settings.data import EnvironmentSettings, RewardSettings

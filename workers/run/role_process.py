@@ -21,7 +21,7 @@ from stream.disk_space import limit_waits
 from stream.errors import PenstockError, SettingsError
 from stream.operator.run_status import read_status
 from stream.parent_death import die_with_parent
-from workers.feed.environment_rows import temporary_folder
+from workers.datasets.environment_rows import temporary_folder
 from workers.run.identity_check import NOTHING, Accept, join_run
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.run.restore import restore_if_lost
@@ -32,9 +32,9 @@ from workers.runtime.health import RoleHealth
 from workers.runtime.log_setup import configure_logging, drop_output_when_full
 from workers.runtime.loop_watchdog import LoopWatchdog
 from workers.runtime.recycling import WorkerRecycler
-from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
 from workers.settings.download import display_source
+from workers.settings.secrets import REDIS, read_secret
 from workers.settings.toml_file import load_settings
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from workers.runtime.secret import without_secrets
 from workers.settings import Settings
+from workers.settings.secrets import without_secrets
 
 ENGINE = "engine"
 DASHBOARD = "dashboard"

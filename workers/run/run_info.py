@@ -17,9 +17,9 @@ from stream.durable import write_file_atomically
 from stream.errors import PenstockError, RunMismatchError, ServerError
 from stream.operator.run_status import RunStatus, read_status, read_status_once
 from workers.run.run_folder import RUNS, disk_problems, find_newest_run, lock_folder
-from workers.runtime.secret import REDIS, read_secret
 from workers.settings import Settings
 from workers.settings.pipeline import name_from
+from workers.settings.secrets import REDIS, read_secret
 from workers.settings.toml_file import load_settings
 
 if TYPE_CHECKING:  # a command that reads one status does not load a Redis client

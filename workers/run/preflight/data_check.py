@@ -5,8 +5,8 @@ from typing import Final
 
 from stream.errors import DataError, ReferenceNotFoundError
 from stream.records import Prompt
-from workers.feed.dataset_mix import open_dataset_mix
-from workers.feed.environment_rows import temporary_folder, write_evaluation_rows, write_training_rows
+from workers.datasets.environment_rows import temporary_folder, write_evaluation_rows, write_training_rows
+from workers.datasets.mix import open_dataset_mix
 from workers.run.preflight.findings import PreflightReport
 from workers.settings import Settings
 

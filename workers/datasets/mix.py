@@ -19,8 +19,8 @@ import msgspec
 
 from stream.errors import DataError
 from stream.records import Prompt
-from workers.feed.row_mapping import prompt_id, row_to_prompt
-from workers.feed.source import (
+from workers.datasets.row_mapping import prompt_id, row_to_prompt
+from workers.datasets.sources import (
     GeneratedSource,
     Row,
     Source,

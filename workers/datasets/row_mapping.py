@@ -9,7 +9,7 @@ import msgspec
 from envs.messages import is_empty_prompt
 from stream.errors import DataError
 from stream.records import Message, Prompt
-from workers.feed.source import default_dataset_name
+from workers.datasets.sources import default_dataset_name
 from workers.settings import Settings
 
 _ENVIRONMENT = "environment"

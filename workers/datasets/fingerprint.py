@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from stream.connection.run_identity import AcceptedChange
 from stream.errors import DataError, RunMismatchError
-from workers.feed.dataset_mix import Dataset, open_dataset_mix
-from workers.feed.source import default_dataset_name, files_fingerprint
+from workers.datasets.mix import Dataset, open_dataset_mix
+from workers.datasets.sources import default_dataset_name, files_fingerprint
 from workers.settings import Settings
 from workers.settings.data import DatasetSettings
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 
 from stream.errors import DataError
-from workers.feed.dataset_mix import DatasetMix
-from workers.feed.row_mapping import row_to_prompt
+from workers.datasets.mix import DatasetMix
+from workers.datasets.row_mapping import row_to_prompt
 
 
 class PromptIndex:
