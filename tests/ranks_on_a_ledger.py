@@ -18,11 +18,11 @@ from stream.trainer.archive import ArchivedGroups
 from stream.trainer.ledger_records import read_ledger
 from stream.trainer.outcomes import Trained
 from tests.forked import ended, fork, import_ahead
+from workers.runs.progress import Progress
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.distributed.ranks import Ranks, destroy_process_group, init_process_group
-from workers.train.progress import Progress
 from workers.train.rank_control.commands import RankCommands
 from workers.train.rank_control.follower import run_follower
 from workers.train.rank_control.rank0 import Rank0Learner

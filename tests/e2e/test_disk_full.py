@@ -12,7 +12,7 @@ from tests.chaos.audit import acquitted
 from tests.faults import heavy_trainer
 from tests.faults.journey import again, begin, travel
 from workers.run.role_specs import RoleSpec
-from workers.run.run_info import find_run, with_run
+from workers.runs.find import open_run
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -47,7 +47,7 @@ def test_a_full_disk_at_a_checkpoint_stops_the_run_and_acknowledges_nothing(tmp_
     behind = {record.prompt for record in after if record.has_group}
     assert behind, "nothing was done after the checkpoint"
     assert not behind & Ledger.read_outcomes(settings.folder / "ledger.jsonl", checkpoint.progress.ledger_bytes).keys()
-    marked = with_run(find_run(str(settings.folder)), lambda connection: connection.read_hash("scored:marked"))
+    marked = open_run(settings.folder).call(lambda connection: connection.read_hash("scored:marked"))
     assert behind <= set(marked.values())
 
     (settings.folder / heavy_trainer.FULL_AFTER).unlink()

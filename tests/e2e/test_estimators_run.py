@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import balanced, summary_of
-from workers.commands.transcripts.archived_run_groups import ArchivedRunGroups
+from workers.runs.groups import ArchivedRunGroups
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("preloaded")]
 

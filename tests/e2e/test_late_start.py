@@ -19,7 +19,7 @@ from tests.e2e.harness import environment
 from tests.e2e.test_idle import cpu_seconds
 from tests.faults.proxy import Proxy, address_of
 from tests.preload.fixtures import pid_of
-from workers.run.run_folder import write_settings
+from workers.runs.folder import write_settings
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 from workers.testing.scripted_engine import ScriptedEngine

@@ -19,7 +19,7 @@ from tests.chaos.engine import reply
 from tests.e2e.dying_trainer import EXAMPLE, MOMENTS
 from tests.e2e.harness import environment
 from workers.run.role_specs import role_specs
-from workers.run.run_folder import write_settings
+from workers.runs.folder import write_settings
 from workers.testing.scripted_engine import ScriptedEngine
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("preloaded")]

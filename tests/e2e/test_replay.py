@@ -15,7 +15,7 @@ from stream.trainer.archive import scan_archive
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import read_ledger
 from tests.e2e.harness import balanced, children, finish, running, wait_for_trained
-from workers.run.run_info import read_run_info
+from workers.runs.live_run import read_live
 from workers.settings.toml_file import load_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.checkpointing.replay import replay
@@ -42,7 +42,7 @@ class Killer:
         self.checkpoints = project.run_folder / "checkpoints"
         self.process = process
         self.project = project
-        self.server = Redis.from_url(read_run_info(project.run_folder).redis)
+        self.server = Redis.from_url(read_live(project.run_folder).redis)
         self.server_pid = self.server.info("server")["process_id"]
 
     def trainer(self) -> int:

@@ -16,14 +16,14 @@ from tests.chaos import project
 from tests.chaos.audit import Verdict, audit
 from tests.faults import patient_rollout
 from tests.faults.proxy import Plan, Proxy, address_of
-from workers.run import run_info as live
-from workers.run.progress_display import SilentDisplay
 from workers.run.role_specs import MakeRoleSpecs, RoleSpec, penstock_command
-from workers.run.run_folder import lock_folder, write_settings
 from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runs import find as live
+from workers.runs.folder import lock_folder, write_settings
 from workers.runtime import log_setup as logs
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
+from workers.terminal.progress import SilentDisplay
 
 _REQUEST_TIMEOUT_S = 2.0
 

@@ -27,11 +27,11 @@ from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.runs.progress import Progress
 from workers.runtime.reward_functions import load_factories, load_reward_functions
 from workers.score.worker import score_group
 from workers.settings.toml_file import parse_settings
 from workers.train.groups.group_checker import GroupChecker
-from workers.train.progress import Progress
 from workers.train.step.collation import collate
 from workers.train.step.estimation import estimate_advantages
 from workers.train.step.group_checks import mask_batch

@@ -12,8 +12,10 @@ from stream.errors import PenstockError
 from stream.operator.dead_letters import list_dead_letters
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
-from workers.commands import dead_letters
-from workers.commands.dead_letters import LetterChoice, drop_dead, hex_dump, list_dead, retry_dead, show_dead
+from workers.runs.dead_letters import LetterChoice, hex_dump
+from workers.runs.find import open_run
+from workers.terminal import dead_letters
+from workers.terminal.dead_letters import drop_dead, list_dead, retry_dead, show_dead
 
 TERMS = RetryPolicy(data_attempts=1)
 
@@ -48,7 +50,7 @@ async def dead_letter_junk(connection) -> str:
 def run_command(redis_url, run_name, capsys):
     async def run(command, *arguments, **named) -> str:
         """Return the command's output. The command runs an event loop, so it runs in a thread."""
-        await anyio.to_thread.run_sync(lambda: command(run_name, redis_url, *arguments, **named))
+        await anyio.to_thread.run_sync(lambda: command(open_run(run_name, redis_url), *arguments, **named))
         return capsys.readouterr().out
 
     return run

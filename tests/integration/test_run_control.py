@@ -22,15 +22,16 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import Trained
 from stream.trainer.resume_point import ResumePoint
 from workers.commands.control import send_command
-from workers.commands.queues import show_queues
 from workers.run.identity_check import NOTHING
 from workers.run.role_process import _run_connected
+from workers.runs.progress import Progress
+from workers.runs.run import Run
 from workers.runtime.context import WorkerContext
 from workers.runtime.work_loop import work_loop
 from workers.settings.toml_file import dump_settings, parse_settings
+from workers.terminal.queues import show_queues
 from workers.train.groups.collector import Collector
 from workers.train.groups.group_checker import GroupChecker
-from workers.train.progress import Progress
 
 ANN = "ann@box"
 
@@ -172,12 +173,12 @@ async def test_the_status_says_who_paused_the_run_and_when(pipe, redis_url, caps
     view = await read_status(pipe.connection)
     assert view.paused.paused_by == ANN
     assert 0 <= view.now_ms / 1000 - view.paused.paused_at < 10
-    await anyio.to_thread.run_sync(show_queues, pipe.connection.run, redis_url)
+    await anyio.to_thread.run_sync(show_queues, Run(pipe.connection.run, redis=redis_url))
     output = " ".join(capsys.readouterr().out.split())
     assert str(view.paused) in output
     await resume(pipe.connection, ANN)
     assert (await read_status(pipe.connection)).paused is None
-    await anyio.to_thread.run_sync(show_queues, pipe.connection.run, redis_url)
+    await anyio.to_thread.run_sync(show_queues, Run(pipe.connection.run, redis=redis_url))
     assert "paused" not in capsys.readouterr().out
 
 

@@ -23,8 +23,8 @@ from workers.feed.worker import feed
 from workers.run.identity_check import NOTHING, Accept, check_folder, join_run, record_identity
 from workers.run.role_process import run_role
 from workers.run.run_command import supervise
-from workers.run.run_folder import write_settings
-from workers.run.summary import RunSummary, Staleness
+from workers.runs.folder import write_settings
+from workers.runs.summary import RunSummary, Staleness
 from workers.runtime.context import WorkerContext
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings

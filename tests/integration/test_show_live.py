@@ -69,7 +69,7 @@ async def test_a_killed_runs_own_server_is_read_if_nothing_is_archived(run_name,
 
 @pytest.mark.timeout(30)
 def test_a_server_that_is_gone_is_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.run.run_info._RECONNECT_S", 0.1)
+    monkeypatch.setattr("workers.runs.run._RECONNECT_S", 0.1)
     (tmp_path / "run.toml").write_text(
         f'[run]\nname = "r"\nfolder = "{tmp_path}"\nredis = "unix://{tmp_path}/none.sock"\n[model]\npath = "none"\n'
         '[data]\npath = "none"\n[[rewards]]\nref = "a:b"\n'

@@ -20,9 +20,9 @@ from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
 from stream.trainer.outcomes import Dropped, Duplicate, Trained
 from tests.chaos.project import END, write_project
-from workers.commands.queues import queue_report
 from workers.rollout.stale_canceller import StaleCanceller, should_cancel
 from workers.rollout.worker import rollout
+from workers.runs.status import queue_report
 from workers.runtime.context import WorkerContext
 from workers.testing.scripted_engine import ScriptedEngine
 

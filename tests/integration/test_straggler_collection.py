@@ -11,10 +11,10 @@ from stream.trainer.consumer import Consumer
 from stream.trainer.lease import TrainerLease
 from stream.trainer.ledger import Ledger
 from stream.trainer.resume_point import ResumePoint
+from workers.runs.progress import Progress
 from workers.settings.toml_file import parse_settings
 from workers.train.groups.collector import Collector
 from workers.train.groups.group_checker import GroupChecker
-from workers.train.progress import Progress
 
 SETTINGS = parse_settings(
     {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "r:f"}], "filter": {"min_valid_rows": 1}}

@@ -14,7 +14,7 @@ from stream.trainer.archive import Archive, scan_archive
 from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Trained
 from tests.cases.rows import sampled_row
-from workers.runtime.token_columns import logprob_differences, rejected_tokens, token_columns
+from workers.runs.tokens import logprob_differences, rejected_tokens, token_columns
 
 
 def floats(*values: float) -> bytes:

@@ -21,9 +21,9 @@ from stream.validity import Measured
 from tests.cases.models import loaded_once, write_small_qwen3
 from tests.cases.rows import sampled_row
 from workers import settings
+from workers.runs.progress import Progress
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.checkpointing.export import export
-from workers.train.progress import Progress
 from workers.train.step.collation import collate
 from workers.train.step.learner import Learner
 

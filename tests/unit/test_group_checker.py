@@ -9,9 +9,9 @@ from stream.records import Completion, Failure, Group, Prompt, RewardPart
 from stream.trainer.leased_group import DroppedGroup
 from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
+from workers.runs.progress import Progress
 from workers.settings.toml_file import parse_settings
 from workers.train.groups.group_checker import GroupChecker
-from workers.train.progress import Progress
 
 SETTINGS = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "r:f"}], "rollout": {"group_size": 2}}
 

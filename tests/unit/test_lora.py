@@ -16,6 +16,7 @@ from tests.cases.models import loaded_once, write_small_qwen3
 from tests.unit.test_learner import VOCABULARY, completion, group, learner
 from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.run.model_server import run_engine
+from workers.runs.progress import Progress
 from workers.runtime.exit_codes import ExitCode
 from workers.settings.toml_file import dump_settings, parse_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
@@ -23,7 +24,6 @@ from workers.train.checkpointing.export import export
 from workers.train.model.adapter import merge_adapter
 from workers.train.model.lm_head import find_lm_head
 from workers.train.model.logprobs import LogprobModel, token_logprobs
-from workers.train.progress import Progress
 from workers.train.step.collation import collate
 from workers.train.step.model_runner import ModelRunner
 

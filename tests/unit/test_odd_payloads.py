@@ -8,8 +8,8 @@ import pytest
 from stream import Prompt
 from stream.codec import encode
 from stream.operator.dead_letters import DeadLetter
-from workers.commands.dead_letters import read_payload
-from workers.commands.output import encode_json
+from workers.runs.dead_letters import read_payload
+from workers.runs.export import encode_json
 
 VALUES = [{None: 1}, {True: 3, False: 1}, {(1, 2): 3}, [{"a": {None: {True: b"x"}}}], msgspec.msgpack.Ext(5, b"x")]
 

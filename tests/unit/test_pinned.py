@@ -12,8 +12,8 @@ from stream.errors import PenstockError, RunMismatchError
 from workers.datasets.fingerprint import dataset_lengths
 from workers.datasets.mix import open_dataset_mix
 from workers.run.identity_check import NOTHING, Accept, check_folder
-from workers.run.run_folder import write_settings
 from workers.run.run_start import print_start, start_lines
+from workers.runs.folder import write_settings
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 

@@ -8,8 +8,12 @@ from rich.console import Console
 from rich.text import Text
 
 from stream.operator.run_status import RunStatus, StageStatus
-from workers.run.display_metrics import metric_value
-from workers.run.progress_display import (
+from workers.run.restart_policy import MAX_RESTARTS, GiveUp, Restart, RestartPolicy
+from workers.run.stall_detector import StallDetector
+from workers.runs.metrics_file import metric_value
+from workers.runtime.exit_codes import ExitCode
+from workers.settings import Queue
+from workers.terminal.progress import (
     LineDisplay,
     SupervisorState,
     TableDisplay,
@@ -19,10 +23,6 @@ from workers.run.progress_display import (
     render_table,
     sparkline,
 )
-from workers.run.restart_policy import MAX_RESTARTS, GiveUp, Restart, RestartPolicy
-from workers.run.stall_detector import StallDetector
-from workers.runtime.exit_codes import ExitCode
-from workers.settings import Queue
 
 METRICS = {
     "reward/mean": 0.75,

@@ -22,11 +22,11 @@ from stream.validity import Measured
 from tests.cases.models import loaded_once, write_small_qwen3
 from tests.cases.rows import sampled_row
 from workers.commands.replay import show_replay
+from workers.runs.progress import Progress
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings, parse_settings
 from workers.train.checkpointing.checkpoint import MANIFEST, OPTIMIZER, CheckpointStore, Manifest
 from workers.train.checkpointing.replay import replay
-from workers.train.progress import Progress
 from workers.train.step.collation import collate
 from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner

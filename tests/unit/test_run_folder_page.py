@@ -8,8 +8,8 @@ import pytest
 
 from stream.records import TrainedCompletion, TrainedRow
 from stream.trainer import ledger
-from workers.run.summary import RunSummary
-from workers.runtime.token_columns import TokenColumns
+from workers.runs.summary import RunSummary
+from workers.runs.tokens import TokenColumns
 from workers.settings.training import Tracker
 from workers.train.algorithms import correction_metrics
 from workers.train.step.metrics import STEP_METRICS

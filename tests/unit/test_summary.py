@@ -11,13 +11,20 @@ from stream.operator.run_status import RunStatus
 from stream.trainer.ledger_records import read_events
 from workers.run import plot
 from workers.run.pinned import differences, free_changes, pinned_settings
-from workers.run.plot import draw_progress, read_metrics, smooth
-from workers.run.run_info import read_run_info
-from workers.run.summary import RunSummary, latest_progress, read_summary, summarize
-from workers.run.verdict import describe_early_end, describe_rewards
+from workers.run.plot import draw_progress, smooth
+from workers.runs.live_run import read_live
+from workers.runs.metrics_file import read_metrics
+from workers.runs.progress import Progress
+from workers.runs.summary import (
+    RunSummary,
+    describe_early_end,
+    describe_rewards,
+    latest_progress,
+    read_summary,
+    summarize,
+)
+from workers.runs.warnings import WARNINGS_FILE, read_warnings
 from workers.settings.toml_file import parse_settings
-from workers.train.progress import Progress
-from workers.train.training_warnings import WARNINGS_FILE, read_warnings
 
 KEYS = [
     "finished", "steps", "groups_trained", "groups_dropped", "completion_states", "score_before", "score_after",
@@ -53,7 +60,7 @@ def test_damaged_utf8_in_a_runs_files_is_no_crash(tmp_path):
     assert read_warnings(tmp_path, 0) == ([], len(damaged) + 1)
     assert read_events(tmp_path / "ledger.jsonl") == []
     with pytest.raises(PenstockError, match="is broken"):
-        read_run_info(tmp_path)
+        read_live(tmp_path)
 
 
 def test_every_prompt_is_accounted_for():

@@ -10,11 +10,11 @@ import pytest
 from stream.errors import RunFailedError
 from stream.records import Group, Prompt
 from stream.validity import DropReason
+from workers.runs.progress import Progress
 from workers.settings.toml_file import parse_settings
 from workers.train import trainer as trainer_module
 from workers.train.groups.collector import CollectedBatch
 from workers.train.groups.group_checker import DroppedGroups
-from workers.train.progress import Progress
 from workers.train.step.metrics import StepReport
 from workers.train.trainer import Trainer
 from workers.train.training_warnings import TrainingWarnings

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from stream.records import Completion, Failure, RewardPart, Row, Span, ToolRun
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
-from workers.runtime.transcript import compact_lines, completion_lines, escape_controls, format_seconds, shorten
+from workers.runs.transcript import escape_controls, format_seconds, shorten
+from workers.terminal.lines import compact_lines, completion_lines
 
 
 def call(name, arguments, number=1):

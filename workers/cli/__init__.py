@@ -52,11 +52,11 @@ penstock.add_section(
 penstock.add_section(
     "Look at a run",
     run_commands.dashboard,
+    run_commands.runs,
     transcript_commands.show,
     run_commands.queues,
-    run_commands.inflight,
-    run_commands.top,
     transcript_commands.groups,
+    run_commands.logs,
     run_commands.compare,
     run_commands.audit,
     run_commands.replay,

@@ -30,18 +30,20 @@ def _dead_letter_options(command: Any) -> Any:
 @_reason_option
 def list_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, reason: str) -> None:
     """List dead letters, oldest first."""
-    from workers.commands.dead_letters import LetterChoice, list_dead
+    from workers.runs.dead_letters import LetterChoice
+    from workers.terminal.dead_letters import list_dead
 
-    list_dead(target, redis, LetterChoice(ids, reason), as_json=as_json)
+    list_dead(_open(target, redis), LetterChoice(ids, reason), as_json=as_json)
 
 
 @dead.command("show")
 @_dead_letter_options
 def show_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool) -> None:
     """Show dead letters with their content."""
-    from workers.commands.dead_letters import LetterChoice, show_dead
+    from workers.runs.dead_letters import LetterChoice
+    from workers.terminal.dead_letters import show_dead
 
-    show_dead(target, redis, LetterChoice(ids), as_json=as_json)
+    show_dead(_open(target, redis), LetterChoice(ids), as_json=as_json)
 
 
 @dead.command("retry")
@@ -52,10 +54,11 @@ def retry_letters(
     target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, every: bool, reason: str
 ) -> None:
     """Put dead letters back into their stages, with new retry budgets."""
-    from workers.commands.dead_letters import LetterChoice, retry_dead
+    from workers.runs.dead_letters import LetterChoice
+    from workers.terminal.dead_letters import retry_dead
 
     _require_one_choice(ids, every, reason)
-    retry_dead(target, redis, LetterChoice(ids, reason), as_json=as_json)
+    retry_dead(_open(target, redis), LetterChoice(ids, reason), as_json=as_json)
 
 
 @dead.command("drop")
@@ -64,10 +67,17 @@ def retry_letters(
 @_reason_option
 def drop_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: bool, every: bool, reason: str) -> None:
     """Delete dead letters; their prompts count as dropped."""
-    from workers.commands.dead_letters import LetterChoice, drop_dead
+    from workers.runs.dead_letters import LetterChoice
+    from workers.terminal.dead_letters import drop_dead
 
     _require_one_choice(ids, every, reason)
-    drop_dead(target, redis, LetterChoice(ids, reason), as_json=as_json)
+    drop_dead(_open(target, redis), LetterChoice(ids, reason), as_json=as_json)
+
+
+def _open(target: str | None, redis: str) -> Any:
+    from workers.runs.find import open_run
+
+    return open_run(target, redis, must_have_begun=True)
 
 
 def _require_one_choice(ids: tuple[str, ...], every: bool, reason: str) -> None:

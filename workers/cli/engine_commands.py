@@ -20,9 +20,10 @@ def engines() -> None:
 @options.json
 def list_engines(target: str | None, redis: str, as_json: bool) -> None:
     """List the engines that settings and operators name, and whether each is healthy."""
-    from workers.commands.engines import list_engines
+    from workers.runs.find import open_run
+    from workers.terminal.engines import list_engines
 
-    list_engines(target, redis, as_json=as_json)
+    list_engines(open_run(target, redis, must_have_begun=True), as_json=as_json)
 
 
 def _add_command(action: Literal["add", "remove"], what: str) -> None:

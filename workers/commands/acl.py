@@ -8,11 +8,11 @@ import msgspec
 
 from stream.errors import SettingsError
 from stream.operator.acl import ACL_ROLES, AclRole, aclfile_line
-from workers.commands.output import print_line
-from workers.run.run_info import find_settings_file
+from workers.runs.find import find_settings_file
 from workers.settings import Run
 from workers.settings.pipeline import RUN_NAME
 from workers.settings.toml_file import load_settings
+from workers.terminal.output import print_line
 
 
 def print_acl(target: str, roles: Sequence[str]) -> None:

@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from stream.errors import PenstockError, SettingsError
-from workers.commands.output import make_console, print_json
-from workers.run.plot import Rows, read_metrics
-from workers.run.run_info import find_run_folder
-from workers.runtime.transcript import escape_controls
+from workers.run.plot import Rows
+from workers.runs.find import find_run_folder
+from workers.runs.metrics_file import read_metrics
+from workers.runs.transcript import escape_controls
+from workers.terminal.output import make_console, print_json
 
 _SHOWN: Final = (
     *(

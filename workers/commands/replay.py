@@ -9,12 +9,11 @@ import anyio.to_thread
 import msgspec
 
 from stream.parent_death import die_with_parent
-from workers.commands.output import print_json, print_line
-from workers.commands.run_files import saved_settings
 from workers.run.process_main import run_async
-from workers.run.run_info import find_run
+from workers.runs.find import open_run
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
+from workers.terminal.output import print_json, print_line
 from workers.train.checkpointing.replay import ReplayReport, replay
 from workers.train.checkpointing.replay_comparison import CheckpointMatch, ReplayMismatch
 from workers.train.distributed.ranks import collective_timeout_s, rank_and_world_size
@@ -38,8 +37,8 @@ def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[
         from workers.train.rank_control.follower import run_follower
 
         return run_follower()
-    location = find_run(target, must_have_begun=False)
-    settings, folder = saved_settings(location, "a replay")
+    run = open_run(target)
+    settings, folder = run.files("a replay")
     if settings.train.ranks > 1 and "RANK" not in os.environ:
         from workers.train.rank_control.launcher import launch_ranks
 
@@ -47,7 +46,7 @@ def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[
         return launch_ranks(settings.train.ranks, command)
     report = _run_replay(settings, folder, _ignore_checkpoint if as_json else _print_checkpoint, world_size)
     if as_json:
-        print_json({"run": location.run} | msgspec.to_builtins(report))
+        print_json({"run": run.name} | msgspec.to_builtins(report))
     else:
         _print_report(report, folder / "run.toml")
     return ExitCode.SUCCESS if report.is_identical else ExitCode.FAILURE

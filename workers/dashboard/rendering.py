@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 import jinja2
 from markupsafe import Markup
 
-from workers.runtime.transcript import escape_controls, format_seconds
+from workers.runs.transcript import escape_controls, format_seconds
 
 _NOTHING: Final = "\u2013"
 _MAX_DIGITS: Final = 15

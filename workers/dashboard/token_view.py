@@ -13,7 +13,7 @@ from msgspec import Struct
 from stream.errors import PenstockError
 from stream.records import Row, TrainedCompletion
 from workers.dashboard.rendering import format_value
-from workers.runtime.token_columns import TokenColumns, annotated_row, token_columns
+from workers.runs.tokens import TokenColumns, annotated_row, token_columns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,8 +13,8 @@ from rich.text import Text
 from stream.records import Completion
 from stream.validity import Measured
 from workers.demo.scoring import DemoScore
-from workers.run.progress_display import format_duration
-from workers.run.summary import RunSummary
+from workers.runs.summary import RunSummary
+from workers.terminal.progress import format_duration
 
 
 def score_table(before: DemoScore, after: DemoScore, summary: RunSummary) -> RenderableType:

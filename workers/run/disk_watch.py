@@ -10,7 +10,7 @@ import structlog
 
 from stream.disk_space import DiskProblem, end_waits, waiting
 from stream.operator.run_status import RunStatus
-from workers.run.run_folder import disk_problems
+from workers.runs.folder import disk_problems
 
 log = structlog.get_logger()
 

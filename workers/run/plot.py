@@ -1,16 +1,14 @@
 """Plot the progress of a run by step: reward and its parts, loss, length, entropy, KL, validity, staleness, speed."""
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus
-from workers.run.display_metrics import DisplayMetric, finite_value, metric_value
+from workers.runs.metrics_file import DisplayMetric, finite_value, metric_value, part_names, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,21 +66,6 @@ def draw_progress(folder: Path, status: RunStatus | None = None) -> Path:
         figure.savefig(picture)
     write_file_atomically(out, picture.getvalue())
     return out
-
-
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Return the metrics of each step, in order. If a step was repeated after a crash, its last line counts."""
-    if not file.exists():
-        return []
-    steps: dict[int, dict[str, Any]] = {}
-    for number, text in enumerate(file.read_bytes().splitlines(), 1):
-        try:
-            row = msgspec.json.decode(text, type=dict[str, Any])
-            step = int(row.get("step", number))
-        except (ValueError, TypeError):
-            continue  # incomplete line of a killed trainer, or damaged
-        steps[step] = row | {"step": step}
-    return [steps[step] for step in sorted(steps)]
 
 
 def smooth(points: Points, window: int = _WINDOW) -> Points:
@@ -143,13 +126,6 @@ def _reward(axes: "Axes", rows: Rows) -> None:
         axes.plot(*_columns(held_out), color=_ORANGE, marker="D", markersize=4, linewidth=1.0, label="held-out prompts")
         _legend(axes, "lower right")
     _bound_to_unit(axes, points + held_out)
-
-
-def part_names(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the reward parts in the order in which they first appear."""
-    prefix, suffix = "reward/part/", "/mean"
-    found = (name for row in rows for name in row if name.startswith(prefix) and name.endswith(suffix))
-    return list(dict.fromkeys(name.removeprefix(prefix).removesuffix(suffix) for name in found))
 
 
 def _parts(axes: "Axes", rows: Rows) -> None:

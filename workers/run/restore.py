@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from stream.connection.run_identity import read_identity
 from stream.errors import DamagedObjectError, RunMismatchError, StorageError
-from workers.run.run_folder import lock_folder, unusable_folder
+from workers.runs.folder import lock_folder, unusable_folder
 from workers.settings import Settings
 from workers.storage.bucket import Bucket
 from workers.storage.download import STAGING, download_snapshot

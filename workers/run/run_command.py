@@ -13,23 +13,31 @@ from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
 from stream.operator.run_status import RunStatus
 from workers.run.identity_check import NOTHING, Accept, check_folder
-from workers.run.plot import draw_progress, read_metrics
+from workers.run.plot import draw_progress
 from workers.run.preflight.findings import render_findings
 from workers.run.preflight.preflight_process import print_report, run_preflight_process
 from workers.run.process_launcher import ProcessLauncher
-from workers.run.progress_display import choose_display, format_duration
 from workers.run.restore import restore_if_lost
 from workers.run.role_specs import LIGHT_MODULES, MakeEngineSpec, MakeRoleSpecs, engine_spec, role_specs, torch_modules
-from workers.run.run_folder import disk_problems, lock_folder, settings_file
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
 from workers.run.sampled_completion import newest_archived_group, sample_lines
-from workers.run.summary import RunSummary, latest_progress, summarize
 from workers.run.supervisor import RunOutcome, Supervisor
-from workers.run.verdict import describe_early_end, describe_rewards, describe_totals, nothing_learned
+from workers.runs.folder import disk_problems, lock_folder, settings_file
+from workers.runs.metrics_file import read_metrics
+from workers.runs.summary import (
+    RunSummary,
+    describe_early_end,
+    describe_rewards,
+    describe_totals,
+    latest_progress,
+    nothing_learned,
+    summarize,
+)
 from workers.runtime import log_setup as logs
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.model_config import modeling_module
 from workers.settings import Settings
+from workers.terminal.progress import choose_display, format_duration
 
 log = structlog.get_logger()
 

@@ -9,9 +9,9 @@ from msgspec import Struct
 from stream.errors import PenstockError, SettingsError
 from workers.run.identity_check import FolderCheck
 from workers.run.pinned import free_changes
-from workers.run.run_folder import find_newest_run, new_run_name
-from workers.run.run_info import explain_missing_file, find_settings_file
-from workers.run.summary import RunSummary, latest_progress, read_summary
+from workers.runs.find import explain_missing_file, find_settings_file
+from workers.runs.folder import find_newest_run, new_run_name
+from workers.runs.summary import RunSummary, latest_progress, read_summary
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 

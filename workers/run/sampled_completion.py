@@ -12,7 +12,8 @@ from stream.operator.run_status import RunStatus
 from stream.operator.unfinished_groups import newest_scored_group
 from stream.records import Completion, Group
 from stream.trainer.archive import scan_archive
-from workers.runtime.transcript import compact_lines, describe_reward, escape_controls
+from workers.runs.transcript import describe_reward, escape_controls
+from workers.terminal.lines import compact_lines
 
 _EVERY_STEPS = 5
 _MIN_INTERVAL_S = 15.0

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import structlog
 
 from stream.disk_space import no_room
-from workers.runtime.transcript import escape_controls
+from workers.runs.transcript import escape_controls
 
 log = structlog.get_logger()
 

@@ -23,6 +23,7 @@ from stream.errors import EngineUnavailableError, RunFailedError
 from stream.records import Group
 from stream.trainer.leased_group import LeasedGroup
 from stream.trainer.resume_point import ResumePoint
+from workers.runs.progress import Progress
 from workers.runtime.metrics import count_publication
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
@@ -30,7 +31,6 @@ from workers.train.evaluation.scheduler import EvaluationScheduler
 from workers.train.groups.collector import CollectedBatch, Collector
 from workers.train.groups.group_checker import DroppedGroups
 from workers.train.metrics_log import MetricsLog
-from workers.train.progress import Progress
 from workers.train.publishing.policy_versions import PolicyVersions
 from workers.train.step.collation import merge_batches
 from workers.train.step.group_checks import CheckedGroup

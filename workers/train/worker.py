@@ -30,6 +30,8 @@ from stream.trainer.folder_lock import RunFolderLock
 from stream.trainer.lease import TrainerLease
 from stream.trainer.resume_point import ResumePoint
 from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.runs.progress import Progress
+from workers.runs.warnings import TrainingWarning, write_warnings
 from workers.runtime.context import WorkerContext
 from workers.runtime.metrics import count_step
 from workers.settings import Settings
@@ -42,14 +44,12 @@ from workers.train.evaluation.scheduler import EvaluationScheduler
 from workers.train.groups.collector import Collector
 from workers.train.groups.group_checker import GroupChecker
 from workers.train.metrics_log import MetricsLog
-from workers.train.progress import Progress
 from workers.train.publishing.policy_versions import PolicyVersions
 from workers.train.publishing.publisher import WeightPublisher, open_publisher
 from workers.train.step.group_checks import CheckedGroup
 from workers.train.step.learner import Learner
 from workers.train.tracking.tracker_thread import import_early, open_trackers
 from workers.train.trainer import Trainer
-from workers.train.training_warnings import TrainingWarning, write_warnings
 
 log = structlog.get_logger()
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from stream.records import RewardPart
 from stream.validity import Measured, Reward
 from workers.commands.check.check_report import EnvironmentReport, RewardReport, ToolTrial, TurnTrial
-from workers.runtime.transcript import content_text, escape_controls
+from workers.runs.transcript import content_text, escape_controls
 
 _MAX_CHARACTERS = 2000
 _MAX_COMPLETION_CHARACTERS = 60

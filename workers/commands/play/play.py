@@ -16,19 +16,19 @@ from stream.records import Group, Message, Prompt
 from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.commands.evaluate.evaluation_engine import with_existing_engine, with_started_engine
 from workers.commands.evaluate.standalone_rollout import roll_out_and_score
-from workers.commands.output import print_json
 from workers.commands.play.chat_endpoint import open_chat_endpoint
 from workers.commands.play.chat_episode import play_group
 from workers.commands.play.summary import describe_summary, summarize_rewards
-from workers.commands.transcripts.export_groups import export_row, write_export
-from workers.commands.transcripts.run_completions import RunCompletion
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.run.process_main import run_async
+from workers.runs.export import completion_record, write_export
+from workers.runs.groups import CompletionView
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.model_config import max_positions
-from workers.runtime.transcript import completion_lines
 from workers.settings import EnvironmentSettings, RewardSettings, Settings
 from workers.settings.toml_file import settings_for_model
+from workers.terminal.lines import completion_lines
+from workers.terminal.output import print_json
 
 _ROWS_TIMEOUT_S = 60.0
 _PROMPT_TOKENS = 4096
@@ -80,12 +80,14 @@ def play_and_print(options: PlayOptions, *, as_json: bool = False) -> int:
     folder = find_policy_folder(options.policy) if options.policy is not None else None
     settings = play_settings(options, folder)
     group = run_async(lambda: play(options, settings, folder))
-    found = [RunCompletion(group=group, completion=completion, outcome="played") for completion in group.completions]
+    found = [CompletionView(group=group, completion=completion, outcome="played") for completion in group.completions]
     summary = summarize_rewards(group)
     if options.out is not None:
-        write_export(options.out, map(export_row, found), "jsonl")
+        write_export(options.out, map(completion_record, found), "jsonl")
     if as_json:
-        print_json({"ref": options.ref, **msgspec.to_builtins(summary), "completions": list(map(export_row, found))})
+        print_json(
+            {"ref": options.ref, **msgspec.to_builtins(summary), "completions": list(map(completion_record, found))}
+        )
     else:
         console = Console(highlight=False)
         for completion in group.completions:

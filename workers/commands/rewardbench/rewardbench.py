@@ -11,11 +11,11 @@ from envs.messages import build_conversation
 from stream.errors import DataError
 from stream.records import Message
 from stream.validity import Measured, Unmeasured
-from workers.commands.output import print_json
 from workers.commands.rewardbench.accuracy import BenchReport, PreferencePair, summarize
 from workers.datasets.sources import open_source
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Data
+from workers.terminal.output import print_json
 
 _CHUNK = 256
 """Pairs per batch of requests; the client limits the concurrency."""

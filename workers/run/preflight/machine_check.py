@@ -17,7 +17,7 @@ from stream.errors import EngineError, PenstockError, ServerError
 from stream.server_process import find_server
 from workers.run.preflight.findings import PreflightReport
 from workers.run.preflight.model_check import ModelFacts
-from workers.run.run_folder import RUNS
+from workers.runs.folder import RUNS
 from workers.runtime.ports import free_port
 from workers.settings import Settings
 from workers.vllm.interpreter import check_interpreter, resolve_interpreter

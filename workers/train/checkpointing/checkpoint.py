@@ -33,8 +33,8 @@ from stream.disk_space import persist
 from stream.durable import create_folder_atomically, remove_folder, remove_leftovers
 from stream.errors import RunFailedError, RunMismatchError
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
+from workers.runs.progress import Progress
 from workers.storage.uploader import SavedCheckpoint, SnapshotUploader
-from workers.train.progress import Progress
 
 if TYPE_CHECKING:
     from workers.train.step.learner import Learner

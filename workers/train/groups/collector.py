@@ -17,13 +17,13 @@ from stream.operator.run_status import describe_stages, read_status
 from stream.queue.stage import Claim
 from stream.queue.versions import inflight_versions
 from stream.trainer.consumer import Consumer
+from workers.runs.warnings import write_warnings
 from workers.runtime.idle_log import IdleLogger
 from workers.settings import Settings
 from workers.train.groups.group_checker import GroupChecker
 from workers.train.groups.step_plan import StepPlan, VersionSchedule, plan_step
 from workers.train.groups.straggler_wait import StragglerWait
 from workers.train.step.group_checks import CheckedGroup
-from workers.train.training_warnings import write_warnings
 
 log = structlog.get_logger()
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from stream.records import Group, TrainedCompletion
 from stream.trainer.leased_group import DroppedGroup
 from stream.validity import DropReason
+from workers.runs.progress import Progress
 from workers.settings import Settings
 from workers.train.groups.failure_causes import failure_causes
 from workers.train.groups.no_loss_monitor import NoLossMonitor
 from workers.train.groups.reward_log import RewardLog
-from workers.train.progress import Progress
 from workers.train.step.group_checks import CheckedGroup, GroupRewards, check_group, unusable_greedy
 from workers.train.training_warnings import TrainingWarnings
 
