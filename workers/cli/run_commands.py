@@ -27,9 +27,10 @@ def queues(
 ) -> None:
     """Show where a run's prompts are, and with --in-flight what each completion is doing.
 
-    RUN is its folder, settings file or name; default: the only running run under runs/. --watch shows both, live, and
-    waits for a run that is about to start; without a terminal, or with --json, it prints a JSON object per second.
-    Read-only.
+    RUN is its folder, settings file or name; default: the only running run under runs/. Read-only.
+
+    --watch shows both, live, and waits for a run that is about to start. Without a terminal, or with --json, it prints
+    a JSON object per second.
     """
     from workers.runs.find import open_run
     from workers.terminal import queues
