@@ -179,7 +179,7 @@ class Counting:
         self.connections = self.rendered = 0
 
     @asynccontextmanager
-    async def connect(self):
+    async def connect(self, *, start_server):
         self.connections += 1
         yield None
 

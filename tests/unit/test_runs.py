@@ -137,7 +137,7 @@ def test_what_blocks_can_be_called_where_an_event_loop_runs_as_in_a_notebook():
         "async def cell(): print(run_blocking(answer))\n"
         "print(run_blocking(answer)); asyncio.run(cell())"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "7\n7\n"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "7\n7\n"
 
 
 STARTED = {"timestamp": "2026-01-05T10:12:44.5Z", "level": "info", "role": "rollout", "event": "role.started"}
