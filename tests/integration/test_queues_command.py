@@ -284,8 +284,8 @@ def folder_of_another_run(redis_url, run_name, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        partial(send_command, "stop"),
-        partial(send_command, "pause"),
+        pytest.param(lambda target, redis: send_command("stop", open_run(target, redis)), id="stop"),
+        pytest.param(lambda target, redis: send_command("pause", open_run(target, redis)), id="pause"),
         pytest.param(lambda target, redis: drop_dead(open_run(target, redis), LetterChoice()), id="drop"),
         pytest.param(lambda target, redis: retry_dead(open_run(target, redis), LetterChoice()), id="retry"),
         partial(change_engine, "add", "http://127.0.0.1:1", as_json=True),

@@ -24,6 +24,7 @@ from stream.trainer.resume_point import ResumePoint
 from workers.commands.control import send_command
 from workers.run.identity_check import NOTHING
 from workers.run.role_process import _run_connected
+from workers.runs.find import open_run
 from workers.runs.progress import Progress
 from workers.runs.run import Run
 from workers.runtime.context import WorkerContext
@@ -237,7 +238,7 @@ async def test_commands_without_effect_are_refused(pipe, redis_url):
 
 async def test_each_command_prints_one_line(pipe, redis_url, run_name, capsys):
     async def told(word) -> str:
-        await anyio.to_thread.run_sync(send_command, word, run_name, redis_url)
+        await anyio.to_thread.run_sync(send_command, word, Run(run_name, redis=redis_url))
         return capsys.readouterr().out
 
     assert (await told("pause")).startswith(f"run '{run_name}' is paused: ")
@@ -254,7 +255,7 @@ def test_a_stopped_run_is_not_started_for_a_command(tmp_path):
     (tmp_path / "redis").mkdir()
     (tmp_path / "run.toml").write_text(dump_settings(settings))
     with pytest.raises(PenstockError, match=r"run 'rests' is not running, so there is nothing to pause; `penstock run"):
-        send_command("pause", str(tmp_path), "")
+        send_command("pause", open_run(tmp_path, must_have_begun=True))
 
 
 # --- stop

@@ -15,9 +15,11 @@ from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord, content_hash
 from stream.trainer.outcomes import Dropped, Trained
-from stream.validity import Measured
+from stream.validity import Measured, RewardReason, Unmeasured
 from workers.cli import penstock
+from workers.runs import run as run_module
 from workers.runs.find import open_run
+from workers.runs.groups import completion_labels
 from workers.runs.live_run import LiveRun, write_live
 from workers.runs.logs import RunLogs
 from workers.runs.run import Run
@@ -112,6 +114,21 @@ def test_completions_are_chosen_by_an_order_and_counted(here):
     best = open_run("killed").completions(chosen=Selection("best", 2), step="1..2")
     assert [(view.group.prompt.id, view.reward) for view in best] == [("a", 1.0), ("b", 0.5)]
     assert (len(best), best.offered) == (2, 4)
+
+
+def test_an_answer_that_could_not_be_judged_is_valid_and_found_by_its_reason():
+    labels = completion_labels(None, None, Measured(-1.0, RewardReason.TIMEOUT), "trained")
+    assert labels == {"finished", "valid", "trained", "reward:timeout"}
+    assert "invalid" in completion_labels(None, None, Unmeasured(RewardReason.TIMEOUT), "trained")
+
+
+def test_groups_of_steps_are_read_without_a_server(here, monkeypatch):
+    write_live(Path("runs/killed"), LiveRun.of_this_process("killed", "unix:///nowhere.sock"))
+    monkeypatch.setattr(run_module, "_RECONNECT_S", 0.1)
+    opened = open_run("killed")
+    assert opened.groups(step="1..").notes == []
+    (note,) = opened.groups().notes
+    assert note.startswith("unfinished groups could not be read")
 
 
 def test_a_run_has_its_metrics_and_follows_its_files(here):

@@ -95,9 +95,10 @@ def _control_command(name: Literal["pause", "resume", "stop"], text: str) -> cli
     @options.redis
     def command(target: str | None, redis: str) -> None:
         from workers.commands.control import send_command
+        from workers.runs.find import open_run
 
         log_errors_only(name)
-        send_command(name, target, redis)
+        send_command(name, open_run(target, redis, must_have_begun=True))
 
     return command
 
@@ -134,9 +135,10 @@ def replay(target: str | None, as_json: bool) -> None:
     compared with its checkpoints bit for bit. The run is not changed.
     """
     from workers.commands.replay import show_replay
+    from workers.runs.find import open_run
 
     log_errors_only("replay")
-    sys.exit(show_replay(target, as_json=as_json, command=current_command()))
+    sys.exit(show_replay(open_run(target), as_json=as_json, command=current_command()))
 
 
 @click.command(short_help="Print a Redis user for each role.")

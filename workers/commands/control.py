@@ -7,7 +7,7 @@ import socket
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.operator.run_control import ControlCommand, pause, resume, stop
-from workers.runs.find import open_run
+from workers.runs.run import Run
 from workers.terminal.output import print_line
 
 _SENDERS = {"pause": pause, "resume": resume, "stop": stop}
@@ -18,13 +18,12 @@ _CONFIRMATIONS = {
 }
 
 
-def send_command(command: ControlCommand, target: str | None, redis: str) -> None:
+def send_command(command: ControlCommand, run: Run) -> None:
     """Send a command to a run and print the result.
 
     Raises:
-        PenstockError: there is no such run, it is not running, or the command would have no effect.
+        PenstockError: the run is not running, or the command would have no effect.
     """
-    run = open_run(target, redis, must_have_begun=True)
     if not run.url:
         raise PenstockError(
             f"run {run.name!r} is not running, so there is nothing to {command}; `penstock run "

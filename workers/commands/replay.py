@@ -10,7 +10,7 @@ import msgspec
 
 from stream.parent_death import die_with_parent
 from workers.run.process_main import run_async
-from workers.runs.find import open_run
+from workers.runs.run import Run
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 from workers.terminal.output import print_json, print_line
@@ -19,16 +19,16 @@ from workers.train.checkpointing.replay_comparison import CheckpointMatch, Repla
 from workers.train.distributed.ranks import collective_timeout_s, rank_and_world_size
 
 
-def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[str] = ()) -> int:
+def show_replay(run: Run, *, as_json: bool = False, command: Sequence[str] = ()) -> int:
     """Replay a run and print the comparison. Returns the exit code: 1 if the weights differ.
 
     Args:
-        target: folder, settings file or name of the run.
+        run: the run.
         as_json: print one JSON object.
         command: command line that starts each further rank.
 
     Raises:
-        PenstockError: there is no such run, or groups are missing from its archive or were changed.
+        PenstockError: groups are missing from its archive or were changed.
     """
     rank, world_size = rank_and_world_size()
     if world_size > 1:
@@ -37,7 +37,6 @@ def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[
         from workers.train.rank_control.follower import run_follower
 
         return run_follower()
-    run = open_run(target)
     settings, folder = run.files("a replay")
     if settings.train.ranks > 1 and "RANK" not in os.environ:
         from workers.train.rank_control.launcher import launch_ranks
