@@ -7,6 +7,7 @@ import socket
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.operator.run_control import ControlCommand, pause, resume, stop
+from workers.runs.find import refuse_other_run
 from workers.runs.run import Run
 from workers.terminal.output import print_line
 
@@ -32,7 +33,7 @@ def send_command(command: ControlCommand, run: Run) -> None:
     operator = operator_name()
 
     async def send(connection: RunConnection) -> bool:
-        await run.refuse_other(connection)
+        await refuse_other_run(run, connection)
         return await _SENDERS[command](connection, operator)
 
     has_trainer = run.call(send)

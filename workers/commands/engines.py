@@ -13,7 +13,7 @@ from stream.operator.engine_overrides import (
 from workers.commands.control import operator_name
 from workers.engine_api.discovery.addresses import normalize_engine_url
 from workers.runs.engines import EngineReport, configured_engines, probe_engine
-from workers.runs.find import open_run
+from workers.runs.find import open_run, refuse_other_run
 from workers.runs.run import Run
 from workers.terminal.output import print_json, print_line
 
@@ -31,7 +31,7 @@ def change_engine(action: Literal["add", "remove"], url: str, target: str | None
     operator = operator_name()
 
     async def change(connection: RunConnection) -> tuple[bool, EngineReport, bool]:
-        await run.refuse_other(connection)
+        await refuse_other_run(run, connection)
         changed = await apply_change(connection, url, operator)
         report = EngineReport(url=url, source="operator", removed=action == "remove")
         if action == "add":

@@ -18,6 +18,7 @@ from stream.queue.entry_scan import DeadEntry, scan_dead_page
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.rendering import with_query
 from workers.runs.dead_letters import Change, read_payload, record_ends
+from workers.runs.find import refuse_other_run
 
 _COUNT_S: Final = 0.4
 """Time to count letters by reason; the page then says how many were counted."""
@@ -63,7 +64,7 @@ async def change_letters(dashboard: Dashboard, request: web.Request) -> web.Stre
     if action not in _ACTIONS:
         raise web.HTTPBadRequest(text="The action is retry or drop.")
     async with run.connect(start_server=False) as connection:
-        await run.refuse_other(connection)
+        await refuse_other_run(run, connection)
         if letter:
             count, is_done = await _change(connection, _ACTIONS[action], [letter]), True
         else:

@@ -16,6 +16,7 @@ from stream.operator.dead_letters import DeadLetter, list_dead_letters
 from stream.operator.run_status import read_status
 from stream.records import Group, Prompt, Row
 from stream.trainer.untrained_ends import record_untrained_ends
+from workers.runs.find import refuse_other_run
 from workers.runs.run import Run
 
 Change = Callable[[RunConnection, Sequence[str]], Awaitable[list[str]]]
@@ -71,7 +72,7 @@ async def change_letters(run: Run, connection: RunConnection, choice: LetterChoi
         RunMismatchError: the server has another run of this name; nothing was changed.
         PenstockError: a named letter does not exist, or none has the reason.
     """
-    await run.refuse_other(connection)
+    await refuse_other_run(run, connection)
     chosen = await select_letters(connection, choice)
     try:
         absent = await change(connection, [letter.id for letter in chosen])

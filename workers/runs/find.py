@@ -1,14 +1,18 @@
 """Find a run by its folder, its settings file or its name."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from stream.errors import PenstockError
+from stream.errors import PenstockError, RunMismatchError
 from workers.runs.folder import RUNS, find_newest_run
 from workers.runs.live_run import read_live
 from workers.runs.run import NoServerError, Run
 from workers.settings.pipeline import name_from
 from workers.settings.secrets import REDIS, read_secret
 from workers.settings.toml_file import load_settings
+
+if TYPE_CHECKING:  # a command that reads one status does not load a Redis client
+    from stream.connection.run_connection import RunConnection
 
 
 def open_run(target: str | Path | None = None, redis: str = "", *, must_have_begun: bool = False) -> Run:
@@ -37,10 +41,32 @@ def open_run(target: str | Path | None = None, redis: str = "", *, must_have_beg
         folder = file.parent
     else:
         folder = settings.folder if name and Path(name).is_file() else file.parent
-    run = Run(settings.run.name, folder, redis, file)
+    run = Run(settings.run.name, folder, redis, file, folder.resolve().name)
     if must_have_begun and not run.url and not run.has_private_server:
         raise NoServerError(f"the run in {folder} has not begun: there is no server, and no server's data")
     return run
+
+
+async def refuse_other_run(run: Run, connection: "RunConnection") -> None:
+    """Refuse to change a run on the server that is not the one in the folder, though it has its name.
+
+    Raises:
+        RunMismatchError: they are two runs.
+    """
+    import anyio.to_thread
+
+    from stream.connection.run_identity import read_identity, read_server_identity
+
+    if run.folder is None:
+        return
+    ours = await anyio.to_thread.run_sync(read_identity, run.folder)
+    server = await read_server_identity(connection)
+    if ours is not None and server.id and server.id != ours.id:
+        raise RunMismatchError(
+            f"run {run.name!r} on {connection.display_url} is {server.id[:8]}, and the run in {run.folder} is "
+            f"{ours.id[:8]}: nothing was changed; name the server of this one with --redis, or the other run's "
+            "folder"
+        )
 
 
 def find_run_folder(target: str) -> Path:

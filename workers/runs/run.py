@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
-from stream.errors import PenstockError, RunMismatchError, ServerError
+from stream.errors import PenstockError, ServerError
 from stream.operator.run_status import RunStatus, read_status, read_status_once
 from workers.runs.folder import disk_problems, file_state, lock_folder
 from workers.runs.live_run import read_live
@@ -55,7 +55,7 @@ class Run:
     ) -> None:
         self.name = name
         self.folder = folder
-        self.key = key or (folder.resolve().name if folder else name)
+        self.key = key or (folder.name if folder else name)
         self._redis = redis
         self._file = file
         self._settings: tuple[str, Settings] | None = None
@@ -223,10 +223,10 @@ class Run:
         wanted = wanted or CompletionFilter.parse(**conditions)
         groups: list[RunGroup] = []
 
-        def offer(group: "RunGroup") -> int:
+        def offer(group: "RunGroup") -> bool:
             if wanted.matches_group(group):
                 groups.append(group)
-            return count - len(groups)
+            return len(groups) < count
 
         archived, notes = self._search(wanted, offer, lambda: bool(groups))
         return Matches(groups, archived, wanted, notes)
@@ -252,7 +252,7 @@ class Run:
 
         wanted, selection = wanted or CompletionFilter.parse(**conditions), chosen or Selection("newest", 3)
 
-        def offer(group: "RunGroup") -> int:
+        def offer(group: "RunGroup") -> bool:
             for view in filter(wanted.matches, group.completions):
                 selection.offer(view)
             return not selection.is_complete
@@ -326,31 +326,10 @@ class Run:
         _, folder = self.files("tracing")
         return read_trace(folder, NumberRange.parse(step, "step") if step else None, count)
 
-    async def refuse_other(self, connection: "RunConnection") -> None:
-        """Refuse to change a run on the server that is not the one in the folder, though it has its name.
-
-        Raises:
-            RunMismatchError: they are two runs.
-        """
-        import anyio.to_thread
-
-        from stream.connection.run_identity import read_identity, read_server_identity
-
-        if self.folder is None:
-            return
-        ours = await anyio.to_thread.run_sync(read_identity, self.folder)
-        server = await read_server_identity(connection)
-        if ours is not None and server.id and server.id != ours.id:
-            raise RunMismatchError(
-                f"run {self.name!r} on {connection.display_url} is {server.id[:8]}, and the run in {self.folder} is "
-                f"{ours.id[:8]}: nothing was changed; name the server of this one with --redis, or the other run's "
-                "folder"
-            )
-
     def _search(
-        self, wanted: "CompletionFilter", offer: "Callable[[RunGroup], int]", has_match: Callable[[], bool]
+        self, wanted: "CompletionFilter", offer: "Callable[[RunGroup], bool]", has_match: Callable[[], bool]
     ) -> "tuple[ArchivedRunGroups, list[str]]":
-        """Offer groups until no more are wanted: those without an outcome, then archived ones, the newest first.
+        """Offer groups as long as `offer` wants more: those without an outcome, then archived ones, the newest first.
 
         Returns:
             The archive, and notes about what could not be read.
@@ -361,12 +340,15 @@ class Run:
         archived = ArchivedRunGroups(folder)
         notes = ["archive.keep = 'none' keeps no group"] if settings.archive.keep == "none" else []
         is_running, may_be_unfinished = bool(self.url), wanted.steps is None
+        wants_more = True
 
         async def offer_unfinished(connection: "RunConnection") -> None:
             from stream.operator.unfinished_groups import unfinished_groups
 
+            nonlocal wants_more
             async for _, group in unfinished_groups(connection):
-                if not offer(RunGroup(unfinished_views(group))):
+                wants_more = offer(RunGroup(unfinished_views(group)))
+                if not wants_more:
                     return
 
         def ask_server() -> None:
@@ -377,7 +359,7 @@ class Run:
 
         if is_running and may_be_unfinished:
             ask_server()
-        for group in archived.groups(wanted.steps):
+        for group in archived.groups(wanted.steps) if wants_more else ():
             if not offer(group):
                 break
         if not is_running and may_be_unfinished and not has_match() and self.has_private_server:
@@ -388,11 +370,10 @@ class Run:
 def run_blocking(main: Callable[[], Awaitable[T]]) -> T:
     """Run an async function to its end, in a thread of its own where an event loop runs already, as in a notebook."""
     import anyio
-    import sniffio
 
     try:
-        sniffio.current_async_library()
-    except sniffio.AsyncLibraryNotFoundError:
+        anyio.get_current_task()
+    except RuntimeError:  # no event loop runs
         return anyio.run(main)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(anyio.run, main).result()
