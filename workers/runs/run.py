@@ -1,7 +1,6 @@
 """One run, and everything that can be read of it."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -369,6 +368,8 @@ class Run:
 
 def run_blocking(main: Callable[[], Awaitable[T]]) -> T:
     """Run an async function to its end, in a thread of its own where an event loop runs already, as in a notebook."""
+    from concurrent.futures import ThreadPoolExecutor
+
     import anyio
 
     try:
