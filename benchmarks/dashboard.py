@@ -49,7 +49,7 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord, content_hash
 from stream.trainer.outcomes import Trained
 from stream.validity import Measured
-from workers.run.run_info import RunInfo, write_run_info
+from workers.runs.live_run import LiveRun, write_live
 
 GROUPS, GROUP = 125, 8
 """A step has 1,000 completions."""
@@ -228,7 +228,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, dict[str, object]]
         async with waiting_prompts(Path(name), arguments.waiting + arguments.dead + moving) as (connection, url):
             await dead_letter(connection, arguments.dead)
             await move_to_trainer(connection, arguments.waiting)
-            write_run_info(folder, RunInfo.of_this_process("d", url))
+            write_live(folder, LiveRun.of_this_process("d", url))
             with dashboard(folder) as (address, process):
                 return {
                     "pages": await measure_pages(address, arguments.repeats),

@@ -29,9 +29,9 @@ from stream.operator.run_status import RunStatus, read_status
 from tests.chaos import project
 from tests.chaos.ends import GROUP_SIZE, TRAINED, intended
 from workers.run.role_specs import ENGINE
-from workers.run.run_info import read_run_info
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
+from workers.runs.live_run import read_live
 from workers.runtime import log_setup as logs
 from workers.settings import Settings
 from workers.terminal.progress import SilentDisplay
@@ -121,7 +121,7 @@ def run(settings: Settings, *engine: str, limit_s: float = 600.0) -> Observed:
 
 async def _watch(settings: Settings, watched: Observed) -> None:
     while True:
-        live = await anyio.to_thread.run_sync(read_run_info, settings.folder)
+        live = await anyio.to_thread.run_sync(read_live, settings.folder)
         if live is not None and live.engines:
             break
         await anyio.sleep(POLL_S)

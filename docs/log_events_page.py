@@ -74,7 +74,7 @@ MEANINGS = {
     "group.duplicate": "A second copy of a group arrived; it ends as a duplicate, and counts nowhere.",
     "http.cannot_accept": "A server cannot take a connection, for want of files mostly; it tries again.",
     "http.connections_limited": "A server has too many connections; those that brought no request made room.",
-    "in_flight.report_failed": "A worker's report for `penstock inflight` was not stored.",
+    "in_flight.report_failed": "A worker's report for `penstock queues --in-flight` was not stored.",
     "ledger.rebuilt": "The ledger was damaged; archive and server have all that it had, and it was written anew.",
     "lease.lost": "The lease expired or was taken; another worker has the entry, and this result is discarded.",
     "lm_head.unknown": "The output layer is not recognized; logits are computed by the whole model, with more memory.",

@@ -18,9 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.metadata import version
 
-    from workers.runs.find import Run, open_run
-    from workers.runs.summary import RunSummary
-
     from envs.contract import AgentEnvironment, Environment, EnvironmentFailure
     from stream.errors import PenstockError, SettingsError
     from stream.records import Completion, Group, Prompt
@@ -29,6 +26,9 @@ if TYPE_CHECKING:
     from workers.check.report import CheckReport
     from workers.commands.play.play import play
     from workers.run.run_process import run
+    from workers.runs.find import open_run
+    from workers.runs.run import Run
+    from workers.runs.summary import RunSummary
     from workers.settings.settings import Settings
     from workers.settings.toml_file import load_settings
 
@@ -68,7 +68,8 @@ _HOMES = {
     "workers.commands.play.play": ("play",),
     "workers.run.run_process": ("run",),
     "workers.run.summary": ("RunSummary",),
-    "workers.runs.find": ("Run", "open_run"),
+    "workers.runs.find": ("open_run",),
+    "workers.runs.run": ("Run",),
     "workers.settings.settings": ("Settings",),
     "workers.settings.toml_file": ("load_settings",),
 }

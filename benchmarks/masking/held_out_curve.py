@@ -27,10 +27,10 @@ from workers.demo.scoring import score_policy
 from workers.demo.task import held_out_rows
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.run.child_processes import ChildProcess
-from workers.run.display_metrics import read_metrics
 from workers.run.process_main import run_async
 from workers.run.role_specs import engine_spec
 from workers.run.run_command import raise_for_failure, supervise
+from workers.runs.metrics_file import read_metrics
 from workers.runtime import log_setup as logs
 from workers.settings import RewardSettings, Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore

@@ -19,11 +19,11 @@ from tests.cases.models import write_small_qwen3
 from tests.unit.test_episode import Scripted
 from tests.unit.test_recorder import recorder_of
 from workers.dashboard.access import Access
-from workers.dashboard.run_source import RunCatalog
 from workers.dashboard.server import serve_dashboard
 from workers.local_engine.pooling.server import serve_pooling
 from workers.local_engine.server import EngineLimits, serve_local_engine
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
+from workers.runs.catalog import Runs
 from workers.runtime.context import Readiness
 from workers.runtime.metrics_server import serve_metrics
 from workers.settings import Settings
@@ -189,7 +189,7 @@ async def _dashboard(access: Access, folder: Path, pipe: Any, redis_url: str) ->
     async def read_state() -> object:
         return (await read_status(pipe.connection)).dead
 
-    catalog = await anyio.to_thread.run_sync(RunCatalog, [str(folder)])
+    catalog = await anyio.to_thread.run_sync(Runs, [str(folder)])
     async with serve_dashboard(catalog, access, 0) as url:
         headers = {"Authorization": f"Bearer {access.token}", "Origin": url} if access.token else {}
         values = {"run": folder.name, "name": "dashboard.js"}

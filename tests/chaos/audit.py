@@ -12,7 +12,7 @@ from stream.trainer.ledger_records import decode_event, record_or_none
 from stream.trainer.outcomes import encode_outcome
 from tests.chaos.ends import intended
 from tests.chaos.witness import row_of, testimony
-from workers.run.run_info import find_run, with_run
+from workers.runs.find import open_run
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
 
@@ -42,7 +42,7 @@ class Verdict(Struct, kw_only=True):
 
 def audit(folder: Path, groups: int) -> Verdict:
     """Audit the run in `folder`; no role may be at work."""
-    view, dead, records = with_run(find_run(str(folder)), _ask)
+    view, dead, records = open_run(folder).call(_ask)
     checkpoint = CheckpointStore(folder / "checkpoints").latest()
     weights = testimony(checkpoint.model).tolist() if checkpoint else [0.0] * groups
     noted: list[list[str]] = [[] for _ in range(groups)]

@@ -38,7 +38,7 @@ from tests.chaos.ends import intended
 from tests.chaos.recount import recount
 from tests.preload.fixtures import is_used, start_fork_server
 from workers.run.run_command import raise_for_failure, supervise
-from workers.run.run_info import read_run_info
+from workers.runs.live_run import read_live
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
@@ -174,7 +174,7 @@ def resume(settings: Settings, stop_at: int | None = None) -> PenstockError | No
 
 
 async def _stop_at(folder: Path, ended: int) -> None:
-    while (live := read_run_info(folder)) is None or not live.engines:
+    while (live := read_live(folder)) is None or not live.engines:
         await anyio.sleep(0.02)
     async with connect(live.redis, live.run, create=False) as connection:
         while True:

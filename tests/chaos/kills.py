@@ -21,7 +21,7 @@ from stream.operator.run_control import pause, resume
 from stream.operator.run_status import RunStatus, read_status
 from stream.trainer.ledger_records import read_contents
 from tests.chaos.schedule import SERVER, Blow
-from workers.run.run_info import RunInfo, read_run_info
+from workers.runs.live_run import LiveRun, read_live
 from workers.train.checkpointing.checkpoint import MANIFEST, Manifest
 
 _ABSENT_S = 3.0
@@ -86,7 +86,7 @@ class RoleKiller:
                     await (pause if ahead else resume)(connection, "chaos")
             await connection.wait_for_change("$", 0.2)
 
-    async def _deal(self, blow: Blow, live: RunInfo, connection: RunConnection) -> None:
+    async def _deal(self, blow: Blow, live: LiveRun, connection: RunConnection) -> None:
         await anyio.sleep(blow.delay_s)
         if blow.when == "checkpoint":
             self.limit = math.inf  # a paused run would never write a checkpoint
@@ -101,9 +101,9 @@ class RoleKiller:
         if blow.when == "checkpoint":
             self.between += await self._was_between(connection)
 
-    async def _live(self) -> RunInfo:
+    async def _live(self) -> LiveRun:
         """Wait until the engine is running, and with it the other roles."""
-        while (live := read_run_info(self.folder)) is None or not live.engines:
+        while (live := read_live(self.folder)) is None or not live.engines:
             await anyio.sleep(0.02)
         return live
 

@@ -15,7 +15,6 @@ from typing import Any
 import anyio
 import pytest
 import tomli_w
-from workers.runs.groups import ArchivedRunGroups
 
 from stream.connection.run_connection import connect
 from stream.operator.run_status import read_status
@@ -23,6 +22,7 @@ from stream.queue.stage import RetryPolicy, Stage
 from tests.e2e.browser import Browser
 from tests.e2e.harness import environment
 from workers.base_models.shipped import write_base_model
+from workers.runs.groups import ArchivedRunGroups
 
 HOSTILE = "<script>document.title='hacked'</script>\u202e\u2066\x1b[2J\x1b]0;hacked\x07"
 ENVIRONMENT = '''

@@ -6,7 +6,7 @@ from stream.trainer.ledger_records import read_contents, read_ledger
 from tests.chaos.audit import acquitted
 from tests.faults import heavy_trainer
 from tests.faults.journey import again, begin, travel
-from workers.run.run_info import find_run, with_run
+from workers.runs.find import open_run
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -32,10 +32,9 @@ def test_a_full_disk_at_a_checkpoint_stops_the_run_and_acknowledges_nothing(tmp_
     after = [line.record for line in lines if line.end_offset > checkpoint.progress.ledger_bytes]
     behind = {record.prompt for record in after if record.has_group}
     assert behind, "nothing was done after the checkpoint"
-    assert (
-        not behind & read_contents(settings.folder / "ledger.jsonl", checkpoint.progress.ledger_bytes).outcomes.keys()
-    )
-    marked = with_run(find_run(str(settings.folder)), lambda connection: connection.read_hash("scored:marked"))
+    kept = read_contents(settings.folder / "ledger.jsonl", checkpoint.progress.ledger_bytes)
+    assert not behind & kept.outcomes.keys()
+    marked = open_run(settings.folder).call(lambda connection: connection.read_hash("scored:marked"))
     assert behind <= set(marked.values())
 
     (settings.folder / heavy_trainer.FULL_AFTER).unlink()

@@ -5,9 +5,9 @@ import runpy
 from pathlib import Path
 
 import pytest
-from workers.runs.groups import ArchivedRunGroups
 
 from tests.e2e.harness import balanced, summary_of
+from workers.runs.groups import ArchivedRunGroups
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("preloaded")]
 

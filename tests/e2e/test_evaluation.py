@@ -21,9 +21,8 @@ from tests.e2e.harness import summary_of
 from tests.evaluation.engine import scripted
 from tests.evaluation.project import describe, ended, ledger, run
 from tests.scripted_engine.engine import ScriptedEngine
-from workers.commands.audit import audit_run
 from workers.commands.evaluate.evaluate import evaluate
-from workers.run.run_info import find_run
+from workers.runs.find import open_run
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("preloaded")]
 
@@ -45,7 +44,7 @@ def undisturbed(settings):
 
 
 def clean(settings):
-    report = audit_run(find_run(str(settings.folder), must_have_begun=False))
+    report = open_run(settings.folder).audit()
     assert report.clean, (report.lost, report.twice)
     assert report.junk == 0
     return report

@@ -7,7 +7,6 @@ import anyio
 import anyio.to_thread
 import pytest
 from msgspec.structs import replace
-from workers.runs.status import queue_report
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError
@@ -19,10 +18,11 @@ from workers.cli.command_error import as_command_error
 from workers.dashboard.live_view import LiveView
 from workers.dashboard.rendering import load_templates
 from workers.dashboard.run_page import render_state
-from workers.dashboard.run_source import RunSource
-from workers.run.run_info import find_run, read_run_info, read_run_status
 from workers.run.supervisor import RunOutcome, Supervisor
-from workers.runs.folder import disk_problems, lock_folder, write_settings
+from workers.runs.find import open_run
+from workers.runs.folder import lock_folder, write_settings
+from workers.runs.live_run import read_live
+from workers.runs.run import Run
 from workers.runtime import log_setup as logs
 from workers.terminal.progress import SilentDisplay
 
@@ -79,7 +79,7 @@ async def wait_for(condition, within_s=NAMED_WITHIN_S):
 
 
 async def wait_ended(folder, prompts):
-    while (here := await anyio.to_thread.run_sync(read_run_info, folder)) is None or not here.engines:
+    while (here := await anyio.to_thread.run_sync(read_live, folder)) is None or not here.engines:
         await anyio.sleep(0.05)
     async with connect(here.redis, here.run, create=False) as connection:
         while True:
@@ -94,20 +94,17 @@ async def wait_ended(folder, prompts):
 
 def queues_disk(folder):
     """What `penstock queues` says about the run's disks."""
-    location = find_run(str(folder))
     try:
-        status = read_run_status(location)
+        return "; ".join(open_run(folder, must_have_begun=True).status().disk)
     except PenstockError as error:
         return str(error)
-    disk = [str(problem) for problem in disk_problems(location.folder, status)]
-    return "; ".join(queue_report(location.run, status, disk).disk)
 
 
 async def dashboard_state(folder):
     """The line at the top of the dashboard's pages."""
     await anyio.to_thread.run_sync(load_templates)
     async with anyio.create_task_group() as tasks:
-        view = LiveView(RunSource("run", str(folder), folder), tasks, {"state": render_state})
+        view = LiveView(Run("run", folder), tasks, {"state": render_state})
         frame = await view.read(("state",))
         tasks.cancel_scope.cancel()
     return str(frame.part("state"))

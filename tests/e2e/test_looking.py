@@ -21,9 +21,12 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(300), pytest.mark.usefixture
 
 GROUPS = 48
 PAGES = ("", "/in-flight", "/groups", "/timeline", "/workers", "/engines", "/dead", "/charts.json")
-ONCE = (("inflight", "--json"), ("groups", "--json"), ("show",), ("queues", "--json"), ("audit", "--json"))
-FOREVER = {"watch": ("queues", "--watch", "--json"), "top": ("top", "--json")}
-KINDS = {*FOREVER, *(each[0] for each in ONCE), "pages", "metrics", "events"}
+ONCE = (("queues", "--in-flight", "--json"), ("groups", "--json"), ("show",), ("queues", "--json"), ("audit", "--json"))
+FOREVER = {
+    "watch": ("queues", "--watch", "--json"),
+    "watch in flight": ("queues", "--watch", "--in-flight", "--json"),
+}
+KINDS = {*FOREVER, *map(" ".join, ONCE), "pages", "metrics", "events"}
 PROCESSES = 6
 
 
@@ -97,7 +100,7 @@ class Viewers:
         while not self._over.is_set():
             for each in ONCE:
                 done = subprocess.run(self._command(*each), capture_output=True, env=environment(), check=False)
-                self.looks[each[0]] += done.returncode == 0
+                self.looks[" ".join(each)] += done.returncode == 0
 
     def _load(self):
         while not self._over.wait(0.05):

@@ -20,8 +20,7 @@ from tests.chaos.engine import reply
 from tests.e2e.harness import trained
 from tests.e2e.test_late_start import Watched, ended, with_one_of_each
 from tests.scripted_engine.engine import ScriptedEngine
-from workers.commands.audit import audit_run
-from workers.run.run_info import find_run
+from workers.runs.find import open_run
 from workers.runs.folder import write_settings
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings
@@ -121,6 +120,6 @@ async def test_light_roles_work_without_a_folder_and_after_the_server_was_emptie
 
         # The trainer's machine has no prompts either.
         await anyio.Path(tmp_path / "prompts.jsonl").unlink()
-        report = await anyio.to_thread.run_sync(lambda: audit_run(find_run(str(settings.folder))))
+        report = await anyio.to_thread.run_sync(lambda: open_run(settings.folder).audit())
         assert report.clean
         assert report.fed == GROUPS

@@ -14,7 +14,7 @@ from stream.errors import RecordError
 from stream.trainer.archive import scan_archive
 from stream.trainer.ledger_records import read_contents, read_ledger
 from tests.e2e.harness import balanced, children, finish, running, wait_for_trained
-from workers.run.run_info import read_run_info
+from workers.runs.live_run import read_live
 from workers.settings.toml_file import load_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.checkpointing.replayer import Replayer
@@ -41,7 +41,7 @@ class Killer:
         self.checkpoints = project.run_folder / "checkpoints"
         self.process = process
         self.project = project
-        self.server = Redis.from_url(read_run_info(project.run_folder).redis)
+        self.server = Redis.from_url(read_live(project.run_folder).redis)
         self.server_pid = self.server.info("server")["process_id"]
 
     def trainer(self) -> int:

@@ -18,9 +18,9 @@ from stream.errors import PenstockError
 from stream.operator.run_status import RunStatus, read_status
 from workers.demo.model import make_tokenizer
 from workers.run.role_specs import COMMANDS, ENGINE
-from workers.run.run_info import read_run_info
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
+from workers.runs.live_run import read_live
 from workers.runtime import log_setup as logs
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
@@ -115,7 +115,7 @@ def run(settings: Settings, *options: str, meddle: Any = None, limit_s: float = 
 
 
 async def _watch(settings: Settings, watched: Watched, meddle: Any) -> None:
-    while (live := await anyio.to_thread.run_sync(read_run_info, settings.folder)) is None or not live.engines:
+    while (live := await anyio.to_thread.run_sync(read_live, settings.folder)) is None or not live.engines:
         await anyio.sleep(0.02)
     async with connect(live.redis, live.run, create=False) as connection:
         after = "0-0"

@@ -15,7 +15,7 @@ from stream.operator.run_status import read_status
 from stream.queue.entry_scan import read_payload
 from stream.queue.lease import Lease
 from tests.fuzz.junk import BYTES, HEADER, TREES, seal, spoil_tree
-from workers.run.run_info import RunInfo, read_run_info
+from workers.runs.live_run import LiveRun, read_live
 
 _FIRST, _LAST = 0.05, 0.7
 """Fractions of the prompts that have ended when the first and the last entries are added. The run is paused meanwhile,
@@ -55,8 +55,8 @@ class Litterer:
                 )
                 await resume(connection, "litterer")
 
-    async def _live(self) -> RunInfo:
-        while (live := read_run_info(self.folder)) is None or not live.engines:
+    async def _live(self) -> LiveRun:
+        while (live := read_live(self.folder)) is None or not live.engines:
             await anyio.sleep(0.02)
         return live
 

@@ -30,8 +30,8 @@ from stream.operator.dead_letters import DeadLetter, list_dead_letters
 from tests.chaos import project
 from tests.chaos.audit import acquitted, audit
 from tests.fuzz.litter import Litterer
-from workers.run.run_info import find_run, with_run
 from workers.run.supervisor import RunOutcome, Supervisor
+from workers.runs.find import open_run
 from workers.runs.folder import lock_folder, write_settings
 from workers.runtime import log_setup as logs
 from workers.settings import Settings
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = _run(settings, litterer, options.limit, quiet=options.json)
         seconds = round(time.monotonic() - began, 1)
         verdict = audit(settings.folder, options.groups)
-        junk = [letter for letter in with_run(find_run(str(settings.folder)), _letters) if not letter.ends_prompt]
+        junk = [letter for letter in open_run(settings.folder).call(_letters) if not letter.ends_prompt]
     buried = Counter((letter.stage, letter.payload) for letter in junk)
     restarts = sum('"role.restarted"' in line for line in log.read_text().splitlines())
     report: dict[str, Any] = msgspec.to_builtins(verdict)

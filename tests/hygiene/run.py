@@ -35,9 +35,9 @@ from tests.hygiene import project
 from tests.hygiene.ends import LEAK
 from tests.hygiene.judge import judge
 from tests.hygiene.samples import Sample, sample_folder, sample_inside, sample_processes, sample_server
-from workers.run.run_info import RunInfo, read_run_info
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
+from workers.runs.live_run import LiveRun, read_live
 from workers.runtime import log_setup as logs
 from workers.settings import Settings
 from workers.terminal.progress import choose_display
@@ -150,8 +150,8 @@ def _note(path: Path, sample: tuple[int, Sample]) -> None:
         file.write(json.dumps(sample) + "\n")
 
 
-async def _live(folder: Path) -> RunInfo:
-    while (live := read_run_info(folder)) is None or not live.engines:
+async def _live(folder: Path) -> LiveRun:
+    while (live := read_live(folder)) is None or not live.engines:
         await anyio.sleep(0.05)
     return live
 

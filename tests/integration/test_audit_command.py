@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import structlog
 from redis import Redis
-from workers.terminal.audit import show_audit
 
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import DataError, PenstockError
@@ -23,7 +22,9 @@ from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
 from workers.datasets.fingerprint import fixed_rows
 from workers.datasets.mix import open_dataset_mix
+from workers.runs.find import open_run
 from workers.settings.toml_file import dump_settings, parse_settings
+from workers.terminal.audit import show_audit
 
 TRAINED = Trained()
 
@@ -121,10 +122,10 @@ async def small(tmp_path, connection, redis_url, pipe_on):
 def audited(capsys):
     async def run(small: Small) -> dict:
         """Return the audit's report. The command runs an event loop, so it runs in a thread."""
-        code = await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "", as_json=True))
+        is_clean = await anyio.to_thread.run_sync(lambda: show_audit(open_run(small.folder), as_json=True))
         (line,) = capsys.readouterr().out.splitlines()
         report = json.loads(line)
-        assert code == (0 if report["clean"] else 1)
+        assert is_clean == report["clean"]
         parts = sum(map(len, (report["lost"], report["twice"]))) + report["trained"] + report["dead"]
         assert report["fed"] == parts + sum(report["dropped"].values()) + sum(report["outstanding"].values())
         return report
@@ -296,7 +297,7 @@ async def test_a_repeated_ledger_line_is_found_without_a_server(small, audited, 
     refused = msgspec.structs.replace(small.settings, run=settings)
     (small.folder / "run.toml").write_text(dump_settings(refused))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.run.run_info._RECONNECT_S", 0.2)
+        patch.setattr("workers.runs.run._RECONNECT_S", 0.2)
         report = await audited(small)
     assert "127.0.0.1:1 did not answer" in report["notes"][0]
     assert len(report["twice"]) == 1
@@ -330,11 +331,11 @@ async def test_a_run_that_has_not_started_is_an_error(tmp_path, audited):
 
 def test_an_audit_needs_the_runs_files(redis_url):
     with pytest.raises(PenstockError, match="give its folder"):
-        show_audit("somebody", redis_url)
+        show_audit(open_run("somebody", redis_url))
 
 
 async def test_the_report_has_a_table_evidence_and_a_verdict(small, capsys):
-    await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), ""))
+    await anyio.to_thread.run_sync(lambda: show_audit(open_run(small.folder)))
     output = capsys.readouterr().out
     assert output.splitlines()[0] == f"{small.connection.run}   8 prompts fed"
     assert "dropped: stale" in output
@@ -343,10 +344,10 @@ async def test_the_report_has_a_table_evidence_and_a_verdict(small, capsys):
     for stage in ("prompts", "groups"):
         await small.connection.redis.xdel(small.connection.key(stage), *ids)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.commands.audit._MAX_FINDINGS_SHOWN", 1)
-        assert await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "")) == 1
+        patch.setattr("workers.terminal.audit._MAX_FINDINGS_SHOWN", 1)
+        assert not await anyio.to_thread.run_sync(lambda: show_audit(open_run(small.folder)))
         output = capsys.readouterr().out
-        await anyio.to_thread.run_sync(lambda: show_audit(str(small.folder), "", show_all=True))
+        await anyio.to_thread.run_sync(lambda: show_audit(open_run(small.folder), show_all=True))
         every = capsys.readouterr().out
     assert output.count("unfinished on the server, which has no entry of it") == 1
     assert "and 2 more lost; --all shows all" in output
@@ -364,7 +365,7 @@ async def test_a_running_run_is_always_clean(tmp_path, connection, redis_url, pi
         return await script(self, name, *arguments)
 
     monkeypatch.setattr(RunConnection, "run_script", dawdling)
-    monkeypatch.setattr("workers.commands.audit._MAX_AUDITS", 1)
+    monkeypatch.setattr("workers.runs.audit._MAX_AUDITS", 1)
     small = await made(tmp_path, connection.run, redis_url, 30_000)
     await small.begin(connection, pipe_on)
     moved, enough = 0, anyio.Event()

@@ -19,8 +19,9 @@ from stream.server_process import find_server
 from tests.cases.authority import Authority
 from tests.cases.ports import free_port
 from workers.run.role_specs import role_specs
-from workers.run.run_info import RunInfo, find_run, write_run_info
+from workers.runs.find import open_run
 from workers.runs.folder import write_settings
+from workers.runs.live_run import LiveRun, write_live
 from workers.settings.toml_file import parse_settings
 
 HUSH = "opensesame"
@@ -230,13 +231,13 @@ def test_files_with_a_password_are_readable_by_their_owner_only(url, mode, tmp_p
     old = os.umask(0o022)
     try:
         file = write_settings(settings_of(tmp_path, url))
-        write_run_info(tmp_path, RunInfo(run="run", redis=url, pid=os.getpid()))
+        write_live(tmp_path, LiveRun(run="run", redis=url, pid=os.getpid()))
     finally:
         os.umask(old)
     for path in (file, tmp_path / "live.json"):
         assert stat.S_IMODE(path.stat().st_mode) == (mode or 0o644)
     assert json.loads((tmp_path / "live.json").read_text())["redis"] == url
-    assert find_run(str(tmp_path), must_have_begun=False).url == url
+    assert open_run(tmp_path).url == url
 
 
 def test_no_role_has_a_password_on_its_command_line(tmp_path):
@@ -258,4 +259,4 @@ def test_a_live_run_of_another_user_is_an_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "read_bytes", forbidden)  # root can read every file
     with pytest.raises(PenstockError, match="for another user to read"):
-        find_run(str(tmp_path))
+        open_run(tmp_path, must_have_begun=True)

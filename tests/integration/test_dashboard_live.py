@@ -12,16 +12,16 @@ import anyio
 import msgspec
 import pytest
 from anyio.abc import TaskGroup
-from workers.runs.status import queue_report
 
 from stream.connection.run_identity import RunIdentity, compare_with_server, write_identity
 from stream.operator.dead_letters import list_dead_letters
 from stream.operator.run_status import read_status
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from workers.dashboard.access import Access
-from workers.dashboard.live_view import LiveView, Snapshot
-from workers.dashboard.run_source import RunCatalog
+from workers.dashboard.live_view import LiveView, StatusReading
 from workers.dashboard.server import serve_dashboard
+from workers.runs.catalog import Runs
+from workers.runs.status import queue_report
 from workers.settings.secrets import without_secrets
 
 
@@ -36,7 +36,7 @@ def folder(tmp_path, run_name, redis_url):
 
 @asynccontextmanager
 async def browser(folder, *, allow_changes=False):
-    catalog = await anyio.to_thread.run_sync(RunCatalog, [str(folder)])
+    catalog = await anyio.to_thread.run_sync(Runs, [str(folder)])
     access = Access(token="t", allow_changes=True) if allow_changes else Access()
     async with serve_dashboard(catalog, access, 0) as url:
         base = f"{url}/runs/{folder.name}/"
@@ -179,11 +179,11 @@ class Counting:
         self.connections = self.rendered = 0
 
     @asynccontextmanager
-    async def connect(self):
+    async def connect(self, *, start_server):
         self.connections += 1
         yield None
 
-    async def render(self, source, snapshot: Snapshot, connection) -> str:
+    async def render(self, source, snapshot: StatusReading, connection) -> str:
         self.rendered += 1
         return f"frame {self.rendered}"
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 import anyio
 import pytest
 import structlog
-from workers.runs.dead_letters import LetterChoice, hex_dump
-from workers.terminal.dead_letters import drop_dead, list_dead, retry_dead, show_dead
 
 from stream.errors import PenstockError
 from stream.operator.dead_letters import list_dead_letters
@@ -17,7 +15,10 @@ from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
-from workers.commands import dead_letters
+from workers.runs.dead_letters import LetterChoice, hex_dump
+from workers.runs.find import open_run
+from workers.terminal import dead_letters
+from workers.terminal.dead_letters import drop_dead, list_dead, retry_dead, show_dead
 
 TERMS = RetryPolicy(data_attempts=1)
 
@@ -52,7 +53,7 @@ async def dead_letter_junk(connection) -> str:
 def run_command(redis_url, run_name, capsys):
     async def run(command, *arguments, **named) -> str:
         """Return the command's output. The command runs an event loop, so it runs in a thread."""
-        await anyio.to_thread.run_sync(lambda: command(run_name, redis_url, *arguments, **named))
+        await anyio.to_thread.run_sync(lambda: command(open_run(run_name, redis_url), *arguments, **named))
         return capsys.readouterr().out
 
     return run

@@ -12,9 +12,7 @@ import anyio
 import pytest
 import structlog
 from redis import Redis
-from workers.runs.dead_letters import LetterChoice
-from workers.terminal.dead_letters import drop_dead, retry_dead
-from workers.terminal.queues import show_queues
+from workers.commands.engines import change_engine
 
 from stream.connection.keys import key_prefix
 from stream.connection.run_connection import connect
@@ -26,9 +24,13 @@ from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group, Prompt
 from stream.server_process import private_server
 from workers.commands.control import send_command
-from workers.commands.engines import change_engine
-from workers.run.run_info import RunInfo, RunLocation, find_run, write_run_info
+from workers.runs.dead_letters import LetterChoice
+from workers.runs.find import open_run
+from workers.runs.live_run import LiveRun, write_live
+from workers.runs.run import Run
 from workers.settings.toml_file import dump_settings, parse_settings
+from workers.terminal.dead_letters import drop_dead, retry_dead
+from workers.terminal.queues import show_queues, watch
 
 TERMS = RetryPolicy()
 STAGE_KEYS = {"depth", "claimed", "delayed", "lag", "oldest_age_s", "rate", "consumers"}
@@ -65,9 +67,14 @@ async def some_work(connection) -> None:
     await stage.release(back, "infra", "the engine said no")
 
 
-async def in_thread(*arguments, **named) -> None:
+async def in_thread(target, redis, *, as_json=False) -> None:
     """Run the command in a thread, because it runs an event loop."""
-    await anyio.to_thread.run_sync(lambda: show_queues(*arguments, **named))
+    run = await anyio.to_thread.run_sync(partial(open_run, target, redis, must_have_begun=True))
+    await anyio.to_thread.run_sync(partial(show_queues, run, as_json=as_json))
+
+
+async def watched(target, redis) -> None:
+    await anyio.to_thread.run_sync(partial(watch, target, redis, in_flight=False, stuck_s=60.0, as_json=True))
 
 
 async def test_json_has_these_keys_and_counts(connection, redis_url, run_name, capsys):
@@ -138,16 +145,14 @@ async def test_reading_creates_and_changes_no_key(connection, redis_url, run_nam
 
 async def test_watching_ends_when_the_run_has_finished(connection, redis_url, run_name, capsys):
     await connection.write_hash("meta", {"finished": "trained 3 steps"})
-    await in_thread(run_name, redis_url, watch=True, as_json=True)
-    await in_thread(run_name, redis_url, watch=True)
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert json.loads(first)["finished"] == "trained 3 steps"
-    assert "trained 3 steps" in "\n".join(rest)
+    await watched(run_name, redis_url)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["finished"] == "trained 3 steps"
 
 
 async def test_watching_begins_when_the_run_does(connection, redis_url, run_name, capsys):
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(in_thread, run_name, redis_url, watch=True, as_json=True))
+        tasks.start_soon(partial(watched, run_name, redis_url))
         while "waiting for it to start" not in (told := capsys.readouterr()).err:
             await anyio.sleep(0.02)
         assert told.out == ""
@@ -157,7 +162,7 @@ async def test_watching_begins_when_the_run_does(connection, redis_url, run_name
 
 def announce_mine(run_name: str, redis_url: str) -> None:
     make_folder(Path("runs/other"), "other")
-    write_run_info(make_folder(Path("runs/mine"), run_name), RunInfo(run=run_name, redis=redis_url, pid=1))
+    write_live(make_folder(Path("runs/mine"), run_name), LiveRun(run=run_name, redis=redis_url, pid=1))
 
 
 async def test_a_running_run_is_found_by_folder_name_file_or_alone(
@@ -181,8 +186,8 @@ async def test_a_stopped_private_server_is_started_for_the_command(tmp_path, cap
 
 def test_the_server_may_be_named_in_the_settings(tmp_path, redis_url):
     folder = make_folder(tmp_path / "far", "far", redis_url)
-    assert find_run(str(folder)).url == redis_url
-    assert find_run(str(folder), "redis://elsewhere").url == "redis://elsewhere"
+    assert open_run(str(folder)).url == redis_url
+    assert open_run(str(folder), "redis://elsewhere").url == "redis://elsewhere"
 
 
 def test_what_reads_a_folder_takes_the_newest_run(tmp_path, monkeypatch):
@@ -190,31 +195,31 @@ def test_what_reads_a_folder_takes_the_newest_run(tmp_path, monkeypatch):
     for age, name in ((300, "newest"), (600, "older")):
         written = time.time() - age
         os.utime(make_folder(Path("runs") / name, name) / "run.toml", (written, written))
-    assert find_run(None, must_have_begun=False).run == "newest"
+    assert open_run().name == "newest"
     with pytest.raises(PenstockError, match=r"no run is active under runs/; .*such as runs/newest"):
-        find_run(None)
+        open_run(must_have_begun=True)
 
 
 def test_an_unknown_run_is_a_clear_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PenstockError, match="no run is active"):
-        find_run(None)
+        open_run(must_have_begun=True)
     with pytest.raises(PenstockError, match="mine is neither a run's folder"):
-        find_run("mine")
+        open_run("mine", must_have_begun=True)
     folder = make_folder(Path("runs/mine"), "mine")
     with pytest.raises(PenstockError, match="has not begun"):
-        find_run("mine")
+        open_run("mine", must_have_begun=True)
     (folder / "run.toml").write_text("[run]\n")
     with pytest.raises(SettingsError):
-        find_run("mine")
+        open_run("mine", must_have_begun=True)
 
 
 def test_two_running_runs_need_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
-        write_run_info(make_folder(Path("runs") / name, name), RunInfo(run=name, redis="unix://x", pid=1))
+        write_live(make_folder(Path("runs") / name, name), LiveRun(run=name, redis="unix://x", pid=1))
     with pytest.raises(PenstockError, match="2 runs go on: runs/one, runs/two"):
-        find_run(None)
+        open_run(must_have_begun=True)
 
 
 @pytest.mark.parametrize("runs", [False, True])
@@ -225,11 +230,11 @@ def test_ctrl_c_ends_a_watch_without_an_error(runs, tmp_path, monkeypatch, capsy
         raise KeyboardInterrupt
 
     if runs:
-        monkeypatch.setattr("workers.commands.queues._wait_for_run", lambda *_args: RunLocation(run="soon"))
-        monkeypatch.setattr("workers.commands.queues.with_run", interrupt)
+        monkeypatch.setattr("workers.terminal.queues._wait_for_run", lambda *_args: Run("soon"))
+        monkeypatch.setattr(Run, "call", interrupt)
     else:
-        monkeypatch.setattr("workers.commands.queues.time.sleep", interrupt)
-    show_queues("soon", "", watch=True)
+        monkeypatch.setattr("workers.terminal.queues.time.sleep", interrupt)
+    watch("soon", "", in_flight=False, stuck_s=60.0)
     assert capsys.readouterr().err.count("\n") == (0 if runs else 1), "at most what it waits for"
 
 
@@ -267,10 +272,10 @@ def folder_of_another_run(redis_url, run_name, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        partial(send_command, "stop"),
-        partial(send_command, "pause"),
-        partial(drop_dead, chosen=LetterChoice()),
-        partial(retry_dead, chosen=LetterChoice()),
+        pytest.param(lambda target, redis: send_command("stop", open_run(target, redis)), id="stop"),
+        pytest.param(lambda target, redis: send_command("pause", open_run(target, redis)), id="pause"),
+        pytest.param(lambda target, redis: drop_dead(open_run(target, redis), LetterChoice()), id="drop"),
+        pytest.param(lambda target, redis: retry_dead(open_run(target, redis), LetterChoice()), id="retry"),
         partial(change_engine, "add", "http://127.0.0.1:1", as_json=True),
     ],
 )

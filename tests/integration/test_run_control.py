@@ -9,7 +9,6 @@ import anyio
 import pytest
 import structlog
 from redis import Redis
-from workers.terminal.queues import show_queues
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError, RunFailedError
@@ -24,10 +23,13 @@ from stream.trainer.outcomes import Trained
 from stream.trainer.resume_point import ResumePoint
 from workers.commands.control import send_command
 from workers.run.role_process import _run_connected
+from workers.runs.find import open_run
 from workers.runs.progress import Progress
+from workers.runs.run import Run
 from workers.runtime.context import WorkerContext
 from workers.runtime.work_loop import work_loop
 from workers.settings.toml_file import dump_settings, parse_settings
+from workers.terminal.queues import show_queues
 from workers.train.groups.collector import Collector
 from workers.train.groups.group_checker import GroupChecker
 
@@ -171,12 +173,12 @@ async def test_the_status_says_who_paused_the_run_and_when(pipe, redis_url, caps
     view = await read_status(pipe.connection)
     assert view.paused.paused_by == ANN
     assert 0 <= view.now_ms / 1000 - view.paused.paused_at < 10
-    await anyio.to_thread.run_sync(show_queues, pipe.connection.run, redis_url)
+    await anyio.to_thread.run_sync(show_queues, Run(pipe.connection.run, redis=redis_url))
     output = " ".join(capsys.readouterr().out.split())
     assert str(view.paused) in output
     await resume(pipe.connection, ANN)
     assert (await read_status(pipe.connection)).paused is None
-    await anyio.to_thread.run_sync(show_queues, pipe.connection.run, redis_url)
+    await anyio.to_thread.run_sync(show_queues, Run(pipe.connection.run, redis=redis_url))
     assert "paused" not in capsys.readouterr().out
 
 
@@ -235,7 +237,7 @@ async def test_commands_without_effect_are_refused(pipe, redis_url):
 
 async def test_each_command_prints_one_line(pipe, redis_url, run_name, capsys):
     async def told(word) -> str:
-        await anyio.to_thread.run_sync(send_command, word, run_name, redis_url)
+        await anyio.to_thread.run_sync(send_command, word, Run(run_name, redis=redis_url))
         return capsys.readouterr().out
 
     assert (await told("pause")).startswith(f"run '{run_name}' is paused: ")
@@ -252,7 +254,7 @@ def test_a_stopped_run_is_not_started_for_a_command(tmp_path):
     (tmp_path / "redis").mkdir()
     (tmp_path / "run.toml").write_text(dump_settings(settings))
     with pytest.raises(PenstockError, match=r"run 'rests' is not running, so there is nothing to pause; `penstock run"):
-        send_command("pause", str(tmp_path), "")
+        send_command("pause", open_run(tmp_path, must_have_begun=True))
 
 
 # --- stop

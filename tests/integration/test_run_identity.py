@@ -11,7 +11,6 @@ import anyio
 import msgspec
 import pytest
 from structlog.testing import capture_logs
-from workers.runs.summary import RunSummary, Staleness
 
 from stream.connection.keys import LAYOUT
 from stream.connection.run_connection import connect
@@ -26,6 +25,7 @@ from workers.run.identity_check import begin_run, check_folder, join_run
 from workers.run.role_process import run_role
 from workers.run.run_command import supervise
 from workers.runs.folder import write_settings
+from workers.runs.summary import RunSummary, Staleness
 from workers.runtime.context import WorkerContext
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings

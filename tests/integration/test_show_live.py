@@ -1,17 +1,22 @@
 """`penstock show` on a run without an outcome yet reads its server and changes nothing there."""
 
 import json
+from pathlib import Path
 
 import anyio
 import pytest
 from click.testing import CliRunner
 
+from stream.codec import encode
 from stream.connection.run_connection import connect
 from stream.operator.run_status import read_status
 from stream.operator.unfinished_groups import newest_scored_group
 from stream.queue.stage import Stage
+from stream.records import Group
 from stream.server_process import private_server
+from stream.trainer.archive import Archive
 from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.trainer.ledger_records import LedgerRecord, content_hash
 from stream.trainer.outcomes import Trained
 from workers.cli import penstock
 from workers.run.sampled_completion import SampleSchedule
@@ -20,6 +25,12 @@ from workers.run.sampled_completion import SampleSchedule
 async def content(connection) -> dict[bytes, bytes]:
     keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
     return {key: await connection.redis.dump(key) for key in keys}
+
+
+def archive(folder: Path, group: Group) -> None:
+    written = Archive(folder)
+    written.write([(LedgerRecord(group.prompt.id, Trained(), 1, 0, content_hash(group)), encode(group))])
+    written.close()
 
 
 async def test_unfinished_groups_are_shown_and_the_server_stays_as_it_is(pipe, run_name, redis_url, tmp_path):
@@ -42,6 +53,10 @@ async def test_unfinished_groups_are_shown_and_the_server_stays_as_it_is(pipe, r
         ("waiting", "unfinished", None),
         ("unscored", "unfinished", None),
     ]
+    groups = await anyio.to_thread.run_sync(
+        CliRunner().invoke, penstock, ["groups", str(tmp_path), "--json", "-n", "1"]
+    )
+    assert [json.loads(line)["prompt_id"] for line in groups.stdout.splitlines()] == ["waiting"]
     newest = await newest_scored_group(pipe.connection)
     assert newest is not None
     assert newest.prompt.id == "waiting"
@@ -69,7 +84,7 @@ async def test_a_killed_runs_own_server_is_read_if_nothing_is_archived(run_name,
 
 @pytest.mark.timeout(30)
 def test_a_server_that_is_gone_is_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.run.run_info._RECONNECT_S", 0.1)
+    monkeypatch.setattr("workers.runs.run._RECONNECT_S", 0.1)
     (tmp_path / "run.toml").write_text(
         f'[run]\nname = "r"\nfolder = "{tmp_path}"\nredis = "unix://{tmp_path}/none.sock"\n[model]\npath = "none"\n'
         '[data]\npath = "none"\n[[rewards]]\nref = "a:b"\n'

@@ -7,7 +7,6 @@ import anyio
 import anyio.lowlevel
 import pytest
 from msgspec.structs import replace
-from workers.runs.status import queue_report
 
 from stream.codec import decode
 from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
@@ -24,6 +23,7 @@ from tests.chaos.project import END, write_project
 from tests.scripted_engine.engine import ScriptedEngine
 from workers.rollout.stale_canceller import StaleCanceller, should_cancel
 from workers.rollout.worker import rollout
+from workers.runs.status import queue_report
 from workers.runtime.context import WorkerContext
 
 

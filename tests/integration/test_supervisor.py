@@ -18,7 +18,6 @@ import anyio
 import msgspec
 import psutil
 import pytest
-from workers.runs.live_run import process_start
 
 from stream.backoff import Backoff
 from stream.connection.run_connection import RunConnection
@@ -42,10 +41,9 @@ from workers.run.restart_policy import (
 from workers.run.role_specs import COMMANDS, RoleSpec
 from workers.run.run_command import raise_for_failure, supervise
 from workers.run.run_ending import RunEnding
-from workers.run.run_info import RunInfo, write_run_info
-from workers.run.run_info import read_run_info as read_live
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
+from workers.runs.live_run import LiveRun, process_start, read_live, write_live
 from workers.settings import Queue, Settings
 from workers.settings.toml_file import parse_settings
 from workers.terminal.progress import SilentDisplay, SupervisorState
@@ -604,21 +602,21 @@ def test_a_killed_supervisor_is_not_reported_as_running(tmp_path):
     (tmp_path / "live.json").write_text(json.dumps({"run": "r", "redis": "unix://x", "pid": process.pid}))
     assert read_live(tmp_path) is None
     (tmp_path / "live.json").write_text(json.dumps({"run": "r", "redis": "unix://x", "pid": os.getpid()}))
-    assert read_live(tmp_path) == RunInfo(run="r", redis="unix://x", pid=os.getpid())
+    assert read_live(tmp_path) == LiveRun(run="r", redis="unix://x", pid=os.getpid())
 
 
 def test_a_process_that_got_the_supervisors_id_is_not_taken_for_it(tmp_path):
-    written = RunInfo.of_this_process("r", "unix://x")
-    write_run_info(tmp_path, written)
+    written = LiveRun.of_this_process("r", "unix://x")
+    write_live(tmp_path, written)
     assert read_live(tmp_path) == written
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        write_run_info(tmp_path, msgspec.structs.replace(written, pid=other.pid))
+        write_live(tmp_path, msgspec.structs.replace(written, pid=other.pid))
         assert read_live(tmp_path) is None
         boot, ticks = written.process_start.split("/")
-        write_run_info(tmp_path, msgspec.structs.replace(written, process_start=f"{boot[::-1]}/{ticks}"))
+        write_live(tmp_path, msgspec.structs.replace(written, process_start=f"{boot[::-1]}/{ticks}"))
         assert read_live(tmp_path) is None, "the machine has been started again"
-        write_run_info(tmp_path, msgspec.structs.replace(written, pid=other.pid, host="elsewhere"))
+        write_live(tmp_path, msgspec.structs.replace(written, pid=other.pid, host="elsewhere"))
         assert read_live(tmp_path) is not None, "nobody here knows what runs on another host"
     finally:
         other.communicate(b"\n")

@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from workers.runs.audit import audit_until_stable
 
 from stream.operator.audit import AuditInput, AuditReport, audit
 from stream.operator.run_scan import RunScan
 from stream.queue.entry_scan import DeadEntry, StreamEntry
 from stream.trainer.ledger_records import LedgerLine, LedgerRecord
 from stream.trainer.outcomes import decode_outcome
+from workers.runs.audit import audit_until_stable
 
 LINE = 100
 """Bytes of a ledger line in these tests."""

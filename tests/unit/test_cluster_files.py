@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.unit.test_docs_code import check_penstock, commands
-from workers.run.run_info import RunInfo
+from workers.runs.live_run import LiveRun
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 
@@ -132,7 +132,7 @@ def test_operators_find_the_jobs_server_and_only_they_can_read_its_password(tmp_
         check=False,
     )
     live, *modes = result.stdout.split("\n")[:3]
-    assert msgspec.json.decode(live, type=RunInfo).redis == url, result.stderr
+    assert msgspec.json.decode(live, type=LiveRun).redis == url, result.stderr
     assert modes == ["600", "600"]
     assert "requirepass secret\n" in (tmp_path / "run/redis/redis.conf").read_text()
 

@@ -8,15 +8,14 @@ from pathlib import Path
 import aiohttp
 import anyio.to_thread
 import pytest
-from workers.runs.metrics_file import MAX_POINTS, make_charts
 
 from stream.errors import PenstockError, SettingsError
 from workers.dashboard import server
 from workers.dashboard.access import Access
 from workers.dashboard.rendering import render, with_query
-from workers.dashboard.run_source import RunCatalog, read_overview
 from workers.dashboard.server import serve_dashboard
-from workers.run.display_metrics import read_metrics
+from workers.runs.catalog import Runs, read_state
+from workers.runs.metrics_file import MAX_POINTS, make_charts, read_metrics
 
 TOKEN = "a token, 7 words long"
 STEPS = [
@@ -40,7 +39,7 @@ def folder(tmp_path) -> Path:
 
 @asynccontextmanager
 async def browser(folder: Path, access: Access = Access(), **headers: str):  # noqa: B008
-    catalog = await anyio.to_thread.run_sync(RunCatalog, [str(folder)])
+    catalog = await anyio.to_thread.run_sync(Runs, [str(folder)])
     async with serve_dashboard(catalog, access, 0) as url:
         timeout = aiohttp.ClientTimeout(total=20)
         async with aiohttp.ClientSession(url, headers=headers, timeout=timeout) as session:
@@ -198,23 +197,23 @@ def test_runs_of_one_name_have_addresses_of_their_own(folder, tmp_path):
     other = tmp_path / "other" / folder.name
     other.mkdir(parents=True)
     (other / "run.toml").write_text((folder / "run.toml").read_text())
-    catalog = RunCatalog([str(folder), str(other)])
-    assert [source.key for source in catalog.sources()] == ["a run", "a run~2"]
+    catalog = Runs([str(folder), str(other)])
+    assert [run.key for run in catalog.all()] == ["a run", "a run~2"]
     assert catalog.find("a run~2").folder == other
     with pytest.raises(PenstockError, match="is neither a run's folder"):
-        RunCatalog(["no-such-run"])
+        Runs(["no-such-run"])
 
 
 def test_the_list_of_runs_shows_the_last_whole_step_of_a_killed_run(folder):
-    (source,) = RunCatalog([str(folder)]).sources()
-    assert (read_overview(source).step, read_overview(source).reward) == (3, 0.3)
+    (run,) = Runs([str(folder)]).all()
+    assert (read_state(run).step, read_state(run).reward) == (3, 0.3)
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"text": "%b"}\n{"step": 4, "reward/mean": 0.4}\n' % (b"x" * 70_000))
         file.write(b'{"step": null}\n[1]\nnull\n{"step": "x"}\n{"text": "\xff"}\n{"step": 5, "rew')
-    assert (read_overview(source).step, read_overview(source).reward) == (4, 0.4)
+    assert (read_state(run).step, read_state(run).reward) == (4, 0.4)
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][:4] == [1, 2, 3, 4]
     (folder / "metrics.jsonl").unlink()
-    assert (read_overview(source).step, read_overview(source).reward) == (0, None)
+    assert (read_state(run).step, read_state(run).reward) == (0, None)
 
 
 async def test_a_run_whose_folder_has_any_name_opens(folder):
@@ -247,8 +246,8 @@ def test_a_run_that_was_removed_leaves_the_list(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     kept = folder.rename(tmp_path / "runs" / "a run")
-    catalog = RunCatalog()
-    assert [source.key for source in catalog.sources()] == ["a run"]
+    catalog = Runs()
+    assert [run.key for run in catalog.all()] == ["a run"]
     shutil.rmtree(kept)
-    assert catalog.sources() == []
+    assert catalog.all() == []
     assert catalog.find("a run") is None

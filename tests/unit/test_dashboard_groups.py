@@ -6,8 +6,6 @@ from array import array
 from pathlib import Path
 
 import pytest
-from workers.runs.group_index import GroupIndex
-from workers.runs.transcript import conversation
 
 from stream.codec import encode
 from stream.records import (
@@ -29,11 +27,16 @@ from stream.trainer.outcomes import Dead, Dropped, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 from tests.unit.test_dashboard import browser, text_of
-from workers.dashboard.group_index import GroupFilter
-from workers.dashboard.group_page import FIRST, LAST, phases, visible_parts
+from workers.dashboard.group_page import FIRST, LAST, visible_parts
 from workers.dashboard.groups_page import Bar, histogram, parse_filter
+from workers.dashboard.phase_bars import Axis
+from workers.dashboard.timeline_page import lanes
 from workers.dashboard.token_panel import TokenChoice
 from workers.dashboard.token_view import token_page
+from workers.runs.group_index import GroupIndex, summarize_group
+from workers.runs.phases import GroupTimes, StepTimes, main_phases
+from workers.runs.selection import CompletionFilter
+from workers.runs.transcript import conversation
 
 HOSTILE = "<script>alert(1)</script>\u202eevil\x1b[31m"
 
@@ -136,9 +139,9 @@ def test_an_index_follows_a_run_that_goes_on_and_one_that_was_set_back(run):
 def test_a_page_of_the_newest_groups_reads_the_newest_segment_only(run, monkeypatch):
     scanned = scanned_segments(monkeypatch)
     index = GroupIndex(run.path)
-    assert [group.prompt for group in index.search(GroupFilter(), None, 1, 60).groups] == ["c"]
+    assert [group.prompt for group in index.search(CompletionFilter(), None, 1, 60).groups] == ["c"]
     assert scanned == ["000004.groups"]
-    assert [group.prompt for group in index.search(GroupFilter(), None, 2, 60).groups] == ["c", "b"]
+    assert [group.prompt for group in index.search(CompletionFilter(), None, 2, 60).groups] == ["c", "b"]
     assert scanned == ["000004.groups", "000002.groups"]  # the other one begins with a later step
 
 
@@ -152,11 +155,11 @@ def test_a_group_of_the_oldest_step_is_found_without_a_scan_of_newer_segments(ru
 def test_a_search_whose_time_is_up_goes_on_from_where_it_came_to(run):
     index = GroupIndex(run.path)
     index.refresh()
-    first = index.search(GroupFilter(), None, 2, 60)
+    first = index.search(CompletionFilter(), None, 2, 60)
     assert ([group.prompt for group in first.groups], first.is_interrupted) == (["c", "b"], False)
-    rest = index.search(GroupFilter(), first.next_before, 2, 60)
+    rest = index.search(CompletionFilter(), first.next_before, 2, 60)
     assert ([group.prompt for group in rest.groups], rest.next_before) == (["a"], None)
-    late = index.search(GroupFilter(), None, 2, -1)
+    late = index.search(CompletionFilter(), None, 2, -1)
     assert (late.groups, late.next_before, late.is_interrupted) == ([], 3, True)
 
 
@@ -281,19 +284,47 @@ def test_the_choice_of_tokens_is_in_the_address():
     assert TokenChoice.from_query({"color": "blue"}).query == {"tokens": "", "color": None, "row": None}
 
 
+def way(group: Group, step: StepTimes | None = None) -> list[tuple[str, float, float]]:
+    return [(phase.name, phase.began_at, phase.seconds) for phase in main_phases(GroupTimes.of_group(group), step)]
+
+
+def timed_group(name: str, fed_at: float) -> Group:
+    prompt = Prompt(id=name, messages=[], fed_at=fed_at)
+    return Group(prompt=prompt, completions=[], claimed_at=fed_at + 1, rolled_out_at=fed_at + 3, scored_at=fed_at + 4)
+
+
 def test_the_way_of_a_group_has_the_phases_whose_times_are_known():
     group = Group(prompt=Prompt(id="a", messages=[], fed_at=10.0), completions=[], claimed_at=12.0, rolled_out_at=20.0)
-    assert [(phase.name, phase.start, phase.seconds) for phase in phases(group)] == [
-        ("waiting for a worker", 0.0, 2.0),
-        ("rollout", 2.0, 8.0),
-    ]
+    assert way(group) == [("wait for a rollout worker", 10.0, 2.0), ("rollout", 12.0, 8.0)]
     group.scored_at = 23.0
-    assert phases(group)[-1].name == "waiting for rewards, and scoring"  # of a release that did not note the claim
+    assert way(group)[2:] == [("score", 20.0, 3.0)]  # it is not known when a scorer claimed it
     group.score_claimed_at = 22.0
-    assert [(phase.name, phase.start, phase.seconds) for phase in phases(group)[2:]] == [
-        ("waiting for a scorer", 10.0, 2.0),
-        ("scoring", 12.0, 1.0),
+    assert way(group)[2:] == [("wait for a scorer", 20.0, 2.0), ("score", 22.0, 1.0)]
+    step = StepTimes(number=3, began_at=25.0, ended_at=30.0, publish_began_at=29.0, publish_ended_at=31.0)
+    assert way(group, step)[4:] == [("wait for the trainer", 23.0, 2.0), ("train", 25.0, 5.0), ("publish", 29.0, 2.0)]
+
+
+def test_phases_are_bars_on_an_axis_which_cuts_off_what_came_before_it():
+    phases = main_phases(GroupTimes(10.0, 20.0, 30.0))
+    assert [(bar.number, bar.left, bar.width) for bar in Axis.of_phases(phases).bars(phases)] == [
+        (0, 0.0, 50.0),
+        (1, 50.0, 50.0),
     ]
+    assert [(bar.number, bar.left, bar.width) for bar in Axis(start=20.0, end=40.0).bars(phases)] == [(1, 0.0, 50.0)]
+
+
+def test_lanes_of_a_timeline_share_an_axis_and_end_with_the_step_that_trained_their_group():
+    trained = summarize_group(0, "trained", 3, timed_group("a", 1.0))
+    dropped = summarize_group(1, "dropped:zero_variance", 3, timed_group("b", 2.0))
+    axis, (first, second) = lanes([trained, dropped], {3: StepTimes(number=3, began_at=10.0, ended_at=12.0)})
+    assert (axis.start, axis.end) == (2.0, 12.0)
+    assert [bar.phase.name for bar in first.bars] == ["rollout", "score", "wait for the trainer", "train"]
+    assert [bar.phase.name for bar in second.bars] == ["wait for a rollout worker", "rollout", "score"]
+    assert first.bars[-1].left + first.bars[-1].width == 100.0
+    assert lanes([summarize_group(0, "trained", 1, Group(prompt=Prompt(id="c", messages=[]), completions=[]))], {}) == (
+        None,
+        [],
+    )
 
 
 async def test_pages_of_groups_keep_their_filters_and_show_hostile_text_as_text(run):
@@ -311,7 +342,7 @@ async def test_pages_of_groups_keep_their_filters_and_show_hostile_text_as_text(
         assert "<script>alert" not in group
         dropped = await text_of(session, "/runs/run/group?id=b")
         assert "All valid completions have the same reward, so none is better than another" in dropped
-        assert "write a number or an interval" in await text_of(session, "/runs/run/groups?reward=high")
+        assert "write a number or a range" in await text_of(session, "/runs/run/groups?reward=high")
         tokens = await text_of(session, "/runs/run/group?id=c&tokens=1&color=mask")
         assert tokens.count("does not exist here") == 1
         assert "/runs/run/group?id=c&amp;tokens=1%2C0&amp;color=mask#tokens-0" in tokens

@@ -162,7 +162,7 @@ def test_commands_in_sentences_exist(page):
 
 
 def test_a_wrong_command_is_seen():
-    for line in ("penstock runs a.toml", "penstock run --seed 3 a.toml", "penstock dead buried 7"):
+    for line in ("penstock ruin a.toml", "penstock run --seed 3 a.toml", "penstock dead buried 7"):
         (words,) = commands(line)
         with pytest.raises((AssertionError, click.NoSuchOption)):
             check_penstock(words[1:])

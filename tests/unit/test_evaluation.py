@@ -1,7 +1,6 @@
 """Which completions an evaluation counts, and the divisors of its metrics."""
 
 import pytest
-from workers.runs.status import format_result
 
 from stream.errors import DataError, SettingsError
 from stream.operator.run_status import EvaluationStatus, RunStatus
@@ -11,8 +10,8 @@ from stream.validity import Measured, RewardReason, RolloutReason, TruncationRea
 from tests.cases.evaluations import read_evaluations
 from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.feed.evaluation_prompts import read_evaluation_prompts
-from workers.run.evaluation_text import format_progress
 from workers.run.stall_detector import StallDetector
+from workers.runs.status import evaluation_report, format_result
 from workers.score.evaluation import evaluate_group
 from workers.settings.toml_file import parse_settings
 from workers.train.evaluation.results import EvaluationLog, EvaluationResult, summarize
@@ -147,8 +146,8 @@ def test_the_text_of_an_evaluation():
     )
     assert format_result(report).endswith("5 of 16 valid · 4 mixed")
     view = EvaluationStatus(stages={}, version=3, total=8, unfinished=3, results=4)
-    assert format_progress(view) == "version 3: 5 of 8 prompts, 1 dead"
-    assert format_progress(EvaluationStatus(stages={}, version=3, total=8, finished="1")) == ""
+    assert evaluation_report(view).progress == "version 3: 5 of 8 prompts, 1 dead"
+    assert evaluation_report(EvaluationStatus(stages={}, version=3, total=8, finished="1")).progress == ""
 
 
 def test_an_evaluating_run_counts_as_progressing():

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import structlog
 from msgspec.structs import replace
-from workers.runs.summary import summarize
 
 from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
@@ -19,6 +18,7 @@ from workers.run import run_command
 from workers.run.run_command import RunResult, raise_for_failure
 from workers.run.supervisor import RunOutcome, _empty_status
 from workers.runs.progress import Progress
+from workers.runs.summary import summarize
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.log_setup import log_to_file
 from workers.settings.toml_file import dump_settings, parse_settings

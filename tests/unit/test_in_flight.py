@@ -9,8 +9,6 @@ import msgspec
 import pytest
 from rich.console import Console
 from rich.screen import Screen
-from workers.runs.status import in_flight_report
-from workers.terminal.queues import render_in_flight
 
 from stream.errors import ServerError
 from stream.operator.in_flight import groups_in_flight, ongoing_activities
@@ -18,10 +16,12 @@ from stream.operator.run_status import RunStatus, StageStatus, WorkerReport
 from stream.queue.in_flight import MAX_COMPLETIONS, Activity, CompletionInFlight, GroupInFlight
 from stream.queue.lease import Lease
 from stream.queue.stage import RetryPolicy
-from workers.commands import top
-from workers.commands.top import TopScreen
+from workers.runs.run import Run
+from workers.runs.status import activities, in_flight_report, queue_report
 from workers.runtime import in_flight
 from workers.runtime.in_flight import CompletionProgress, GroupProgress, InFlightReporter
+from workers.terminal import queues
+from workers.terminal.queues import WatchScreen, render_in_flight
 
 NAMED = SimpleNamespace
 
@@ -161,7 +161,7 @@ def status_of(*groups: GroupInFlight) -> RunStatus:
 
 def shown(status: RunStatus, width: int = 160, **options) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
-    console.print(render_in_flight(status, **({"count": 40, "stuck_s": 60.0} | options)))
+    console.print(render_in_flight(activities(status), **({"count": 40, "stuck_s": 60.0} | options)))
     return console.file.getvalue()
 
 
@@ -215,14 +215,14 @@ def test_nothing_in_flight_says_so():
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 50), (60, 12)])
-def test_top_fills_the_terminal_whatever_its_size(width, height):
+def test_a_watch_fills_the_terminal_whatever_its_size(width, height):
     completions = [completion(index, "sampling", 900.0 + index) for index in range(30)]
     groups = [GroupInFlight(entry=f"{n}-0", prompt=f"p{n}", claimed_at=1.0, completions=completions) for n in range(9)]
     status = status_of(*groups)
     empty = StageStatus(depth=0, claimed=0, delayed=0, marked=0, lag=0, oldest_age_ms=0.0, rate=0.0, consumers={})
     status.stages = dict.fromkeys(("prompts", "groups", "scored"), empty)
     console = Console(file=io.StringIO(), width=width, height=height, highlight=False, markup=False)
-    console.print(Screen(TopScreen("demo", status, 60.0)))
+    console.print(Screen(WatchScreen(queue_report("demo", status), activities(status), 60.0)))
     lines = console.file.getvalue().splitlines()
     assert len(lines) == height
     assert all(len(line) <= width for line in lines)
@@ -232,7 +232,8 @@ def test_top_fills_the_terminal_whatever_its_size(width, height):
         assert "270 in flight" in lines[-1]
 
 
-async def test_top_prints_json_lines_without_a_terminal_until_the_run_has_finished(monkeypatch, capsys):
+@pytest.mark.parametrize("in_flight", [True, False])
+async def test_a_watch_prints_json_lines_without_a_terminal_until_the_run_has_finished(in_flight, monkeypatch, capsys):
     status = status_of(GroupInFlight(entry="1-0", prompt="p", claimed_at=1.0))
     empty = StageStatus(depth=0, claimed=0, delayed=0, marked=0, lag=0, oldest_age_ms=0.0, rate=0.0, consumers={})
     status.stages = dict.fromkeys(("prompts", "groups", "scored"), empty)
@@ -244,10 +245,12 @@ async def test_top_prints_json_lines_without_a_terminal_until_the_run_has_finish
     async def first(connection):
         return await read(connection, with_in_flight=True)
 
-    monkeypatch.setattr(top, "first_status", first)
-    monkeypatch.setattr(top, "read_status", read)
-    monkeypatch.setattr(top, "_INTERVAL_S", 0.0)
-    await top._print_lines(SimpleNamespace(run="demo"), 60.0)
+    monkeypatch.setattr(queues, "first_status", first)
+    monkeypatch.setattr(queues, "read_status", read)
+    monkeypatch.setattr(queues, "_WATCH_INTERVAL_S", 0.0)
+    await queues._print_lines(Run("demo"), in_flight, 60.0, SimpleNamespace())
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert first["queues"]["snapshot"] == first["in_flight"]["snapshot"] == status.snapshot
-    assert last["queues"]["finished"] == "done"
+    assert first["run"] == last["run"] == "demo"
+    assert first["snapshot"] == status.snapshot
+    assert ("groups" in first, "stages" in first) == (in_flight, not in_flight)
+    assert in_flight or (first["finished"], last["finished"]) == ("", "done")

@@ -4,12 +4,12 @@ import json
 
 import msgspec
 import pytest
-from workers.runs.dead_letters import read_payload
-from workers.runs.export import encode_json
 
 from stream.codec import encode
 from stream.operator.dead_letters import DeadLetter
 from stream.records import Prompt
+from workers.runs.dead_letters import read_payload
+from workers.runs.export import encode_json
 
 VALUES = [{None: 1}, {True: 3, False: 1}, {(1, 2): 3}, [{"a": {None: {True: b"x"}}}], msgspec.msgpack.Ext(5, b"x")]
 

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 from rich.console import Console
 from rich.text import Text
-from workers.runs.metrics_file import metric_value
 
 from stream.operator.run_status import RunStatus, StageStatus
 from workers.run.restart_policy import MAX_RESTARTS, GiveUp, Restart, RestartPolicy
 from workers.run.stall_detector import StallDetector
+from workers.runs.metrics_file import metric_value
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Queue
 from workers.terminal.progress import (

@@ -18,8 +18,8 @@ from stream.trainer.outcomes import Trained
 from stream.validity import Measured
 from tests.unit.test_dashboard import browser, text_of
 from workers.cli import penstock
-from workers.commands.transcripts.show import state_paragraphs
-from workers.runtime.transcript import wrapped_lines
+from workers.runs.transcript import paragraphs
+from workers.terminal.lines import paragraph_lines
 
 SOURCE = '''
 import time
@@ -143,10 +143,10 @@ def test_the_command_shows_the_final_state_or_why_it_cannot(folder):
 
 
 def test_a_final_state_is_escaped_for_a_terminal_and_keeps_its_lines():
-    ((label, text),) = state_paragraphs(RenderedSnapshot("  x o\n. \x1b[31m\n"))
-    assert [str(line) for line in wrapped_lines(label, text, 60)] == ["state        x o", "           . \\x1b[31m"]
-    assert state_paragraphs(RenderedSnapshot(error="it raised")) == [("state", "it raised")]
-    assert state_paragraphs(RenderedSnapshot()) == []
+    completion = Completion(index=0)
+    *_, last = paragraphs(completion, state="  x o\n. \x1b[31m")
+    assert [str(line) for line in paragraph_lines([last], 60)] == ["state        x o", "           . \\x1b[31m"]
+    assert [each.label for each in paragraphs(completion)] == ["reward", "ended"]
 
 
 def test_check_calls_render_once_and_warns_if_it_raises(board):

@@ -22,6 +22,7 @@ from stream.validity import Measured
 from tests.cases.models import loaded_once, write_small_qwen3
 from tests.cases.rows import sampled_row
 from workers.commands.replay import show_replay
+from workers.runs.find import open_run
 from workers.runs.progress import Progress
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings, parse_settings
@@ -171,11 +172,11 @@ def test_a_replay_reproduces_every_checkpoint_bit_for_bit(made, capsys):
     assert (report.is_identical, report.mismatch, report.notes) == (True, None, [])
     assert [each.step for each in report.matches] == [2, 4, STEPS]
     assert (report.steps, report.groups, report.dropped) == (STEPS, len(made.lines()) - 4, 4)
-    assert show_replay(str(made.folder)) == 0
+    assert show_replay(open_run(made.folder)) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("step 2: step-000002 is equal (")
     assert out[-1] == f"equal bit for bit after {STEPS} steps: {report.groups} groups, 4 dropped"
-    assert show_replay(str(made.folder), as_json=True) == 0
+    assert show_replay(open_run(made.folder), as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["is_identical"] is True
 
 
@@ -227,7 +228,7 @@ def test_different_weights_are_reported_with_tensor_step_and_size(made, capsys):
     difference = report.mismatch
     assert (difference.step, difference.checkpoint, difference.tensor) == (4, "step-000004", name)
     assert difference.max_difference == pytest.approx(0.5, rel=1e-3)
-    assert show_replay(str(made.folder)) == 1
+    assert show_replay(open_run(made.folder)) == 1
     assert f"different: step 4: step-000004: weight {name} differs by up to 0.5" in capsys.readouterr().out
 
 
@@ -374,7 +375,7 @@ def test_other_settings_than_the_runs_give_a_difference(made):
 
 def test_a_replay_needs_the_runs_folder(tmp_path):
     with pytest.raises(PenstockError, match="neither a run's folder"):
-        show_replay(str(tmp_path))
+        show_replay(open_run(tmp_path))
 
 
 def test_nothing_is_changed(made):

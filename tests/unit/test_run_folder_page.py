@@ -5,10 +5,10 @@ import runpy
 from pathlib import Path
 
 import pytest
-from workers.runs.summary import RunSummary
 
 from stream.records import TrainedCompletion, TrainedRow
 from stream.trainer import ledger
+from workers.runs.summary import RunSummary
 from workers.runs.tokens import TokenColumns
 from workers.settings.training import Tracker
 from workers.train.algorithms import correction_metrics

@@ -5,21 +5,21 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
-from workers.runs.find import find_run_folder
-from workers.runs.summary import RunSummary, Staleness
-from workers.terminal.queues import _wait_for_run
 
 from stream.connection.run_identity import RunIdentity
 from stream.durable import create_folder_atomically
 from stream.errors import PenstockError, SettingsError
 from workers.cli import penstock
-from workers.run.run_info import RunInfo, RunLocation, find_run, write_run_info
 from workers.run.run_start import finished_summary, finished_text, prepare_start, start_lines
+from workers.runs.find import find_run_folder, open_run
 from workers.runs.folder import write_settings
+from workers.runs.live_run import LiveRun, write_live
+from workers.runs.summary import RunSummary, Staleness
 from workers.runtime.exit_codes import ExitCode
 from workers.settings.estimators import Grpo
 from workers.settings.flat_settings import flat_settings
 from workers.settings.toml_file import dump_settings, load_settings, parse_settings
+from workers.terminal.queues import _wait_for_run
 from workers.vllm.launch_command import build_command
 
 LEAST = """
@@ -62,7 +62,7 @@ def test_a_file_without_a_name_starts_a_new_run_each_time_and_commands_find_the_
     ]
     folder = begin(second)
     assert find_run_folder(str(file)) == folder
-    assert find_run(str(file), must_have_begun=False).run == second.settings.run.name
+    assert open_run(str(file)).name == second.settings.run.name
 
 
 def test_a_run_is_named_after_its_folder_unless_it_has_a_name(file):
@@ -76,7 +76,7 @@ def test_whoever_needs_a_folder_of_a_run_without_a_name_learns_what_to_set(file)
     with pytest.raises(SettingsError, match=r"run\.name is empty"):
         _ = load_settings(file).folder
     with pytest.raises(PenstockError, match="no run was started from"):
-        find_run(str(file))
+        open_run(str(file), must_have_begun=True)
 
 
 @pytest.mark.parametrize("target", ["runs/a", "a", "runs/a/run.toml", "my math.toml"])
@@ -129,7 +129,7 @@ def test_no_such_run_is_an_error_by_name(file):
 
 
 def test_a_settings_file_that_does_not_exist_is_named_with_the_folder_where_it_was_looked_for(file):
-    for find in (lambda: find_run("nope.toml"), lambda: find_run_folder("nope.toml")):
+    for find in (lambda: open_run("nope.toml"), lambda: find_run_folder("nope.toml")):
         with pytest.raises(PenstockError, match=rf"^nope\.toml: no such file; .* {file.parent}$"):
             find()
 
@@ -162,13 +162,14 @@ def test_what_a_settings_file_names_is_not_started_itself(file, target, remedy):
 
 def test_a_run_is_named_on_the_server_of_the_environment(file, monkeypatch):
     monkeypatch.setenv("PENSTOCK_REDIS", "redis://server")
-    assert find_run("far-away") == RunLocation(run="far-away", url="redis://server")
+    run = open_run("far-away", must_have_begun=True)
+    assert (run.name, run.url, run.folder) == ("far-away", "redis://server", None)
     with pytest.raises(PenstockError, match="far-away is neither"):  # its files are asked for
-        find_run("far-away", must_have_begun=False)
+        open_run("far-away")
     (file.parent / "by-hand").mkdir()
     (file.parent / "by-hand/identity.json").touch()
     with pytest.raises(PenstockError, match=r"by-hand has no run.toml.*give their settings file"):
-        find_run("by-hand")
+        open_run("by-hand", must_have_begun=True)
 
 
 def test_options_of_the_default_loss_and_estimator_need_no_name(file):
@@ -181,12 +182,12 @@ def test_watching_waits_for_a_run_that_is_about_to_start(file, monkeypatch, caps
 
     def start(_seconds):
         folder = begin(prepare_start(str(file), ("run.name=soon",)))
-        write_run_info(folder, RunInfo.of_this_process("soon", "unix:///nowhere.sock", []))
+        write_live(folder, LiveRun.of_this_process("soon", "unix:///nowhere.sock", []))
 
-    monkeypatch.setattr("workers.commands.queues.time.sleep", start)
+    monkeypatch.setattr("workers.terminal.queues.time.sleep", start)
     assert _wait_for_run("soon", "").url == "unix:///nowhere.sock"
     assert "waiting for it to start" in capsys.readouterr().err
-    monkeypatch.setattr("workers.commands.queues._START_TIMEOUT_S", -1.0)
+    monkeypatch.setattr("workers.terminal.queues._START_TIMEOUT_S", -1.0)
     with pytest.raises(PenstockError, match="later is neither"):
         _wait_for_run("later", "")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from stream.errors import SettingsError
-from workers.run.run_info import find_run
+from workers.runs.find import open_run
 from workers.settings.secrets import REDIS, read_secret, without_secrets
 
 
@@ -36,6 +36,6 @@ def test_a_run_is_found_at_the_server_that_the_environment_names_unless_it_has_i
         '[data]\npath = "p"\n[[rewards]]\nref = "math"\n'
     )
     monkeypatch.setenv(REDIS, "redis://there")
-    assert find_run(str(tmp_path)).url == "redis://there"
+    assert open_run(str(tmp_path)).url == "redis://there"
     (tmp_path / "redis").mkdir()
-    assert find_run(str(tmp_path)).url == ""
+    assert open_run(str(tmp_path)).url == ""

@@ -19,7 +19,7 @@ from stream.trainer.outcomes import Dropped, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 from workers.cli import penstock
-from workers.commands.transcripts.selection import Interval
+from workers.runs.selection import NumberRange
 
 TRAINED = Trained()
 
@@ -156,19 +156,19 @@ def test_a_conversation_is_printed_with_reward_validity_and_what_the_step_did(fo
 def test_what_does_not_exist_is_answered_with_what_does(folder, tmp_path):
     result = run("show", str(folder), "--step", "7", "--invalid")
     assert result.exit_code == 1
-    assert "no completion of run 'r' matches --step 7 and --invalid; its archive has 3 groups of steps 1 to 3" in (
+    assert "run 'r' has no completion that matches step 7 and invalid; its archive has 3 groups of steps 1 to 3" in (
         result.output
     )
     assert run("show", str(folder), "--end", "zero").exit_code == 2
     empty = Folder(tmp_path / "empty")
     empty.close()
-    assert "run 'r' has no completion yet" in run("show", str(empty.path)).output
+    assert "run 'r' has no completion yet; its archive has 0 groups" in run("show", str(empty.path)).output
 
 
 @pytest.mark.parametrize("text", ["", "..", "a", "2..1", "nan", "1..2..3"])
-def test_an_interval_has_ends(text):
-    with pytest.raises(SettingsError, match="--step"):
-        Interval.parse(text, "--step")
+def test_a_range_has_ends(text):
+    with pytest.raises(SettingsError, match="step"):
+        NumberRange.parse(text, "step")
 
 
 def test_an_export_has_tokens_masks_and_the_trainers_advantages(folder):
@@ -251,7 +251,7 @@ def test_groups_are_listed_with_outcome_and_rewards_and_filtered_by_their_comple
     assert only.splitlines()[-1] == "1 group, the newest first; the archive has 3"
     assert "\x1b" not in only
     missing = run("groups", str(folder), "--reward", "7..")
-    assert "matches --reward 7..; its archive has 3 groups" in missing.output
+    assert "run 'r' has no completion that matches reward 7..; its archive has 3 groups" in missing.output
 
 
 def test_two_completions_of_a_group_are_shown_side_by_side(folder):

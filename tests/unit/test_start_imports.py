@@ -13,7 +13,7 @@ HEAVY = {"aiohttp", "huggingface_hub", "jinja2", "numpy", "prometheus_client", "
 STAGES = {
     "help": "from click.testing import CliRunner; from workers.cli import penstock;"
     " assert 'queues' in CliRunner().invoke(penstock, ['--help']).output",
-    "queues": "import workers.commands.queues",
+    "queues": "import workers.terminal.queues",
     "rollout": "import workers.run.role_process, workers.rollout.worker, tokenizers",
 }
 

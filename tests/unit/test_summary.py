@@ -4,6 +4,14 @@ import json
 
 import msgspec
 import pytest
+
+from stream.errors import PenstockError
+from stream.operator.run_status import RunStatus
+from stream.trainer.ledger_records import read_events
+from workers.run.plot import draw_progress, make_figure, smooth
+from workers.runs.live_run import read_live
+from workers.runs.metrics_file import read_metrics
+from workers.runs.progress import Progress
 from workers.runs.summary import (
     RunSummary,
     describe_early_end,
@@ -13,14 +21,6 @@ from workers.runs.summary import (
     summarize,
 )
 from workers.runs.warnings import WARNINGS_FILE, read_warnings
-
-from stream.errors import PenstockError
-from stream.operator.run_status import RunStatus
-from stream.trainer.ledger_records import read_events
-from workers.run.display_metrics import read_metrics
-from workers.run.plot import draw_progress, make_figure, smooth
-from workers.run.run_info import read_run_info
-from workers.runs.progress import Progress
 from workers.settings.toml_file import parse_settings
 
 KEYS = [
@@ -57,7 +57,7 @@ def test_damaged_utf8_in_a_runs_files_is_no_crash(tmp_path):
     assert read_warnings(tmp_path, 0) == ([], len(damaged) + 1)
     assert read_events(tmp_path / "ledger.jsonl") == []
     with pytest.raises(PenstockError, match="is broken"):
-        read_run_info(tmp_path)
+        read_live(tmp_path)
 
 
 def test_every_prompt_is_accounted_for():

@@ -5,8 +5,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
 import pytest
-from workers.runs.phases import read_steps, trace_id
-from workers.runs.trace import perfetto_trace
 
 from stream.codec import encode
 from stream.errors import PenstockError
@@ -14,12 +12,14 @@ from stream.records import Completion, Group, Interval, Prompt, ToolRun
 from stream.trainer.archive import Archive
 from stream.trainer.ledger_records import LedgerRecord, content_hash
 from stream.trainer.outcomes import Trained
-from workers.commands.trace.spans import Step, group_span
-from workers.commands.trace.trace import write_trace
 from workers.rollout.episode_base import timed
+from workers.runs.find import open_run
+from workers.runs.opentelemetry_export import export_spans
+from workers.runs.phases import StepTimes, group_phase, read_steps, trace_id
+from workers.runs.trace import perfetto_trace, write_perfetto
 
 TOOL_CALL = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": {"name": "add"}}]}
-STEP = Step(number=3, began_at=120.0, ended_at=125.0, publish_began_at=126.0, publish_ended_at=127.0)
+STEP = StepTimes(number=3, began_at=120.0, ended_at=125.0, publish_began_at=126.0, publish_ended_at=127.0)
 
 
 def make_group(prompt="p", offset=0.0, **times):
@@ -50,7 +50,7 @@ def names(span):
 
 
 def test_a_group_is_one_span_from_the_feeder_to_the_publication():
-    span = group_span(make_group(), "trained", STEP)
+    span = group_phase(make_group(), "trained", STEP)
     assert (span.began_at, span.ended_at) == (90.0, 127.0)
     assert names(span) == [
         *("wait for a rollout worker", "rollout p", "wait for a scorer", "score", "wait for the trainer"),
@@ -64,10 +64,10 @@ def test_a_group_is_one_span_from_the_feeder_to_the_publication():
 def test_times_that_are_missing_leave_their_spans_out():
     group = make_group(score_claimed_at=0.0)
     group.completions[0].intervals.clear()
-    span = group_span(group, "dropped:ties", None)
+    span = group_phase(group, "dropped:ties", None)
     assert names(span) == ["wait for a rollout worker", "rollout p"]
     assert not span.children[1].children
-    assert group_span(Group(prompt=Prompt(id="p", messages=[]), completions=[]), "trained", None) is None
+    assert group_phase(Group(prompt=Prompt(id="p", messages=[]), completions=[]), "trained", None) is None
 
 
 def test_a_publication_belongs_to_the_steps_before_it():
@@ -85,7 +85,7 @@ def test_a_publication_belongs_to_the_steps_before_it():
 
 
 def test_slices_of_a_lane_never_overlap_and_children_lie_within_their_parents():
-    groups = [group_span(make_group(f"p{i}", offset=i * 1.5), "trained", STEP) for i in range(6)]
+    groups = [group_phase(make_group(f"p{i}", offset=i * 1.5), "trained", STEP) for i in range(6)]
     trace = json.loads(json.dumps(perfetto_trace(groups, {3: STEP})))
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     open_until: dict = {}
@@ -118,7 +118,7 @@ EVENT_FIELDS = {
 
 
 def test_every_event_is_strictly_of_the_trace_event_format():
-    groups = [group_span(make_group(f"p{i}", offset=i * 1.5), "trained", STEP) for i in range(6)]
+    groups = [group_phase(make_group(f"p{i}", offset=i * 1.5), "trained", STEP) for i in range(6)]
     trace = json.loads(json.dumps(perfetto_trace(groups, {3: STEP})))
     assert set(trace) == {"displayTimeUnit", "traceEvents"}
     assert trace["displayTimeUnit"] in ("ms", "ns")
@@ -173,12 +173,14 @@ def run_folder(tmp_path):
 
 def test_the_folder_of_a_killed_run_is_enough(run_folder, tmp_path):
     file = tmp_path / "trace.json"
-    assert "1 groups" in write_trace(str(run_folder), file, "", "", 10)
+    traced = open_run(run_folder).trace(count=10)
+    assert len(traced.groups) == 1
+    write_perfetto(traced, file)
     written = [event["name"] for event in json.loads(file.read_text())["traceEvents"]]
     assert "turn 2" in written
     assert "train step 3" in written
     with pytest.raises(PenstockError, match="no archived group of steps 7"):
-        write_trace(str(run_folder), file, "", "7", 10)
+        open_run(run_folder).trace("7")
 
 
 def test_a_collector_gets_one_trace_per_group_with_the_id_of_its_prompt(run_folder):
@@ -197,7 +199,8 @@ def test_a_collector_gets_one_trace_per_group_with_the_id_of_its_prompt(run_fold
     server = HTTPServer(("127.0.0.1", 0), Collector)
     Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
-        assert "sent 1 traces" in write_trace(str(run_folder), None, f"http://127.0.0.1:{server.server_port}", "", 10)
+        groups = open_run(run_folder).trace().groups
+        assert export_spans(groups, "r", f"http://127.0.0.1:{server.server_port}") == 1
     finally:
         server.shutdown()
         server.server_close()
@@ -216,4 +219,4 @@ def test_a_run_without_a_logged_step_has_no_steps():
 
 def test_a_trace_that_cannot_be_written_is_an_error_by_name(run_folder, tmp_path):
     with pytest.raises(PenstockError, match=r"nowhere/trace\.json could not be written: No such file"):
-        write_trace(str(run_folder), tmp_path / "nowhere" / "trace.json", "", "", 10)
+        write_perfetto(open_run(run_folder).trace(), tmp_path / "nowhere" / "trace.json")

@@ -5,11 +5,11 @@ import io
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from workers.runs.transcript import escape_controls, format_seconds, shorten
-from workers.terminal.lines import compact_lines, completion_lines
 
 from stream.records import Completion, Failure, RewardPart, Row, Span, ToolRun
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
+from workers.runs.transcript import escape_controls, format_seconds, shorten
+from workers.terminal.lines import compact_lines, completion_lines
 
 
 def call(name, arguments, number=1):

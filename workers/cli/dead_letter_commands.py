@@ -33,7 +33,7 @@ def list_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: 
     from workers.runs.dead_letters import LetterChoice
     from workers.terminal.dead_letters import list_dead
 
-    list_dead(target, redis, LetterChoice(ids, reason), as_json=as_json)
+    list_dead(_open(target, redis), LetterChoice(ids, reason), as_json=as_json)
 
 
 @dead.command("show")
@@ -43,7 +43,7 @@ def show_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: 
     from workers.runs.dead_letters import LetterChoice
     from workers.terminal.dead_letters import show_dead
 
-    show_dead(target, redis, LetterChoice(ids), as_json=as_json)
+    show_dead(_open(target, redis), LetterChoice(ids), as_json=as_json)
 
 
 @dead.command("retry")
@@ -58,7 +58,7 @@ def retry_letters(
     from workers.terminal.dead_letters import retry_dead
 
     _require_one_choice(ids, every, reason)
-    retry_dead(target, redis, LetterChoice(ids, reason), as_json=as_json)
+    retry_dead(_open(target, redis), LetterChoice(ids, reason), as_json=as_json)
 
 
 @dead.command("drop")
@@ -71,7 +71,13 @@ def drop_letters(target: str | None, ids: tuple[str, ...], redis: str, as_json: 
     from workers.terminal.dead_letters import drop_dead
 
     _require_one_choice(ids, every, reason)
-    drop_dead(target, redis, LetterChoice(ids, reason), as_json=as_json)
+    drop_dead(_open(target, redis), LetterChoice(ids, reason), as_json=as_json)
+
+
+def _open(target: str | None, redis: str) -> Any:
+    from workers.runs.find import open_run
+
+    return open_run(target, redis, must_have_begun=True)
 
 
 def _require_one_choice(ids: tuple[str, ...], every: bool, reason: str) -> None:

@@ -11,7 +11,8 @@ from workers.cli.command_group import log_errors_only
 @options.json
 def engines(target: str | None, as_json: bool) -> None:
     """List the engines of a run, with health and weights of each. RUN is its folder, settings file or name."""
+    from workers.runs.find import open_run
     from workers.terminal.engines import list_engines
 
     log_errors_only("engines")
-    list_engines(target, as_json=as_json)
+    list_engines(open_run(target), as_json=as_json)

@@ -10,58 +10,64 @@ from workers.cli import options
 from workers.cli.command_group import current_command, log_errors_only
 
 
-@click.command()
+@click.command(short_help="Show where a run's prompts are, or what is in flight.")
 @options.run
 @options.redis
 @options.json
-@click.option("--watch", is_flag=True, help="Repeat every second until the run has finished.")
-def queues(target: str | None, redis: str, as_json: bool, watch: bool) -> None:
-    """Show where a run's prompts are. RUN is its folder, settings file or name.
+@click.option("--in-flight", is_flag=True, help="What each completion is doing now, the longest unchanged first.")
+@click.option("--watch", is_flag=True, help="On the whole terminal, until the run has finished; Ctrl-C ends it.")
+@click.option("count", "-n", default=40, show_default=True, type=click.IntRange(1), help="Lines of --in-flight.")
+@click.option(
+    "stuck_s", "--stuck", default=60.0, show_default=True, metavar="SECONDS", help="Mark what is unchanged for longer."
+)
+def queues(
+    target: str | None, redis: str, as_json: bool, in_flight: bool, watch: bool, count: int, stuck_s: float
+) -> None:
+    """Show where a run's prompts are, and with --in-flight what each completion is doing.
 
-    Read-only. Without RUN: the only running run under runs/.
+    RUN is its folder, settings file or name; default: the only running run under runs/. Read-only.
+
+    --watch shows both, live, and waits for a run that is about to start. Without a terminal, or with --json, it prints
+    a JSON object per second.
     """
-    from workers.terminal.queues import show_queues
+    from workers.runs.find import open_run
+    from workers.terminal import queues
 
     log_errors_only("queues")
-    show_queues(target, redis, as_json=as_json, watch=watch)
+    if watch:
+        queues.watch(target, redis, in_flight=in_flight, stuck_s=stuck_s, as_json=as_json)
+        return
+    run = open_run(target, redis, must_have_begun=True)
+    if in_flight:
+        queues.show_in_flight(run, count=count, stuck_s=stuck_s, as_json=as_json)
+    else:
+        queues.show_queues(run, as_json=as_json)
 
 
-@click.command(short_help="Show what each completion is doing now.")
-@options.run
-@options.redis
+@click.command(short_help="List runs with state, step and last reward.")
 @options.json
-@click.option("count", "-n", default=40, show_default=True, type=click.IntRange(1), help="How many lines.")
-@click.option(
-    "stuck_s", "--stuck", default=60.0, show_default=True, metavar="SECONDS", help="Mark what is unchanged for longer."
-)
-def inflight(target: str | None, redis: str, as_json: bool, count: int, stuck_s: float) -> None:
-    """Show what each completion in flight is doing, for how long, and where; the longest unchanged first.
+def runs(as_json: bool) -> None:
+    """List the runs below runs/, running ones first, then the newest. Read-only."""
+    from workers.terminal.runs import list_runs
 
-    RUN is its folder, settings file or name. Workers report once a second. Read-only.
+    log_errors_only("runs")
+    list_runs(as_json=as_json)
+
+
+@click.command(short_help="Show the log of a role.")
+@click.argument("target", metavar="RUN")
+@click.argument("role", required=False, default="")
+@click.option("--follow", "-f", is_flag=True, help="Go on with what is added, until the run has ended.")
+def logs(target: str, role: str, follow: bool) -> None:
+    """Show what a run's processes logged, as people read it. RUN is its folder, settings file or name.
+
+    ROLE is a role such as rollout, or a process such as rollout-0 or supervisor; default: all, in the order of time.
     """
-    from workers.terminal.queues import show_in_flight
+    from workers.runs.find import open_run
+    from workers.terminal.logs import show_logs
 
-    log_errors_only("inflight")
-    show_in_flight(target, redis, count=count, stuck_s=stuck_s, as_json=as_json)
-
-
-@click.command(short_help="Watch a run on the whole terminal.")
-@options.run
-@options.redis
-@options.json
-@click.option(
-    "stuck_s", "--stuck", default=60.0, show_default=True, metavar="SECONDS", help="Mark what is unchanged for longer."
-)
-def top(target: str | None, redis: str, as_json: bool, stuck_s: float) -> None:
-    """Watch a run's queues and what is in flight, live, until it has finished. Ctrl-C ends it.
-
-    RUN is its folder, settings file or name. Without a terminal, and with --json, one JSON object per second is
-    printed. Read-only.
-    """
-    from workers.commands.top import show_top
-
-    log_errors_only("top")
-    show_top(target, redis, stuck_s=stuck_s, as_json=as_json)
+    log_errors_only("logs")
+    show_logs(open_run(target), role, follow=follow)
 
 
 def _control_command(name: Literal["pause", "resume", "stop"], text: str) -> click.Command:
@@ -70,9 +76,10 @@ def _control_command(name: Literal["pause", "resume", "stop"], text: str) -> cli
     @options.redis
     def command(target: str | None, redis: str) -> None:
         from workers.commands.control import send_command
+        from workers.runs.find import open_run
 
         log_errors_only(name)
-        send_command(name, target, redis)
+        send_command(name, open_run(target, redis, must_have_begun=True))
 
     return command
 
@@ -92,10 +99,11 @@ def audit(target: str | None, redis: str, as_json: bool, show_all: bool) -> None
 
     RUN is its folder, settings file or name; it may be running, stopped or finished. Read-only.
     """
+    from workers.runs.find import open_run
     from workers.terminal.audit import show_audit
 
     log_errors_only("audit")
-    sys.exit(show_audit(target, redis, as_json=as_json, show_all=show_all))
+    sys.exit(0 if show_audit(open_run(target, redis), as_json=as_json, show_all=show_all) else 1)
 
 
 @click.command(short_help="Train a run's groups again and compare the weights.")
@@ -108,9 +116,10 @@ def replay(target: str | None, as_json: bool) -> None:
     compared with its checkpoints bit for bit. The run is not changed.
     """
     from workers.commands.replay import show_replay
+    from workers.runs.find import open_run
 
     log_errors_only("replay")
-    sys.exit(show_replay(target, as_json=as_json, command=current_command()))
+    sys.exit(show_replay(open_run(target), as_json=as_json, command=current_command()))
 
 
 @click.command()

@@ -60,15 +60,16 @@ def show(
     running, or else the newest. The newest completions come first. With --diff A B: completions A and B, counted from
     0, of the newest group that matches, for example with --prompt ID. Read-only.
     """
-    from workers.commands.transcripts.selection import Chosen
+    from workers.runs.find import open_run
+    from workers.runs.selection import Selection
     from workers.terminal.show import show_completions, show_difference
 
     log_errors_only("show")
+    wanted, run = _parse_filter(conditions), open_run(target, redis)
     if pair is not None:
-        show_difference(target, redis, _make_filter(conditions), pair, full=full, as_json=as_json)
+        show_difference(run, wanted, pair, full=full, as_json=as_json)
         return
-    chosen = Chosen(order or "newest", count, seed)
-    show_completions(target, redis, _make_filter(conditions), chosen, full=full, as_json=as_json)
+    show_completions(run, wanted, Selection(order or "newest", count, seed), full=full, as_json=as_json)
 
 
 @click.command(short_help="List groups with outcome and rewards.")
@@ -83,10 +84,11 @@ def groups(target: str | None, redis: str, count: int, as_json: bool, **conditio
     RUN is its folder, settings file or name; it may be running, stopped, killed or finished. Default: the run that is
     running, or else the newest. --json prints a line for each group. Read-only.
     """
+    from workers.runs.find import open_run
     from workers.terminal.groups import list_groups
 
     log_errors_only("groups")
-    list_groups(target, redis, _make_filter(conditions), count, as_json=as_json)
+    list_groups(open_run(target, redis), _parse_filter(conditions), count, as_json=as_json)
 
 
 @click.command("export-groups", short_help="Write completions with masks and advantages.")
@@ -101,10 +103,14 @@ def export_groups(target: str | None, out: str, format_: Literal["jsonl", "parqu
     One line or row per completion, in the order of the ledger. Default for OUT: groups.jsonl or groups.parquet in the
     run's folder; - writes JSONL to stdout.
     """
-    from workers.commands.transcripts.export_groups import export_groups
+    from workers.runs.find import open_run
+    from workers.terminal.output import print_note
 
     log_errors_only("export-groups")
-    click.echo(export_groups(target, out, format_, _make_filter(conditions)), err=out == "-")
+    report = open_run(target).export(out, format_, _parse_filter(conditions))
+    if report.damaged:
+        print_note(f"{len(report.damaged)} damaged: {report.damaged[0]}")
+    click.echo(str(report), err=out == "-")
 
 
 @click.command(short_help="Write where groups spent their time, for Perfetto or OpenTelemetry.")
@@ -121,18 +127,29 @@ def trace(target: str | None, perfetto: Path | None, otlp: str, step: str, count
     RUN is its folder, settings file or name; it may be running, stopped, killed or finished. Default: the run that is
     running, or else the newest. Needs no server. The log lines of a group have its id as `prompt`.
     """
-    from workers.commands.trace.trace import write_trace
+    from workers.runs.find import open_run
+    from workers.runs.trace import write_perfetto
+    from workers.terminal.output import print_note
 
     if perfetto is None and not otlp:
         raise click.UsageError("nothing to write: add --perfetto FILE or --otlp URL")
     log_errors_only("trace")
-    click.echo(write_trace(target, perfetto, otlp, step, count))
+    run = open_run(target)
+    traced = run.trace(step, count)
+    for note in traced.notes[:3]:
+        print_note(note)
+    if perfetto is not None:
+        write_perfetto(traced, perfetto)
+        click.echo(f"{perfetto}: {len(traced.groups)} groups; open it at https://ui.perfetto.dev")
+    if otlp:
+        try:
+            from workers.runs.opentelemetry_export import export_spans
+        except ModuleNotFoundError as error:
+            raise click.UsageError(f'--otlp needs {error.name}: pip install "penstock[otel]"') from error
+        click.echo(f"sent {export_spans(traced.groups, run.name, otlp)} traces to {otlp}")
 
 
-def _make_filter(conditions: Any) -> Any:
-    from workers.commands.transcripts.selection import make_filter
+def _parse_filter(options: Any) -> Any:
+    from workers.runs.selection import CompletionFilter
 
-    given = conditions
-    return make_filter(
-        given["step"], given["version"], given["reward"], given["end"], given["prompt"], invalid=given["invalid"]
-    )
+    return CompletionFilter.parse(**options)

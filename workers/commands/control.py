@@ -7,8 +7,8 @@ import socket
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.operator.run_control import ControlCommand, pause, resume, stop
-from workers.run.run_info import find_run, with_run
 from workers.runs.find import refuse_other_run
+from workers.runs.run import Run
 from workers.terminal.output import print_line
 
 _SENDERS = {"pause": pause, "resume": resume, "stop": stop}
@@ -19,27 +19,26 @@ _CONFIRMATIONS = {
 }
 
 
-def send_command(command: ControlCommand, target: str | None, redis: str) -> None:
+def send_command(command: ControlCommand, run: Run) -> None:
     """Send a command to a run and print the result.
 
     Raises:
-        PenstockError: there is no such run, it is not running, or the command would have no effect.
+        PenstockError: the run is not running, or the command would have no effect.
     """
-    location = find_run(target, redis)
-    if not location.url:
+    if not run.url:
         raise PenstockError(
-            f"run {location.run!r} is not running, so there is nothing to {command}; `penstock run "
-            f"{location.folder}/run.toml` starts it"
+            f"run {run.name!r} is not running, so there is nothing to {command}; `penstock run "
+            f"{run.folder}/run.toml` starts it"
         )
     operator = operator_name()
 
     async def send(connection: RunConnection) -> bool:
-        await refuse_other_run(location, connection)
+        await refuse_other_run(run, connection)
         return await _SENDERS[command](connection, operator)
 
-    has_trainer = with_run(location, send)
+    has_trainer = run.call(send)
     note = "" if has_trainer else " (no trainer is connected at the moment)"
-    print_line(f"run {location.run!r} {_CONFIRMATIONS[command]}{note}")
+    print_line(f"run {run.name!r} {_CONFIRMATIONS[command]}{note}")
 
 
 def operator_name() -> str:

@@ -9,25 +9,24 @@ import anyio.to_thread
 import msgspec
 
 from stream.parent_death import die_with_parent
-from workers.commands.run_files import saved_settings
 from workers.run.process_main import run_async
-from workers.run.run_info import find_run
+from workers.runs.run import Run
 from workers.runtime.exit_codes import ExitCode
 from workers.terminal.output import print_json, print_line
 from workers.train.checkpointing.replayer import CheckpointMatch, Replayer, ReplayReport
 from workers.train.distributed.ranks import collective_timeout_s, rank_and_world_size
 
 
-def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[str] = ()) -> int:
+def show_replay(run: Run, *, as_json: bool = False, command: Sequence[str] = ()) -> int:
     """Replay a run and print the comparison. Returns the exit code: 1 if the weights differ.
 
     Args:
-        target: folder, settings file or name of the run.
+        run: the run.
         as_json: print one JSON object, which contains all matches.
         command: command line that starts each further rank.
 
     Raises:
-        PenstockError: there is no such run, or groups are missing from its archive or were changed.
+        PenstockError: groups are missing from its archive or were changed.
     """
     rank, world_size = rank_and_world_size()
     if world_size > 1:
@@ -36,8 +35,7 @@ def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[
         from workers.train.rank_control.follower import run_follower
 
         return run_follower()
-    location = find_run(target, must_have_begun=False)
-    settings, folder = saved_settings(location, "a replay")
+    settings, folder = run.files("a replay")
     if settings.train.ranks > 1 and "RANK" not in os.environ:
         from workers.train.rank_control.launcher import launch_ranks
 
@@ -46,7 +44,7 @@ def show_replay(target: str | None, *, as_json: bool = False, command: Sequence[
     make_replayer = partial(Replayer, settings, folder, (lambda _: None) if as_json else _print_checkpoint)
     report = make_replayer().run() if world_size == 1 else _replay_on_ranks(make_replayer)
     if as_json:
-        print_json({"run": location.run} | msgspec.to_builtins(report))
+        print_json({"run": run.name} | msgspec.to_builtins(report))
     else:
         _print_report(report, folder / "run.toml")
     return ExitCode.SUCCESS if report.is_identical else ExitCode.FAILURE

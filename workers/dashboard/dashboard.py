@@ -15,9 +15,10 @@ from workers.dashboard.engine_queries import EngineQueries
 from workers.dashboard.failures import log_page_failure
 from workers.dashboard.live_view import LiveView, RenderPart
 from workers.dashboard.rendering import render
-from workers.dashboard.run_source import RunCatalog, RunSource
+from workers.runs.catalog import Runs
 from workers.runs.group_index import GroupIndex
 from workers.runs.metrics_file import MetricsFile
+from workers.runs.run import Run
 
 NAVIGATION: Final = (
     ("", "Run"),
@@ -42,14 +43,14 @@ class Dashboard:
     """The runs of one dashboard, and what is read of them once for all viewers.
 
     Args:
-        catalog: the runs.
+        runs: the runs.
         access: who may do what.
         parts: functions that render the parts of pages that change while they are open.
         tasks: runs what renews the pages while a page is open; it must stay open as long as the server.
     """
 
-    def __init__(self, catalog: RunCatalog, access: Access, parts: Mapping[str, RenderPart], tasks: TaskGroup) -> None:
-        self.catalog = catalog
+    def __init__(self, runs: Runs, access: Access, parts: Mapping[str, RenderPart], tasks: TaskGroup) -> None:
+        self.runs = runs
         self.access = access
         self.parts = parts
         self._tasks = tasks
@@ -64,16 +65,16 @@ class Dashboard:
         self._reading: set[GroupIndex] = set()
         """Indexes whose summaries are being read in the background."""
 
-    async def source(self, request: web.Request) -> RunSource:
+    async def run(self, request: web.Request) -> Run:
         """Return the run of an address.
 
         Raises:
             HTTPNotFound: this dashboard has no such run.
         """
-        source = await anyio.to_thread.run_sync(self.catalog.find, request.match_info["run"])
-        if source is None:
+        run = await anyio.to_thread.run_sync(self.runs.find, request.match_info["run"])
+        if run is None:
             raise web.HTTPNotFound(text="This dashboard has no run of that name.")
-        return source
+        return run
 
     def keep_note(self, text: str) -> str:
         """Keep the result of a change for the next page. Returns what the page's address has to name."""
@@ -87,28 +88,28 @@ class Dashboard:
         """Return a result once; empty if there is none: an address alone puts no text on a page."""
         return self._notes.pop(key, "")
 
-    def view(self, source: RunSource) -> LiveView:
+    def view(self, run: Run) -> LiveView:
         """Return what all viewers of a run share."""
-        if source.key not in self._views:
-            self._views[source.key] = LiveView(source, self._tasks, self.parts)
-        return self._views[source.key]
+        if run.key not in self._views:
+            self._views[run.key] = LiveView(run, self._tasks, self.parts)
+        return self._views[run.key]
 
-    def metrics(self, source: RunSource) -> MetricsFile:
+    def metrics(self, run: Run) -> MetricsFile:
         """Return the metrics of a run."""
-        if source.key not in self._metrics:
-            self._metrics[source.key] = MetricsFile(source.file("metrics.jsonl"))
-        return self._metrics[source.key]
+        if run.key not in self._metrics:
+            self._metrics[run.key] = MetricsFile(run.file("metrics.jsonl"))
+        return self._metrics[run.key]
 
-    async def groups(self, source: RunSource) -> GroupIndex:
+    async def groups(self, run: Run) -> GroupIndex:
         """Return the index of a run's archived groups; its summaries are read on in the background."""
-        known = self._groups.get(source.key)
-        index = await anyio.to_thread.run_sync(_fresh_index, known, source.file())
-        if self._groups.get(source.key) is known:
-            self._groups[source.key] = index
-        index = self._groups[source.key]
+        known = self._groups.get(run.key)
+        index = await anyio.to_thread.run_sync(_fresh_index, known, run.file())
+        if self._groups.get(run.key) is known:
+            self._groups[run.key] = index
+        index = self._groups[run.key]
         if index.unread and index not in self._reading:
             self._reading.add(index)
-            self._tasks.start_soon(self._read_summaries, source.key, index)
+            self._tasks.start_soon(self._read_summaries, run.key, index)
         return index
 
     async def _read_summaries(self, key: str, index: GroupIndex) -> None:
@@ -123,11 +124,9 @@ class Dashboard:
         finally:
             self._reading.discard(index)
 
-    def page(
-        self, template: str, source: RunSource | None, values: Mapping[str, Any], status: int = 200
-    ) -> web.Response:
-        """Return a page; `source`: the run that it is about, if any."""
-        shared = {"source": source, "access": self.access, "navigation": NAVIGATION}
+    def page(self, template: str, run: Run | None, values: Mapping[str, Any], status: int = 200) -> web.Response:
+        """Return a page; `run`: the run that it is about, if any."""
+        shared = {"run": run, "access": self.access, "navigation": NAVIGATION}
         text = render(template, {**shared, **values})
         return web.Response(status=status, text=text, content_type="text/html", charset="utf-8")
 

@@ -2,7 +2,6 @@
 
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 from urllib.parse import quote
@@ -16,10 +15,9 @@ from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
 from stream.queue.entry_scan import DeadEntry, scan_dead_page
-from stream.trainer.untrained_ends import record_untrained_ends
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.rendering import with_query
-from workers.runs.dead_letters import read_payload
+from workers.runs.dead_letters import Change, read_payload, record_ends
 from workers.runs.find import refuse_other_run
 
 _COUNT_S: Final = 0.4
@@ -29,58 +27,53 @@ _CHANGE_S: Final = 15.0
 _ACTIONS: Final = {"retry": retry_dead_letters, "drop": drop_dead_letters}
 _DONE: Final = {"retry": "retried", "drop": "dropped"}
 
-Change = Callable[[RunConnection, Sequence[str]], Awaitable[list[str]]]
-
 
 async def show_dead_letters(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Dead letters*."""
-    source = await dashboard.source(request)
+    run = await dashboard.run(request)
     query = {name: request.query.get(name, "") for name in ("reason", "stage", "after")}
     query["done"] = dashboard.take_note(request.query.get("done", ""))
     values: dict[str, Any] = {"query": query, "letters": [], "counts": {}, "counted": 0, "total": 0, "problem": ""}
     values |= {"next": "", "died_at": _died_at}
     try:
-        async with source.connect() as connection:
+        async with run.connect(start_server=False) as connection:
             values["letters"], values["next"] = await _read_page(connection, query)
             values["counts"], values["counted"] = await _count_reasons(connection)
             values["total"] = await connection.with_retry(lambda: connection.redis.xlen(connection.key("dead")))
     except PenstockError as error:
         values["problem"] = str(error)
-    return dashboard.page("dead_letters.html", source, values)
+    return dashboard.page("dead_letters.html", run, values)
 
 
 async def send_letter(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The content of one dead letter, as JSON for people."""
-    source = await dashboard.source(request)
-    async with source.connect() as connection:
+    run = await dashboard.run(request)
+    async with run.connect(start_server=False) as connection:
         letters = await list_dead_letters(connection, letter_id=request.query.get("id", "-"))
     if not letters:
         raise web.HTTPNotFound(text="That dead letter was retried or dropped meanwhile.")
     content = await anyio.to_thread.run_sync(read_payload, letters[0])
-    return dashboard.page("dead_letter.html", source, {"letter": letters[0], "content": content, "died_at": _died_at})
+    return dashboard.page("dead_letter.html", run, {"letter": letters[0], "content": content, "died_at": _died_at})
 
 
 async def change_letters(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """Retry or drop one letter, or all with a reason. The middleware has checked that this is allowed."""
-    source = await dashboard.source(request)
+    run = await dashboard.run(request)
     form = await request.post()
     action, letter, reason, stage = (str(form.get(name, "")) for name in ("action", "id", "reason", "stage"))
     if action not in _ACTIONS:
         raise web.HTTPBadRequest(text="The action is retry or drop.")
-    location = await anyio.to_thread.run_sync(source.locate)
-    async with source.connect() as connection:
-        await refuse_other_run(location, connection)
+    async with run.connect(start_server=False) as connection:
+        await refuse_other_run(run, connection)
         if letter:
             count, is_done = await _change(connection, _ACTIONS[action], [letter]), True
         else:
             count, is_done = await _change_all(connection, _ACTIONS[action], reason, stage)
-        ledger = source.file("ledger.jsonl")
-        if await anyio.Path(ledger).exists():
-            await record_untrained_ends(connection, ledger)
+        await record_ends(run, connection)
     text = f"{_DONE[action]} {count:,} dead letter{'' if count == 1 else 's'}"
     text += "" if is_done else "; the time was up before all were done, repeat it for the rest"
     raise web.HTTPSeeOther(
-        URL(with_query(f"/runs/{quote(source.key, safe='')}/dead", {"done": dashboard.keep_note(text)}), encoded=True)
+        URL(with_query(f"/runs/{quote(run.key, safe='')}/dead", {"done": dashboard.keep_note(text)}), encoded=True)
     )
 
 

@@ -1,5 +1,6 @@
 """The page *Group*: the completions of one prompt side by side, and its way from the feeder to the gradient."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import anyio.to_thread
@@ -9,17 +10,17 @@ from msgspec import Struct
 from stream.operator.unfinished_groups import find_unfinished_group
 from stream.records import Completion, Group, TrainedCompletion
 from stream.trainer.outcomes import encode_outcome
-from workers.dashboard.conversation import ShownMessage
 from workers.dashboard.dashboard import Dashboard
-from workers.dashboard.group_page import FIRST, LAST, PAGE, visible_parts
+from workers.dashboard.phase_bars import Axis, Bar
 from workers.dashboard.rendering import parse_number, render
-from workers.dashboard.run_source import RunSource
-from workers.dashboard.snapshot_panel import snapshot_panel
 from workers.dashboard.token_panel import TokenChoice, TokenPanel
 from workers.dashboard.token_view import COLORS
 from workers.runs.groups import UNFINISHED, ArchivedRunGroups
-from workers.runs.run import NoServerError
+from workers.runs.phases import GroupTimes, StepTimes, main_phases
+from workers.runs.run import NoServerError, Run
+from workers.runs.snapshots import describe_snapshot
 from workers.runs.transcript import (
+    ConversationMessage,
     conversation,
     describe_end,
     describe_outcome,
@@ -30,6 +31,11 @@ from workers.runs.transcript import (
     shorten_message,
 )
 
+FIRST: Final = 4
+LAST: Final = 3
+"""Messages at the beginning and the end of a long conversation that are shown at once."""
+PAGE: Final = 40
+"""Messages that are loaded at a time."""
 COLUMNS: Final = 8
 """Completions side by side; links lead to the others."""
 
@@ -59,10 +65,10 @@ class Column(Struct, frozen=True, kw_only=True):
 
     completion: Completion
     trained: TrainedCompletion | None
-    first: list[ShownMessage]
+    first: list[ConversationMessage]
     omitted: int
     """Messages between the first and the last ones."""
-    last: list[ShownMessage]
+    last: list[ConversationMessage]
     reward: str
     parts: list[str]
     """Parts of the reward that are not of one turn."""
@@ -74,38 +80,38 @@ class Column(Struct, frozen=True, kw_only=True):
     """None: its tokens are not shown."""
 
 
-class Phase(Struct, frozen=True, kw_only=True):
-    """One part of a group's way, in seconds from the moment when its prompt was fed."""
-
-    name: str
-    start: float
-    seconds: float
-    left: float
-    """Share of the whole time before it, in percent."""
-    width: float
+def visible_parts(
+    messages: Sequence[ConversationMessage],
+) -> tuple[list[ConversationMessage], int, list[ConversationMessage]]:
+    """Return the first messages, the number of those between, and the last ones."""
+    if len(messages) <= FIRST + LAST + 1:
+        return list(messages), 0, []
+    return list(messages[:FIRST]), len(messages) - FIRST - LAST, list(messages[-LAST:])
 
 
 async def show_group(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Group*."""
-    source = await dashboard.source(request)
-    found = await _find(dashboard, source, request)
+    run = await dashboard.run(request)
+    found = await _find(dashboard, run, request)
     first = _number(request, "first")
     count = len(found.group.completions)
     first = min(first, max(0, count - 1)) // COLUMNS * COLUMNS
     choice = TokenChoice.from_query(request.query)
-    values = await anyio.to_thread.run_sync(_page_values, source, found, first, choice)
-    return dashboard.page("group.html", source, values)
+    values = await anyio.to_thread.run_sync(_page_values, run, found, first, choice)
+    steps = await anyio.to_thread.run_sync(dashboard.metrics(run).step_times)
+    values["way"] = _way(found, steps)
+    return dashboard.page("group.html", run, values)
 
 
 async def send_messages(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The messages of one completion that the page has left out, some at a time."""
-    source = await dashboard.source(request)
-    completion = _completion(await _find(dashboard, source, request), request)
+    run = await dashboard.run(request)
+    completion = _completion(await _find(dashboard, run, request), request)
     messages = await anyio.to_thread.run_sync(conversation, completion)
     start, end = _number(request, "from"), len(messages) - LAST
     shown = [shorten_message(message) for message in messages[start : min(end, start + PAGE)]]
     values = {
-        "source": source,
+        "run": run,
         "id": request.query["id"],
         "completion": completion,
         "messages": shown,
@@ -117,77 +123,53 @@ async def send_messages(dashboard: Dashboard, request: web.Request) -> web.Strea
 
 async def send_message(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """One long message, whole."""
-    source = await dashboard.source(request)
-    completion = _completion(await _find(dashboard, source, request), request)
+    run = await dashboard.run(request)
+    completion = _completion(await _find(dashboard, run, request), request)
     messages = await anyio.to_thread.run_sync(conversation, completion)
     number = min(_number(request, "message"), len(messages) - 1)
-    values = {"source": source, "id": request.query["id"], "completion": completion, "message": messages[number]}
+    values = {"run": run, "id": request.query["id"], "completion": completion, "message": messages[number]}
     return _fragment("parts/message.html", values)
 
 
 async def send_tokens(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """More tokens of one row of a completion."""
-    source = await dashboard.source(request)
-    found = await _find(dashboard, source, request)
+    run = await dashboard.run(request)
+    found = await _find(dashboard, run, request)
     completion, choice = _completion(found, request), TokenChoice.from_query(request.query)
     panel = await anyio.to_thread.run_sync(
-        choice.panel, source, completion, found.trained_of(completion), _number(request, "from")
+        choice.panel, run, completion, found.trained_of(completion), _number(request, "from")
     )
-    values = {"source": source, "id": request.query["id"], "panel": panel, "colors": COLORS}
+    values = {"run": run, "id": request.query["id"], "panel": panel, "colors": COLORS}
     return _fragment("parts/tokens.html", values)
 
 
 async def send_snapshot(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The final state of one completion's environment."""
-    source = await dashboard.source(request)
-    found = await _find(dashboard, source, request)
+    run = await dashboard.run(request)
+    found = await _find(dashboard, run, request)
     completion = _completion(found, request)
     if completion.snapshot is None:
         raise web.HTTPNotFound(text=f"Completion {completion.index} has no snapshot.")
-    panel = await snapshot_panel(
-        source, found.group.prompt.environment, completion.index, completion.snapshot, dashboard.renders
-    )
-    return _fragment("parts/snapshot.html", {"panel": panel})
+    settings = await anyio.to_thread.run_sync(lambda: run.settings)
+    async with dashboard.renders:
+        view = await describe_snapshot(settings, found.group.prompt.environment, completion.snapshot)
+    return _fragment("parts/snapshot.html", {"panel": view, "completion": completion.index})
 
 
-def phases(group: Group, now: float | None = None) -> list[Phase]:
-    """Return the parts of a group's way whose times are known."""
-    known = [
-        ("waiting for a worker", group.prompt.fed_at, group.claimed_at),
-        ("rollout", group.claimed_at, group.rolled_out_at),
-        *(
-            [
-                ("waiting for a scorer", group.rolled_out_at, group.score_claimed_at),
-                ("scoring", group.score_claimed_at, group.scored_at),
-            ]
-            if group.score_claimed_at
-            else [("waiting for rewards, and scoring", group.rolled_out_at, group.scored_at)]
-        ),
-        *([("waiting for the trainer", group.scored_at, now)] if now else []),
-    ]
-    spans = [(name, start, end) for name, start, end in known if start and end and end >= start]
-    if not spans:
-        return []
-    origin, total = spans[0][1], max(spans[-1][2] - spans[0][1], 1e-9)
-    return [
-        Phase(
-            name=name,
-            start=start - origin,
-            seconds=end - start,
-            left=round(100 * (start - origin) / total, 2),
-            width=round(max(0.3, 100 * (end - start) / total), 2),
-        )
-        for name, start, end in spans
-    ]
+def _way(found: FoundGroup, steps: Mapping[int, StepTimes]) -> list[Bar]:
+    """Return the phases of a group whose times are known, as bars."""
+    step = steps.get(found.step or 0) if found.outcome == "trained" else None
+    phases = main_phases(GroupTimes.of_group(found.group), step)
+    return Axis.of_phases(phases).bars(phases) if phases else []
 
 
-def _page_values(source: RunSource, found: FoundGroup, first: int, choice: TokenChoice) -> dict[str, Any]:
+def _page_values(run: Run, found: FoundGroup, first: int, choice: TokenChoice) -> dict[str, Any]:
     group = found.group
     columns = []
     for completion in group.completions[first : first + COLUMNS]:
         trained = found.trained_of(completion)
         is_shown = completion.index in choice.completions
-        panel = choice.panel(source, completion, trained) if is_shown else None
+        panel = choice.panel(run, completion, trained) if is_shown else None
         columns.append(_column(completion, trained, panel))
     rows = [
         {
@@ -210,7 +192,6 @@ def _page_values(source: RunSource, found: FoundGroup, first: int, choice: Token
         "first": first,
         "per_page": COLUMNS,
         "shown_first": FIRST,
-        "phases": phases(group),
         "invalid_reason": invalid_reason,
         "why": describe_outcome(found.outcome),
     }
@@ -234,18 +215,18 @@ def _column(completion: Completion, trained: TrainedCompletion | None, panel: To
     )
 
 
-async def _find(dashboard: Dashboard, source: RunSource, request: web.Request) -> FoundGroup:
+async def _find(dashboard: Dashboard, run: Run, request: web.Request) -> FoundGroup:
     """Return the group of an address: from the archive, else from the server.
 
     Raises:
         HTTPNotFound: neither has it.
     """
     prompt = request.query.get("id", "")
-    groups = (await dashboard.groups(source)).groups
+    groups = (await dashboard.groups(run)).groups
     if (number := groups.find(prompt)) is not None:
         return await anyio.to_thread.run_sync(_read_archived, groups, number)
     try:
-        async with source.connect() as connection:
+        async with run.connect(start_server=False) as connection:
             unfinished = await find_unfinished_group(connection, prompt)
     except NoServerError:
         unfinished = None

@@ -5,17 +5,15 @@ from typing import Any, Final
 
 import anyio.to_thread
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from stream.errors import SettingsError
 from stream.operator.unfinished_groups import UnfinishedStage, read_newest_unfinished
-from workers.commands.transcripts.selection import Interval
 from workers.dashboard.dashboard import Dashboard
-from workers.dashboard.group_index import GroupFilter
 from workers.dashboard.rendering import parse_number
-from workers.dashboard.run_source import RunSource
 from workers.runs.group_index import GroupIndex, GroupSummary, summarize_group
-from workers.runs.run import NoServerError
+from workers.runs.run import NoServerError, Run
+from workers.runs.selection import CompletionFilter
 
 PAGE_SIZE: Final = 50
 MAX_BARS: Final = 24
@@ -55,40 +53,37 @@ def histogram(values: Sequence[float], max_bars: int = MAX_BARS) -> list[Bar]:
     return [bars[at] for at in sorted(bars)]
 
 
-def parse_filter(query: Mapping[str, str]) -> GroupFilter:
-    """Make a filter of an address.
+def parse_filter(query: Mapping[str, str]) -> CompletionFilter:
+    """Make a filter of an address, with the words of the command line.
 
     Raises:
-        SettingsError: an interval cannot be read.
+        SettingsError: one of them cannot be read.
     """
-    return GroupFilter(
-        steps=Interval.parse(query["step"], "step") if query.get("step") else None,
-        versions=Interval.parse(query["version"], "version") if query.get("version") else None,
-        rewards=Interval.parse(query["reward"], "reward") if query.get("reward") else None,
-        end=query.get("end", ""),
-        prompt=query.get("prompt", ""),
+    step, version, reward, end, prompt = (
+        query.get(name, "") for name in ("step", "version", "reward", "end", "prompt")
     )
+    return CompletionFilter.parse(step=step, version=version, reward=reward, end=end, prompt=prompt)
 
 
 async def show_groups(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Groups*."""
-    source = await dashboard.source(request)
+    run = await dashboard.run(request)
     query = {name: request.query.get(name, "") for name in _QUERY}
     values: dict[str, Any] = {"query": query, "problem": "", "here_before": request.query.get("before", "")}
     try:
         wanted = parse_filter(query)
     except SettingsError as error:
-        wanted, values["problem"] = GroupFilter(), str(error)
+        wanted, values["problem"] = CompletionFilter(), str(error)
     if (stage := _WAITING.get(query.get("at", ""))) is not None:
-        values |= await _waiting_groups(source, stage, wanted, values["here_before"])
+        values |= await _waiting_groups(run, stage, wanted, values["here_before"])
     else:
         before = parse_number(values["here_before"])
-        index = await dashboard.groups(source)
+        index = await dashboard.groups(run)
         values |= await anyio.to_thread.run_sync(_archived_groups, index, wanted, before)
-    return dashboard.page("groups.html", source, values)
+    return dashboard.page("groups.html", run, values)
 
 
-def _archived_groups(index: GroupIndex, wanted: GroupFilter, before: int | None) -> dict[str, Any]:
+def _archived_groups(index: GroupIndex, wanted: CompletionFilter, before: int | None) -> dict[str, Any]:
     """Return what the page shows of archived groups. Blocks on files."""
     found = index.search(wanted, before, PAGE_SIZE, _SEARCH_S)
     bars = histogram(index.rewards(wanted))
@@ -105,21 +100,20 @@ def _archived_groups(index: GroupIndex, wanted: GroupFilter, before: int | None)
     }
 
 
-async def _waiting_groups(
-    source: RunSource, stage: UnfinishedStage, wanted: GroupFilter, before: str
-) -> dict[str, Any]:
+async def _waiting_groups(run: Run, stage: UnfinishedStage, wanted: CompletionFilter, before: str) -> dict[str, Any]:
     """Return what the page shows of groups on the server."""
     groups: list[GroupSummary] = []
     next_before, problem = "", ""
     try:
-        async with source.connect() as connection:
+        async with run.connect(start_server=False) as connection:
             page = await read_newest_unfinished(connection, stage, before, PAGE_SIZE, _SEARCH_S)
         summaries = [summarize_group(number, "unfinished", 0, group) for number, group in enumerate(page.groups)]
-        groups = [each for each in summaries if wanted.matches(each) and wanted.has_text(each)]
+        groups = [each for each in summaries if each.matches(wanted) and wanted.has_text(each.prompt, each.text)]
         next_before = page.next_before
     except NoServerError as error:
         problem = f"{error}: groups without an outcome are on the server only"
-    bars = histogram([reward for group in groups for reward in wanted.matching_rewards(group)])
+    any_reward = structs.replace(wanted, rewards=None)
+    bars = histogram([reward for group in groups for reward in group.matching_rewards(any_reward)])
     return {
         "groups": groups,
         "before": next_before or None,

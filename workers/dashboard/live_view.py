@@ -18,9 +18,8 @@ from stream.errors import PenstockError, ServerError
 from stream.operator.run_status import RunStatus, read_status
 from workers.dashboard.failures import describe_exception, log_page_failure
 from workers.dashboard.rendering import render
-from workers.dashboard.run_source import RunSource
 from workers.runs.folder import disk_problems
-from workers.runs.run import NoServerError
+from workers.runs.run import NoServerError, Run
 
 log = structlog.get_logger()
 
@@ -34,8 +33,8 @@ _RETRY_S: Final = 2.0
 _NO_ANSWER: Final = "server does not answer"
 
 
-class Snapshot(Struct, frozen=True, kw_only=True):
-    """What is known about a run at one moment."""
+class StatusReading(Struct, frozen=True, kw_only=True):
+    """What was read of a run at one moment."""
 
     status: RunStatus | None = None
     """None: the server did not answer."""
@@ -49,7 +48,7 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     """The run has no server at present."""
 
 
-RenderPart = Callable[[RunSource, Snapshot, RunConnection | None], Awaitable[str]]
+RenderPart = Callable[[Run, StatusReading, RunConnection | None], Awaitable[str]]
 """Returns the HTML of one part of a page, of one snapshot."""
 
 
@@ -59,7 +58,7 @@ class Frame(Struct, frozen=True, kw_only=True):
     number: int
     read_at: float
     """`time.monotonic()`."""
-    snapshot: Snapshot
+    snapshot: StatusReading
     parts: dict[str, str]
 
     def part(self, name: str) -> Markup:
@@ -71,13 +70,13 @@ class LiveView:
     """The newest frame of one run, renewed every second while it has viewers.
 
     Args:
-        source: the run.
+        run: the run.
         tasks: runs the task that renews the frame.
         parts: functions that render the parts, by name.
     """
 
-    def __init__(self, source: RunSource, tasks: TaskGroup, parts: Mapping[str, RenderPart]) -> None:
-        self._source = source
+    def __init__(self, run: Run, tasks: TaskGroup, parts: Mapping[str, RenderPart]) -> None:
+        self._run = run
         self._tasks = tasks
         self._render = parts
         self._frame: Frame | None = None
@@ -129,7 +128,7 @@ class LiveView:
         try:
             while self.viewers:
                 try:
-                    async with self._source.connect() as connection:
+                    async with self._run.connect(start_server=False) as connection:
                         while self.viewers:
                             async with self._reading:
                                 frame = await self._read_with(connection)
@@ -147,7 +146,7 @@ class LiveView:
     async def _read_frame(self) -> Frame:
         """Read one frame with a connection of its own."""
         try:
-            async with self._source.connect() as connection:
+            async with self._run.connect(start_server=False) as connection:
                 return await self._read_with(connection)
         except Exception as error:  # noqa: BLE001  (the rest of the page can be shown)
             return await self._publish(self._without_status(error), None)
@@ -155,17 +154,17 @@ class LiveView:
     async def _read_with(self, connection: RunConnection) -> Frame:
         try:
             with anyio.fail_after(_READ_S):
-                snapshot = Snapshot(status=await read_status(connection, with_in_flight=True))
+                snapshot = StatusReading(status=await read_status(connection, with_in_flight=True))
         except TimeoutError:
-            snapshot = Snapshot(problem=f"it did not answer within {_READ_S:g} s", label=_NO_ANSWER)
+            snapshot = StatusReading(problem=f"it did not answer within {_READ_S:g} s", label=_NO_ANSWER)
         except PenstockError as error:
             snapshot = self._without_status(error)
         return await self._publish(snapshot, connection)
 
-    async def _publish(self, snapshot: Snapshot, connection: RunConnection | None) -> Frame:
+    async def _publish(self, snapshot: StatusReading, connection: RunConnection | None) -> Frame:
         """Render the parts that open pages show, and hand the frame to all viewers."""
         parts = {}
-        problems = await anyio.to_thread.run_sync(disk_problems, self._source.folder, snapshot.status)
+        problems = await anyio.to_thread.run_sync(disk_problems, self._run.folder, snapshot.status)
         snapshot = structs.replace(snapshot, disk=[] if snapshot.is_offline else list(map(str, problems)))
         for name in [name for name, count in self._wanted.items() if name and count > 0]:
             with anyio.move_on_after(_READ_S):
@@ -176,20 +175,22 @@ class LiveView:
         self._changed = anyio.Event()
         return self._frame
 
-    async def _render_part(self, name: str, snapshot: Snapshot, connection: RunConnection | None) -> str:
+    async def _render_part(self, name: str, snapshot: StatusReading, connection: RunConnection | None) -> str:
         try:
-            return await self._render[name](self._source, snapshot, connection)
+            return await self._render[name](self._run, snapshot, connection)
         except Exception as error:  # noqa: BLE001  (the other parts can be shown)
-            await log_page_failure(error, f"{self._source.key}, {name}")
+            await log_page_failure(error, f"{self._run.key}, {name}")
             return render("parts/failed.html", {"error": describe_exception(error)})
 
-    def _without_status(self, error: Exception) -> Snapshot:
+    def _without_status(self, error: Exception) -> StatusReading:
         """Return the snapshot of a run whose status could not be read."""
         if isinstance(error, NoServerError):
-            return Snapshot(problem=str(error), label="no server", is_offline=True)
+            return StatusReading(problem=str(error), label="no server", is_offline=True)
         if isinstance(error, PenstockError):
-            return Snapshot(problem=str(error), label=_NO_ANSWER if isinstance(error, ServerError) else "not begun")
+            return StatusReading(
+                problem=str(error), label=_NO_ANSWER if isinstance(error, ServerError) else "not begun"
+            )
         problem = f"its status cannot be read: {describe_exception(error)}"
         if self._frame is None or self._frame.snapshot.problem != problem:
-            log.error("run.unreadable", run=self._source.key, why=problem)
-        return Snapshot(problem=problem, label="unreadable")
+            log.error("run.unreadable", run=self._run.key, why=problem)
+        return StatusReading(problem=problem, label="unreadable")

@@ -8,10 +8,9 @@ import anyio
 import msgspec
 
 from workers.dashboard.access import Access
-from workers.dashboard.run_source import RunCatalog
 from workers.dashboard.server import serve_dashboard
+from workers.runs.catalog import Runs
 from workers.runtime.http_access import is_loopback
-from workers.terminal.output import print_line
 
 
 def run_dashboard(targets: Sequence[str], redis: str, access: Access, port: int) -> None:
@@ -27,12 +26,12 @@ def run_dashboard(targets: Sequence[str], redis: str, access: Access, port: int)
     if not access.token and (access.allow_changes or not is_loopback(access.host)):
         access = msgspec.structs.replace(access, token=secrets.token_urlsafe(16))
         shown = f"/?token={access.token}"
-    catalog = RunCatalog(targets, redis)
+    runs = Runs(targets, redis)
 
     async def serve() -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async with serve_dashboard(catalog, access, port) as url:
-                print_line(f"listening on {url}{shown}")
+            async with serve_dashboard(runs, access, port) as url:
+                print(f"listening on {url}{shown}", flush=True)  # noqa: T201  (this is the command's output)
                 async for _ in signals:
                     return
 

@@ -9,10 +9,11 @@ from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
 from workers.dashboard.dashboard import Dashboard
-from workers.dashboard.live_view import Snapshot
+from workers.dashboard.live_view import StatusReading
 from workers.dashboard.rendering import render
-from workers.dashboard.run_source import RunSource, read_overview
+from workers.runs.catalog import read_state
 from workers.runs.folder import file_state
+from workers.runs.run import Run
 from workers.runs.status import QueueReport, StageReport, queue_report
 
 _WORKERS: Final = {"prompts": "rollout", "groups": "score", "scored": "train"}
@@ -42,46 +43,46 @@ def queue_boxes(report: QueueReport) -> list[QueueBox]:
     return [QueueBox(name=name, role=role, stage=report.stages[name]) for name, role in _WORKERS.items()]
 
 
-async def render_state(source: RunSource, snapshot: Snapshot, _: RunConnection | None) -> str:
+async def render_state(run: Run, snapshot: StatusReading, _: RunConnection | None) -> str:
     """Render the line that says how the run is doing, or how it ended."""
-    return render("parts/state.html", await _values(source, snapshot))
+    return render("parts/state.html", await _values(run, snapshot))
 
 
-async def render_pipeline(source: RunSource, snapshot: Snapshot, _: RunConnection | None) -> str:
+async def render_pipeline(run: Run, snapshot: StatusReading, _: RunConnection | None) -> str:
     """Render the pipeline."""
-    return render("parts/pipeline.html", await _values(source, snapshot))
+    return render("parts/pipeline.html", await _values(run, snapshot))
 
 
-async def render_steps(source: RunSource, _: Snapshot, __: RunConnection | None) -> str:
+async def render_steps(run: Run, _: StatusReading, __: RunConnection | None) -> str:
     """Return a text that changes with the run's metrics; the page then loads the charts again."""
-    return await anyio.to_thread.run_sync(file_state, source.file("metrics.jsonl"))
+    return await anyio.to_thread.run_sync(file_state, run.file("metrics.jsonl"))
 
 
-async def _values(source: RunSource, snapshot: Snapshot) -> dict[str, Any]:
-    report = queue_report(source.key, snapshot.status) if snapshot.status else None
+async def _values(run: Run, snapshot: StatusReading) -> dict[str, Any]:
+    report = queue_report(run.key, snapshot.status) if snapshot.status else None
     boxes = queue_boxes(report) if report else []
     ended = None
     if snapshot.is_offline:
-        overview = await anyio.to_thread.run_sync(read_overview, source)
-        ended = overview if overview.has_ended else None
-    return {"source": source, "snapshot": snapshot, "report": report, "boxes": boxes, "ended": ended}
+        state = await anyio.to_thread.run_sync(read_state, run)
+        ended = state if state.has_ended else None
+    return {"run": run, "snapshot": snapshot, "report": report, "boxes": boxes, "ended": ended}
 
 
 async def show_run(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Run*."""
-    source = await dashboard.source(request)
-    frame = await dashboard.view(source).read(("state", "pipeline"))
-    charts = await anyio.to_thread.run_sync(dashboard.metrics(source).charts)
-    overview = await anyio.to_thread.run_sync(read_overview, source)
+    run = await dashboard.run(request)
+    frame = await dashboard.view(run).read(("state", "pipeline"))
+    charts = await anyio.to_thread.run_sync(dashboard.metrics(run).charts)
+    overview = await anyio.to_thread.run_sync(read_state, run)
     return dashboard.page(
-        "run.html", source, {"frame": frame, "charts": charts, "overview": overview, "more_parts": ",steps"}
+        "run.html", run, {"frame": frame, "charts": charts, "overview": overview, "more_parts": ",steps"}
     )
 
 
 async def send_charts(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The points of all charts, as JSON."""
-    source = await dashboard.source(request)
-    charts = await anyio.to_thread.run_sync(dashboard.metrics(source).charts)
+    run = await dashboard.run(request)
+    charts = await anyio.to_thread.run_sync(dashboard.metrics(run).charts)
     return web.Response(
         body=await anyio.to_thread.run_sync(msgspec.json.encode, charts), content_type="application/json"
     )

@@ -22,10 +22,11 @@ from workers.dashboard.in_flight_page import render_in_flight, show_in_flight
 from workers.dashboard.live_view import RenderPart
 from workers.dashboard.rendering import load_templates, render
 from workers.dashboard.run_page import render_pipeline, render_state, render_steps, send_charts, show_run
-from workers.dashboard.run_source import RunCatalog, RunSource
 from workers.dashboard.runs_page import show_runs
 from workers.dashboard.timeline_page import show_timeline
 from workers.dashboard.workers_page import render_workers, send_engines, show_workers
+from workers.runs.catalog import Runs
+from workers.runs.run import Run
 from workers.runtime.http_server import listen
 
 log = structlog.get_logger()
@@ -72,11 +73,11 @@ _PARTS: Final[dict[str, RenderPart]] = {
 
 
 @asynccontextmanager
-async def serve_dashboard(catalog: RunCatalog, access: Access, port: int) -> AsyncIterator[str]:
+async def serve_dashboard(runs: Runs, access: Access, port: int) -> AsyncIterator[str]:
     """Serve the pages until the context is left.
 
     Args:
-        catalog: the runs.
+        runs: the runs.
         access: where to listen, and who may do what.
         port: 0 for a free one.
 
@@ -90,7 +91,7 @@ async def serve_dashboard(catalog: RunCatalog, access: Access, port: int) -> Asy
     access.check()
     static = await anyio.to_thread.run_sync(_read_static)
     async with anyio.create_task_group() as tasks:
-        dashboard = Dashboard(catalog, access, _PARTS, tasks)
+        dashboard = Dashboard(runs, access, _PARTS, tasks)
         async with listen(_application(dashboard, static), access.host, port, rules=access.rules) as url:
             yield url
         tasks.cancel_scope.cancel()
@@ -135,7 +136,7 @@ class _Streams:
 
     async def send(self, dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
         """Send the parts of a page, and each again whenever it changes, as server-sent events."""
-        source = await dashboard.source(request)
+        run = await dashboard.run(request)
         names = request.query.get("parts", "").split(",")
         parts = tuple(name for name in dict.fromkeys(names) if name in dashboard.parts)
         if self._open >= _MAX_STREAMS:
@@ -144,17 +145,17 @@ class _Streams:
         self._open += 1
         try:
             await response.prepare(request)
-            await self._write(response, source, parts)
+            await self._write(response, run, parts)
         except (ConnectionError, TimeoutError) as error:
             log.debug("stream.ended", why=str(error))
         finally:
             self._open -= 1
         return response
 
-    async def _write(self, response: web.StreamResponse, source: RunSource, parts: Sequence[str]) -> None:
+    async def _write(self, response: web.StreamResponse, run: Run, parts: Sequence[str]) -> None:
         sent: dict[str, str] = {}
         written_at = 0.0
-        async for frame in self._dashboard.view(source).frames(tuple(parts)):
+        async for frame in self._dashboard.view(run).frames(tuple(parts)):
             changed = [name for name in parts if sent.get(name) != frame.parts[name]]
             sent = frame.parts
             if not changed and time.monotonic() - written_at < _KEEP_ALIVE_S:

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from stream.errors import PenstockError
 from stream.records import Completion, TrainedCompletion
 from workers.dashboard.rendering import parse_number
-from workers.dashboard.run_source import RunSource
 from workers.dashboard.token_view import COLORS, Decode, TokenColor, TokenPage, decoder, token_page
+from workers.runs.run import Run
 
 _DEFAULT: Final[TokenColor] = "advantage"
 
@@ -55,9 +55,7 @@ class TokenChoice(Struct, frozen=True):
             "row": self.row or None,
         }
 
-    def panel(
-        self, source: RunSource, completion: Completion, trained: TrainedCompletion | None, start: int = 0
-    ) -> TokenPanel:
+    def panel(self, run: Run, completion: Completion, trained: TrainedCompletion | None, start: int = 0) -> TokenPanel:
         """Return some tokens of a completion. Blocks on files."""
         number = min(self.row, max(0, len(completion.rows) - 1))
         panel = TokenPanel(completion=completion.index, row=number, rows=len(completion.rows), color=self.color)
@@ -65,16 +63,16 @@ class TokenChoice(Struct, frozen=True):
             return replace(panel, problem="nothing was sampled")
         row = completion.rows[number]
         try:
-            decode = _decoder(source)
+            decode = _decoder(run)
         except PenstockError as error:
             return replace(panel, problem=str(error))
         page = token_page(row, number, trained, decode, self.color, min(start, len(row.tokens)))
         return replace(panel, page=page)
 
 
-def _decoder(source: RunSource) -> Decode:
-    settings = source.settings()
+def _decoder(run: Run) -> Decode:
+    settings = run.settings
     if settings is None:
         raise PenstockError("the run's settings are not here, so tokens cannot be shown as text")
     named = Path(settings.model.path)  # a folder that was moved may have its model in it
-    return decoder(named if named.is_dir() else source.file(named.name))
+    return decoder(named if named.is_dir() else run.file(named.name))

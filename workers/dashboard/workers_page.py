@@ -11,9 +11,9 @@ from stream.operator.in_flight import groups_in_flight, ongoing_activities
 from stream.operator.run_status import RunStatus
 from stream.trainer.lease import owner_name
 from workers.dashboard.dashboard import Dashboard
-from workers.dashboard.live_view import Snapshot
+from workers.dashboard.live_view import StatusReading
 from workers.dashboard.rendering import render
-from workers.dashboard.run_source import RunSource
+from workers.runs.run import Run
 
 
 class WorkerRow(Struct, frozen=True, kw_only=True):
@@ -80,24 +80,24 @@ def trainer_row(status: RunStatus) -> TrainerRow | None:
     )
 
 
-async def render_workers(source: RunSource, snapshot: Snapshot, _: RunConnection | None) -> str:
+async def render_workers(run: Run, snapshot: StatusReading, _: RunConnection | None) -> str:
     """Render the tables of workers and of the trainer."""
     status = snapshot.status
     rows = worker_rows(status) if status else []
     trainer = trainer_row(status) if status else None
-    return render("parts/workers.html", {"source": source, "snapshot": snapshot, "rows": rows, "trainer": trainer})
+    return render("parts/workers.html", {"run": run, "snapshot": snapshot, "rows": rows, "trainer": trainer})
 
 
 async def show_workers(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Workers and engines*. Engines follow in a request of their own: a slow one does not delay the page."""
-    source = await dashboard.source(request)
-    frame = await dashboard.view(source).read(("state", "workers"))
-    return dashboard.page("workers.html", source, {"frame": frame})
+    run = await dashboard.run(request)
+    frame = await dashboard.view(run).read(("state", "workers"))
+    return dashboard.page("workers.html", run, {"frame": frame})
 
 
 async def send_engines(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The table of engines."""
-    source = await dashboard.source(request)
-    reports, problem = await dashboard.engines.read(source)
-    values: dict[str, Any] = {"source": source, "engines": reports, "problem": problem}
+    run = await dashboard.run(request)
+    reports, problem = await dashboard.engines.read(run)
+    values: dict[str, Any] = {"run": run, "engines": reports, "problem": problem}
     return web.Response(text=render("parts/engines.html", values), content_type="text/html", charset="utf-8")

@@ -48,11 +48,11 @@ from workers.run.process_main import unwrap_single_error
 from workers.run.restart_loop import RestartLoop
 from workers.run.role_specs import DASHBOARD, ENGINE, RoleSpec, role_specs
 from workers.run.run_ending import RunEnding
-from workers.run.run_info import RunInfo, remove_run_info, write_run_info
 from workers.run.sampled_completion import SampleSchedule
 from workers.run.stall_detector import StallDetector, describe_longest
 from workers.run.wait_lines import WaitLines
 from workers.runs.folder import replace_last_start
+from workers.runs.live_run import LiveRun, remove_live, write_live
 from workers.runs.warnings import read_warnings, warnings_size
 from workers.runtime import metrics
 from workers.runtime.context import Readiness
@@ -181,7 +181,7 @@ class Supervisor:
                     tasks.cancel_scope.cancel()
             finally:
                 with anyio.CancelScope(shield=True):
-                    await anyio.to_thread.run_sync(remove_run_info, settings.folder)
+                    await anyio.to_thread.run_sync(remove_live, settings.folder)
             status = await self._refresh(connection, restart_loop)
             await self._show_warnings()
             return RunOutcome(
@@ -262,7 +262,7 @@ class Supervisor:
 
     async def _write_run_info(self, url: str, engines: tuple[str, ...]) -> None:
         def write() -> None:
-            write_run_info(self._settings.folder, RunInfo.of_this_process(self._settings.run.name, url, engines))
+            write_live(self._settings.folder, LiveRun.of_this_process(self._settings.run.name, url, engines))
 
         await anyio.to_thread.run_sync(persist, self._settings.folder, write)
 

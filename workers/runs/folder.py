@@ -67,6 +67,15 @@ def unusable_folder(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def file_state(file: Path) -> str:
+    """Return a text that changes with a file; empty: there is none."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ""
+    return f"{found.st_size}-{found.st_mtime_ns}"
+
+
 def new_run_name(file: Path) -> str:
     """Return a name for a new run of a settings file: its stem, the date and the time."""
     return f"{name_from(file.stem)}-{datetime.now().astimezone():%Y%m%d-%H%M%S}"

@@ -11,8 +11,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 
 from stream.errors import SettingsError
-from workers.commands.trace.spans import Span
-from workers.runs.phases import trace_id
+from workers.runs.phases import Phase, trace_id
 
 
 class _SpanIds(RandomIdGenerator):  # type: ignore[misc]
@@ -24,7 +23,7 @@ class _SpanIds(RandomIdGenerator):  # type: ignore[misc]
         return self.trace
 
 
-def export_spans(groups: Iterable[Span], run: str, endpoint: str) -> int:
+def export_spans(groups: Iterable[Phase], run: str, endpoint: str) -> int:
     """Send one trace for each group by OTLP over HTTP, and return their number.
 
     Args:
@@ -50,7 +49,7 @@ def export_spans(groups: Iterable[Span], run: str, endpoint: str) -> int:
     return count
 
 
-def _recorded(tracer: trace.Tracer, span: Span, parent: Context) -> Iterator[ReadableSpan]:
+def _recorded(tracer: trace.Tracer, span: Phase, parent: Context) -> Iterator[ReadableSpan]:
     """Yield the SDK's form of what is in a span, and of the span."""
     attributes = {f"penstock.{name}": value for name, value in span.attributes.items()}
     started = tracer.start_span(span.name, parent, attributes=attributes, start_time=_nanoseconds(span.began_at))

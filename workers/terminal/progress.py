@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stream.operator.run_status import RunStatus
-from workers.run.evaluation_text import format_progress
 from workers.runs.metrics_file import metric_value
-from workers.runs.status import format_result
+from workers.runs.status import QueueReport, format_result, queue_report
 
 _LINE_EVERY_S = 10.0
 _LINE_WIDTH = 100
@@ -149,15 +148,15 @@ def format_line(view: RunStatus | None, state: SupervisorState) -> str:
     """Format the run's status as one line."""
     parts = [f"{state.run} {format_duration(state.seconds)}", state.phase, *state.disk]
     if view is not None:
-        balance = view.balance
-        depths = " ".join(f"{name} {stage.depth - stage.marked}" for name, stage in view.stages.items())
+        report, balance = queue_report(state.run, view), view.balance
+        depths = " ".join(f"{name} {stage.depth}" for name, stage in report.stages.items())
         parts += [
             *([str(view.paused)] if view.paused else []),
             f"step {view.policy.get('step', 0)}",
             f"version {max(view.version, 0)}",
             *(f"{name} {value}" for name, value in _metric_values(view)),
             depths,
-            *_evaluation_parts(view),
+            *_evaluation_parts(report),
             " ".join(f"{name} {balance[name]}" for name in ("trained", "dropped", "dead", "outstanding", "fed")),
         ]
     if state.restarts:
@@ -179,18 +178,19 @@ def render_table(view: RunStatus | None, state: SupervisorState, rewards: Mappin
             ("  version ", _QUIET), (str(view.version) if view.version >= 0 else "-", "bold"),
         )
     )  # fmt: skip
-    paused = [Text(str(view.paused), _ALARM)] if view.paused else []
+    report = queue_report(state.run, view)
+    paused = [Text(report.paused, _ALARM)] if report.paused else []
     parts = [
         head,
         *paused,
         *disk,
         *_bar(view),
         Text(),
-        stage_table(view),
+        stage_table(report),
         Text(),
         _metric_text(view, rewards),
-        *evaluation_lines(view),
-        balance_text(view),
+        *evaluation_lines(report),
+        balance_text(report),
     ]
     if state.restarts:
         restarts = ", ".join(f"{name} {count}x" for name, count in sorted(state.restarts.items()))
@@ -198,44 +198,43 @@ def render_table(view: RunStatus | None, state: SupervisorState, rewards: Mappin
     return Padding(Group(*parts), (1, 2))
 
 
-def stage_table(view: RunStatus) -> Table:
+def stage_table(report: QueueReport) -> Table:
     """Return a table with one row per stage."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style=_QUIET)
     table.add_column("stage")
     for heading in ("depth", "claimed", "lag", "delayed", "oldest", "rate"):
         table.add_column(heading, justify="right", min_width=11 if heading == "oldest" else 7)
-    evaluation = view.evaluation.stages if view.evaluation else {}
-    for name, stage in (view.stages | evaluation).items():
-        depth = stage.depth - stage.marked
+    for name, stage in report.all_stages.items():
         table.add_row(
             Text(name, "bold"),
-            _count(depth),
+            _count(stage.depth),
             _count(stage.claimed),
             _count(stage.lag),
             _count(stage.delayed, _ALARM),
-            Text(format_duration(stage.oldest_age_ms / 1000) if depth else "-", "" if depth else _QUIET),
+            Text(format_duration(stage.oldest_age_s) if stage.depth else "-", "" if stage.depth else _QUIET),
             Text(f"{stage.rate:.1f}/s" if stage.rate else "-", _ACCENT if stage.rate else _QUIET),
         )
     return table
 
 
-def evaluation_lines(view: RunStatus) -> list[RenderableType]:
+def evaluation_lines(report: QueueReport) -> list[RenderableType]:
     """Return one line for the running evaluation and one for the last result, where they exist."""
-    if view.evaluation is None:
+    if report.evaluation is None:
         return []
-    texts = {"evaluating": format_progress(view.evaluation), "evaluation": format_result(view.evaluation.result)}
+    texts = {"evaluating": report.evaluation.progress, "evaluation": format_result(report.evaluation.result)}
     return [Text.assemble((f"{name} ", _QUIET), what) for name, what in texts.items() if what]
 
 
-def balance_text(view: RunStatus) -> Text:
+def balance_text(report: QueueReport) -> Text:
     """Return the balance of fed prompts: trained, dropped, dead and outstanding."""
-    balance = view.balance
-    text = Text.assemble(("fed ", _QUIET), f"{balance['fed']:,}")
+    text = Text.assemble(("fed ", _QUIET), f"{report.fed:,}")
     for sign, name in (("=", "trained"), ("+", "dropped"), ("+", "dead"), ("+", "outstanding")):
-        alarm = _ALARM if name == "dead" and balance[name] else ""
-        text.append_text(Text.assemble((f" {sign} {name} ", _QUIET), (f"{balance[name]:,}", alarm)))
-    if view.dropped:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(view.dropped.items()))
+        count = getattr(report, name)
+        text.append_text(
+            Text.assemble((f" {sign} {name} ", _QUIET), (f"{count:,}", _ALARM if name == "dead" and count else ""))
+        )
+    if report.dropped_by_reason:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(report.dropped_by_reason.items()))
         text.append(f"\ndropped: {reasons}", _QUIET)
     return text
 
@@ -310,11 +309,11 @@ def _metric_values(view: RunStatus) -> list[tuple[str, str]]:
     return items
 
 
-def _evaluation_parts(view: RunStatus) -> list[str]:
+def _evaluation_parts(report: QueueReport) -> list[str]:
     """Return the running evaluation and the last result as parts of a line."""
-    if view.evaluation is None:
+    if report.evaluation is None:
         return []
-    now, last = format_progress(view.evaluation), format_result(view.evaluation.result)
+    now, last = report.evaluation.progress, format_result(report.evaluation.result)
     return [*([f"evaluating {now}"] if now else []), *([f"eval {last}"] if last else [])]
 
 

@@ -23,11 +23,10 @@ from workers.commands.evaluate.standalone_rollout import roll_out_and_score
 from workers.commands.play.chat_endpoint import open_chat_endpoint
 from workers.commands.play.chat_episode import play_group
 from workers.commands.play.summary import describe_summary, summarize_rewards
-from workers.commands.transcripts.export_groups import export_row
-from workers.commands.transcripts.run_completions import RunCompletion
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.run.process_main import run_async
-from workers.runs.export import write_export
+from workers.runs.export import completion_record, write_export
+from workers.runs.groups import CompletionView
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.log_setup import configure_logging
 from workers.runtime.model_config import max_positions
@@ -140,12 +139,14 @@ def play_and_print(options: PlayOptions, *, as_json: bool = False) -> int:
         PenstockError: the environment or the model cannot be loaded, or no server answers.
     """
     group = run_async(partial(play_options, options))
-    found = [RunCompletion(group=group, completion=completion, outcome="played") for completion in group.completions]
+    found = [CompletionView(group=group, completion=completion, outcome="played") for completion in group.completions]
     summary = summarize_rewards(group)
     if options.out is not None:
-        write_export(options.out, map(export_row, found), "jsonl")
+        write_export(options.out, map(completion_record, found), "jsonl")
     if as_json:
-        print_json({"ref": options.ref, **msgspec.to_builtins(summary), "completions": list(map(export_row, found))})
+        print_json(
+            {"ref": options.ref, **msgspec.to_builtins(summary), "completions": list(map(completion_record, found))}
+        )
     else:
         console = Console(highlight=False)
         for completion in group.completions:

@@ -31,8 +31,7 @@ from stream.trainer.ledger_records import LedgerRecord
 from stream.trainer.outcomes import encode_outcome
 from stream.validity import Reward
 from workers.commands.rescore.rescore_summary import RescoreSummary, RewardComparison, summarize
-from workers.commands.run_files import saved_settings
-from workers.run.run_info import find_run
+from workers.runs.find import open_run
 from workers.runs.groups import ArchivedRunGroups
 from workers.runtime.reward_functions import load_factories, load_reward_function
 from workers.score.worker import score_group
@@ -70,7 +69,7 @@ def rescore_and_print(
     Raises:
         PenstockError: there is no such run, no archived group, no such reward function, or the folder already exists.
     """
-    settings, run_folder = saved_settings(find_run(target, must_have_begun=False), "rescoring")
+    settings, run_folder = open_run(target).files("rescoring")
     functions = _load_functions(file, refs)
     if name != Path(name).name or name == "..":
         raise SettingsError(

@@ -1,1 +1,0 @@
-"""`penstock trace`: where a run's groups spent their time, for Perfetto and OpenTelemetry."""

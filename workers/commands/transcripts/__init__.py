@@ -1,1 +1,0 @@
-"""`penstock show` and `penstock export-groups`: read a run's completions."""

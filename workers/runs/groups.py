@@ -1,0 +1,324 @@
+"""The groups of a run and their completions: archived ones, and those without an outcome, which are on the server.
+
+The ledger decides which archived groups count; without one, all do. A run is only read: it may be running, stopped,
+killed or finished. `ArchivedRunGroups` blocks on files.
+"""
+
+from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final
+
+from msgspec import Struct, structs
+
+from stream.codec import decode
+from stream.errors import PenstockError, RecordError
+from stream.records import Completion, Failure, Group, TrainedCompletion
+from stream.trainer.annotations import read_annotations
+from stream.trainer.archive import ArchivedGroups, ArchiveOffset, scan_archive
+from stream.trainer.ledger_records import LedgerRecord, LedgerTail
+from stream.trainer.outcomes import Dead, Dropped, encode_outcome
+from stream.validity import Measured, Reward, TruncationReason
+from workers.runs.transcript import invalid_reason
+
+UNFINISHED: Final = "unfinished"
+"""Outcome of a group that has none yet."""
+
+
+class CompletionView(Struct, frozen=True, kw_only=True):
+    """One completion of a run, with what is known about its group."""
+
+    group: Group
+    completion: Completion
+    outcome: str
+    """Of the group: `trained`, `dropped:REASON`, or `unfinished`."""
+    step: int | None = None
+    """The step that ended the group; None if it is unfinished."""
+    trained: TrainedCompletion | None = None
+    """What the step did with the completion; None if no step had it, or it was not archived."""
+    record: LedgerRecord | None = None
+    """Of the group; None if it is unfinished."""
+
+    @property
+    def reward(self) -> float | None:
+        """The value of a measured reward, else None."""
+        return self.completion.reward.value if isinstance(self.completion.reward, Measured) else None
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The policy versions that sampled the completion, ascending."""
+        return tuple(sorted({span.version for row in self.completion.rows for span in row.spans}))
+
+    @property
+    def end(self) -> str:
+        """How the episode ended: `finished`, why it was truncated, or `failed`."""
+        return episode_end(self.completion.failure, self.completion.truncated)
+
+    @property
+    def labels(self) -> frozenset[str]:
+        """The words by which a filter finds the completion."""
+        return completion_labels(
+            self.completion.failure, self.completion.truncated, self.completion.reward, self.outcome
+        )
+
+    @property
+    def why_invalid(self) -> str:
+        """Why the completion is invalid; empty if it is valid."""
+        return invalid_reason(self.completion)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `--json` and the exports say about the completion, without its tokens and messages."""
+        group, completion, trained = self.group, self.completion, self.trained
+        return {
+            "prompt_id": group.prompt.id,
+            "completion": completion.index,
+            "greedy": completion.greedy,
+            "environment": group.prompt.environment,
+            "epoch": group.prompt.epoch,
+            "row": group.prompt.row,
+            "step": self.step,
+            "outcome": self.outcome,
+            "versions": list(self.versions),
+            "end": self.end,
+            "why_invalid": self.why_invalid or None,
+            "state": trained.state if trained else None,
+            "reward": self.reward,
+            "advantage": trained.advantage if trained else None,
+            "loss_tokens": trained.loss_tokens if trained else None,
+            "turns": completion.turns,
+            "tool_calls": completion.tool_calls,
+            "tool_errors": completion.tool_errors,
+            "sampled_tokens": sum(row.sampled_count for row in completion.rows),
+            "worker": group.worker,
+            "sampled_at": group.rolled_out_at,
+        }
+
+
+class RunGroup(Struct, frozen=True):
+    """One group of a run."""
+
+    completions: list[CompletionView]
+    """All of them."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        first = self.completions[0]
+        rewards = [each.reward for each in self.completions if each.reward is not None]
+        return {
+            "prompt_id": first.group.prompt.id,
+            "environment": first.group.prompt.environment,
+            "outcome": first.outcome,
+            "step": first.step,
+            "versions": sorted({version for each in self.completions for version in each.versions}),
+            "completions": len(self.completions),
+            "valid": sum(not each.why_invalid for each in self.completions),
+            "ends": [each.end for each in self.completions],
+            "rewards": [each.reward for each in self.completions],
+            "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+            "attempt": first.group.attempt,
+            "worker": first.group.worker,
+            "sampled_at": first.group.rolled_out_at,
+        }
+
+
+def episode_end(failure: Failure | None, truncated: TruncationReason | None) -> str:
+    """Return how an episode ended: `finished`, why it was truncated, or `failed`."""
+    return "failed" if failure is not None else str(truncated or "finished")
+
+
+def completion_labels(
+    failure: Failure | None, truncated: TruncationReason | None, reward: Reward | None, outcome: str
+) -> frozenset[str]:
+    """Return the words by which `--end`, and the filter of the dashboard, find a completion.
+
+    These are its end (`finished`, `failed`, `truncated` and why), `valid` or `invalid` and why (`failed:REASON`,
+    `reward:REASON`), and the outcome of its group (`trained`, `dropped` and `dropped:REASON`, `unfinished`).
+    """
+    reason = f"reward:{reward.reason}" if reward is not None and reward.reason else ""
+    if failure is not None:
+        return _labels("failed", f"failed:{failure.reason}", reason, outcome)
+    is_valid = reward is None or isinstance(reward, Measured)  # an answer that could not be judged is measured
+    return _labels(episode_end(failure, truncated), "" if is_valid else reason, reason, outcome)
+
+
+@lru_cache(maxsize=4096)
+def _labels(end: str, why_invalid: str, reason: str, outcome: str) -> frozenset[str]:
+    """Return the words; many completions share one set of them."""
+    words = {end, outcome, reason, *((why_invalid, "invalid") if why_invalid else ("valid",))}
+    if end not in ("finished", "failed"):
+        words.add("truncated")
+    if outcome.startswith("dropped:"):
+        words.add("dropped")
+    return frozenset(words - {""})
+
+
+def unfinished_views(group: Group) -> list[CompletionView]:
+    """Return the completions of a group without an outcome."""
+    return [CompletionView(group=group, completion=each, outcome=UNFINISHED) for each in group.completions]
+
+
+class ArchivedRunGroups:
+    """The groups of a run's ledger, in its order, and where the archive has them. For threads.
+
+    A group's number is its position in `records`, and never changes. Of the archive no more is read than what is asked
+    for: positions segment by segment, groups one by one.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ledger = LedgerTail(folder / "ledger.jsonl")
+        self._archive = ArchivedGroups(folder / "groups")
+        self._lock = Lock()
+        self._is_outdated = False
+        self._records: list[LedgerRecord] = []
+        self._by_prompt: dict[str, int] = {}
+        self._without_group: dict[str, LedgerRecord] = {}
+        """The last record of each prompt that has one without a group."""
+        self._annotated: tuple[LedgerRecord, Sequence[TrainedCompletion]] | None = None
+        """Annotations of the group that was annotated last."""
+        self.damaged: list[str] = []
+        """Messages about groups that `completions` could not read."""
+        self._without_ledger = not self._ledger.exists()
+        if self._without_ledger:  # the run was killed as its first group ended, or it never had one
+            found = {(record.prompt, record.hash): record for record, _ in scan_archive(folder / "groups")}
+            self._add(found.values())
+        self.refresh()
+
+    def __len__(self) -> int:
+        """Return the number of groups that the archive still has."""
+        return sum(1 for _ in self.numbers())
+
+    @property
+    def records(self) -> Sequence[LedgerRecord]:
+        """The ledger's records of all groups, also of those that the archive does not have any more."""
+        return self._records
+
+    @property
+    def missing(self) -> int:
+        """Groups of the ledger that the archive does not have any more."""
+        return len(self._records) - len(self)
+
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """The first and the last archived step; None without a group."""
+        archived = [self._records[number].step for number in self.numbers()]
+        return (archived[0], archived[-1]) if archived else None
+
+    def refresh(self) -> bool:
+        """Read what was added to ledger and archive since the last call.
+
+        Returns:
+            False if the ledger was cut meanwhile, as a run does that resumes from a checkpoint, or if it is new. The
+            groups stay as they were read: make a new object.
+        """
+        with self._lock:
+            records, is_cut = self._ledger.read_new()
+            self._is_outdated |= is_cut or (self._without_ledger and self._ledger.exists())
+            if self._is_outdated:
+                return False
+            self._archive.refresh()  # after the ledger: what that has is in the archive already
+            self._add(records)
+            return True
+
+    def numbers(self) -> Iterator[int]:
+        """Yield the numbers of the groups that the archive still has."""
+        return (number for number in range(len(self._records)) if self._find(number) is not None)
+
+    def find(self, prompt: str) -> int | None:
+        """Return the number of the last group of a prompt; None if the ledger has none."""
+        return self._by_prompt.get(prompt)
+
+    def why_none(self, prompt: str) -> str:
+        """Return why a prompt has no group, as a sentence; empty if the ledger says nothing about it."""
+        record = self._without_group.get(prompt)
+        match record.outcome if record else None:
+            case Dead(reason):
+                return f"Prompt {prompt} is a dead letter ({reason})."
+            case Dropped():
+                return f"Prompt {prompt} was a dead letter that an operator dropped."
+            case _:
+                return ""
+
+    def locate(self, number: int) -> ArchiveOffset:
+        """Return the position of a group in the archive.
+
+        Raises:
+            PenstockError: the archive does not have it.
+        """
+        offset = self._find(number)
+        if offset is None:
+            prompt = self._records[number].prompt
+            raise PenstockError(f"the group of prompt {prompt} is not in the archive (archive.keep)")
+        return offset
+
+    def read(self, number: int) -> tuple[Group, list[TrainedCompletion]]:
+        """Return a group, and what the trainer did with each completion that is not greedy, as far as archived.
+
+        Raises:
+            RecordError: the group is damaged.
+            PenstockError: the archive does not have it.
+        """
+        offset = self.locate(number)
+        return decode(offset.read_payload(), Group), offset.read_completions()
+
+    def annotations(self, number: int) -> list[TrainedCompletion] | None:
+        """Return what the trainer did with each completion that is not greedy, and with its tokens; None if unknown."""
+        return read_annotations(self._folder, self._records[number])
+
+    def groups(self, steps: Container[int] | None = None, *, newest_first: bool = True) -> Iterator[RunGroup]:
+        """Yield the groups of these steps; damaged ones are left out and added to `damaged`."""
+        known = range(len(self._records))
+        for number in reversed(known) if newest_first else known:
+            if (steps is None or self._records[number].step in steps) and self._find(number) is not None:
+                views = list(self._completions_of(number))
+                if views:
+                    yield RunGroup(views)
+
+    def completions(self, steps: Container[int] | None = None) -> Iterator[CompletionView]:
+        """Yield the completions of groups of these steps, in the order of the ledger, as `groups` does."""
+        return (view for group in self.groups(steps, newest_first=False) for view in group.completions)
+
+    def annotate(self, found: CompletionView) -> CompletionView:
+        """Return a completion with what the step did with each of its tokens, if that is recorded."""
+        if found.record is None or found.trained is None:
+            return found
+        if self._annotated is None or self._annotated[0] is not found.record:
+            self._annotated = found.record, read_annotations(self._folder, found.record) or []
+        others = [each for each in found.group.completions if not each.greedy]
+        position = next(at for at, each in enumerate(others) if each is found.completion)
+        annotated = self._annotated[1]
+        return structs.replace(found, trained=annotated[position]) if position < len(annotated) else found
+
+    def _add(self, records: Iterable[LedgerRecord]) -> None:
+        for record in records:
+            if record.has_group:
+                self._by_prompt[record.prompt] = len(self._records)
+                self._records.append(record)
+            else:
+                self._without_group[record.prompt] = record
+
+    def _find(self, number: int) -> ArchiveOffset | None:
+        record = self._records[number]
+        return self._archive.find(record.prompt, record.hash, record.step)
+
+    def _completions_of(self, number: int) -> Iterator[CompletionView]:
+        record, offset = self._records[number], self.locate(number)
+        try:
+            group, known = self.read(number)
+        except (RecordError, PenstockError) as error:
+            self.damaged.append(f"{offset.file.name}, byte {offset.offset}: {error}")
+            return
+        trained = iter(known)
+        for completion in group.completions:
+            yield CompletionView(
+                group=group,
+                completion=completion,
+                outcome=encode_outcome(record.outcome),
+                step=record.step,
+                trained=None if completion.greedy else next(trained, None),
+                record=record,
+            )
