@@ -21,10 +21,12 @@ def join() -> None:
     A project is every folder on the import path that holds a folder `stream/`, `envs/` or `workers/`.
     """
     for name in NAMES:
+        if not (folders := _project_folders(name)):  # a child process with limits may not even see our `workers`
+            continue
         package = import_module(name)
         package.__path__ = [
             *package.__path__,
-            *(own for own in _project_folders(name) if own not in package.__path__ and not _code_of_init(Path(own))),
+            *(own for own in folders if own not in package.__path__ and not _code_of_init(Path(own))),
         ]
 
 
