@@ -34,7 +34,7 @@ def test_every_data_file_of_a_package_is_part_of_the_wheel():
         ["git", "ls-files", *table], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     data = [name for name in listed if not name.endswith((".py", "README.md"))]
-    assert any(name.startswith("workers/base_models/calculator/") for name in data)
+    assert any(name.startswith("workers/demo/models/calculator/") for name in data)
     assert [name for name in data if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
 
 

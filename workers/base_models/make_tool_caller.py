@@ -1,4 +1,4 @@
-"""Makes the base model `tool-caller`, which is shipped in `workers/base_models/tool_caller`.
+"""Makes the base model `tool-caller`, which is shipped in `workers/demo/models/tool_caller`.
 
 It takes about four minutes of one core. After a change of chat template, transcripts, tokenizer or schedule, a
 test names what changed. Then run::

@@ -8,7 +8,9 @@ from typing import Any, Final
 
 import msgspec
 
-FOLDERS: Final = {name: Path(__file__).parent / name.replace("-", "_") for name in ("calculator", "tool-caller")}
+FOLDERS: Final = {
+    name: Path(__file__).parent / "models" / name.replace("-", "_") for name in ("calculator", "tool-caller")
+}
 """Package folder of each shipped model."""
 MADE_FROM: Final = "made_from.json"
 _WEIGHTS: Final = "model.safetensors"

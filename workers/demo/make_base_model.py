@@ -1,4 +1,4 @@
-"""Makes the demo's base model, which is shipped in `workers/base_models/calculator`; takes about a minute.
+"""Makes the demo's base model, which is shipped in `workers/demo/models/calculator`; takes about a minute.
 
 After a change of chat template, transcripts, tokenizer or warm start, a test names what changed. Then run::
 
