@@ -46,8 +46,7 @@ from stream.records import Completion, Group, Prompt, RewardPart, Row, Span, Tra
 from stream.trainer.annotations import FOLDER, AnnotationFiles
 from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord, content_hash
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
 from stream.validity import Measured
 from workers.runs.live_run import LiveRun, write_live
 

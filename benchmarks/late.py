@@ -25,7 +25,7 @@ from msgspec.structs import asdict, replace
 from benchmarks.late_engine import length
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError
-from stream.operator.run_status import RunStatus, read_status
+from stream.operator.status import RunStatus, read_status
 from tests.chaos import project
 from tests.chaos.ends import GROUP_SIZE, TRAINED, intended
 from workers.run.role_specs import ENGINE

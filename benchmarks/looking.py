@@ -35,7 +35,7 @@ import structlog
 
 from benchmarks.rollout import RUN, answered, first_line, process, write_case, write_settings
 from benchmarks.rollout_case import GROUP, conversations, make_case
-from stream.server_process import private_server
+from stream.private_server import private_server
 
 LIMIT = 0.02
 TURNS = 3

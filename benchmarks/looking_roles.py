@@ -20,7 +20,7 @@ from stream.connection.run_connection import connect
 from stream.queue.in_flight import GroupInFlight
 from stream.queue.lease import Lease
 from stream.trainer.consume import consume
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.leased_group import ResumePoint
 from workers.cli import penstock
 from workers.runtime.in_flight import InFlightReporter
 

@@ -40,10 +40,10 @@ from benchmarks.rollout_case import GROUP, Case, conversations, make_case, make_
 from envs.factory import EnvironmentFactory
 from stream.codec import decode
 from stream.connection.run_connection import connect
+from stream.private_server import private_server
 from stream.queue.entry_scan import read_payload
 from stream.queue.feed import Feed
 from stream.records import Group, Message
-from stream.server_process import private_server
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 
 ROOT = Path(__file__).parents[1]

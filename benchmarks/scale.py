@@ -49,7 +49,7 @@ from benchmarks.rollout import (
 )
 from benchmarks.rollout_case import GROUP, conversations, make_case
 from stream.connection.run_connection import connect
-from stream.server_process import private_server
+from stream.private_server import private_server
 
 LIMIT = 0.9
 

@@ -35,11 +35,11 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from stream.connection.run_connection import RunConnection, connect
+from stream.private_server import private_server
 from stream.queue.feed import Feed
 from stream.queue.lease import Lease
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
-from stream.server_process import private_server
 from stream.validity import Measured
 from tests.scripted_engine.engine import ScriptedEngine
 

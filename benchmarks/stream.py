@@ -30,15 +30,14 @@ from pathlib import Path
 import anyio
 import structlog
 
-from stream.codec import decode, encode
+from stream.codec import decode, decode_group, encode
 from stream.connection.run_connection import RunConnection, connect
+from stream.private_server import private_server
 from stream.queue.feed import Feed
-from stream.queue.scored_record import decode_group
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt, Row, Span
-from stream.server_process import private_server
-from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from stream.validity import Measured
 
 AT_ONCE = 4

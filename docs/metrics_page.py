@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import Metric
 
-from stream.operator.run_status import RunStatus, StageStatus
+from stream.operator.status import RunStatus, StageStatus
 from workers.runtime import metrics
 from workers.runtime.run_metrics import run_metrics
 

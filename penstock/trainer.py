@@ -10,8 +10,7 @@ from stream.records import Completion, Group, Prompt, Row, Span
 from stream.trainer.archive import ArchivedGroups
 from stream.trainer.consume import consume
 from stream.trainer.consumer import Consumer
-from stream.trainer.leased_group import DroppedGroup, LeasedGroup
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.leased_group import DroppedGroup, LeasedGroup, ResumePoint
 from stream.validity import Measured, Unmeasured, measure
 
 __all__ = [

@@ -3,6 +3,8 @@
 ::
 
     b"PS"  schema (1 byte)  crc32 of schema and body (4 bytes, little-endian)  body (msgpack)
+
+Records of scored groups: that of the rollout, and beside it what scoring has found.
 """
 
 import struct
@@ -12,7 +14,7 @@ from zlib import crc32
 import msgspec
 
 from stream.errors import NewerSchemaError, RecordError
-from stream.records import SCHEMA
+from stream.records import SCHEMA, Group, Scores
 
 _HEADER = struct.Struct("<2sBI")
 _MAGIC = b"PS"
@@ -64,3 +66,26 @@ def decode(payload: bytes, kind: type[T]) -> T:
         return decoder.decode(body)  # type: ignore[return-value]
     except (ValueError, RecursionError) as error:
         raise RecordError(f"not a {kind.__name__}: {error}") from error
+
+
+def decode_group(payload: bytes, scores: bytes) -> Group:
+    """Decode a group, and set its scores; empty: the record has them, or there are none.
+
+    Raises:
+        NewerSchemaError: a newer major version wrote one of them.
+        RecordError: the bytes are invalid, or do not belong together.
+    """
+    group = decode(payload, Group)
+    if scores:
+        group.set_scores(decode(scores, Scores))
+    return group
+
+
+def join_record(payload: bytes, scores: bytes) -> bytes:
+    """Return the record of a group with its scores; the payload alone if they cannot be joined."""
+    if not scores:
+        return payload
+    try:
+        return encode(decode_group(payload, scores))
+    except RecordError:
+        return payload

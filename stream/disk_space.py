@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 import structlog
 from msgspec import Struct
 
-from stream.backoff import Backoff
+from stream.waiting import Backoff
 
 log = structlog.get_logger()
 

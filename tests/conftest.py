@@ -20,11 +20,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from stream.connection.keys import StageName
 from stream.connection.run_connection import RunConnection, connect
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
+from stream.private_server import command_line, find_server
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
-from stream.server_process import command_line, find_server
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
 from tests.preload.fixtures import (  # noqa: F401  (a fixture and hooks)

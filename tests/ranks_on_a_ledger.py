@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from stream.records import Group
 from stream.trainer.archive import ArchivedGroups
-from stream.trainer.ledger_records import read_ledger
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import Trained, read_ledger
 from tests.forked import ended, fork, import_ahead
 from workers.runs.progress import Progress
 from workers.settings import Settings

@@ -23,8 +23,8 @@ import structlog
 
 from envs.call import describe_error, replace_surrogates
 from envs.extras import missing_extra
-from stream.backoff import Backoff
 from stream.errors import ServiceError, ServiceRefusedError, ServiceUnavailableError, SettingsError
+from stream.waiting import Backoff
 
 try:
     import aiohttp

@@ -18,7 +18,7 @@ from engine import push
 
 from stream.connection.run_connection import connect
 from stream.trainer.consume import consume
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.leased_group import ResumePoint
 from stream.validity import Measured
 
 

@@ -1,17 +1,29 @@
-"""A server's URL in redis-py's form, and clients for it."""
+"""A server's URL in redis-py's form, and clients for it.
 
+The text of a server's URL: whether it holds a secret, and how to show it without.
+
+The nodes of a cluster that a run may be on. A server outside a cluster is the only node.
+
+All keys of a run are in one slot, so one node has the whole run at any time, and one plain client talks to it. A
+client that knows all slots would do harm: while a slot is being moved it follows ASK to a node with only some of the
+run's keys, where a script would find no streams and create them again. This client waits for the end of the move
+instead.
+"""
+
+import contextlib
 import ssl
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import anyio
+import structlog
 from redis.asyncio import ConnectionPool, Redis, SSLConnection
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import MovedError, RedisError
 
-from stream.connection.url import misread_part, redact_url
+from stream.connection.server_errors import HANDLED_ERRORS
 from stream.errors import ServerError
 
 _MAX_CONNECTIONS = 1000
@@ -152,3 +164,118 @@ async def _answers_plaintext(host: str, port: int) -> bool:
             return (await stream.receive(1)) in {b"+", b"-"}
     except (OSError, anyio.BrokenResourceError, anyio.EndOfStream):
         return False
+
+
+def has_secret(url: str) -> bool:
+    """Return whether a URL has a password, or might have one: a URL that cannot be parsed counts as one that has."""
+    if not url:
+        return False
+    from redis.asyncio.connection import parse_url  # only here: that import takes longer than `penstock queues`
+
+    try:
+        options = parse_url(url)
+    except ValueError:
+        return True
+    return bool({"password", "ssl_password"} & options.keys()) or not is_unambiguous(url)
+
+
+def redact_url(url: str) -> str:
+    """Return the URL without user, password and options; only the scheme if it cannot be parsed."""
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        return "the URL"
+    if not is_unambiguous(url):
+        return f"{scheme}://..."
+    parts = urlsplit(url)
+    return f"{scheme}://{parts.netloc.rpartition('@')[2]}{unquote(parts.path)}"
+
+
+def misread_part(url: str) -> str:
+    """Return what is wrong with a URL that redis-py would read in another way, or in part; empty: nothing.
+
+    The text shows no secret.
+    """
+    if "://" not in url:
+        return "write redis://HOST:PORT"
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return ""  # redis-py refuses it
+    if parts.fragment:
+        return "leave out # and what follows; write %23 for # in a password"
+    if parts.scheme == "unix":
+        return "" if parts.path and not parts.hostname else "write unix:///FOLDER/FILE, with three slashes"
+    if port == 0:
+        return "0 is no port"
+    database = unquote(parts.path).strip("/")
+    if database and not (database.isascii() and database.isdigit()):
+        return (
+            "behind the host stands the number of a database, as in redis://HOST:PORT/0; write %2F for / in a password"
+        )
+    return ""
+
+
+def is_unambiguous(url: str) -> bool:
+    """Return whether a password's position is certain; an unescaped / ? # in a password moves everything after it."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        return False
+    return "@" not in parts.path + parts.query + parts.fragment
+
+
+log = structlog.get_logger()
+
+HostPort = tuple[str, int]
+
+
+class ClusterRouter:
+    """The client of the node that has the run, and the clients of nodes that had it before."""
+
+    def __init__(self, address: RedisAddress) -> None:
+        self._address = address
+        self._current: HostPort | None = address.host_port
+        self._known_nodes: list[HostPort] = []
+        self._clients: dict[HostPort | None, Redis] = {self._current: address.client()}
+
+    @property
+    def redis(self) -> "Redis":
+        """The client of the node that has the run, as far as known."""
+        return self._clients[self._current]
+
+    def redirect(self, error: MovedError) -> None:
+        """Switch to the node that a MOVED reply names as the owner of the run's slot."""
+        self._switch_to((self._host_name(error.host.encode()), error.port))
+
+    def try_next_node(self) -> None:
+        """Switch to another known node after the current one failed; every node can name the one with the run."""
+        if self._known_nodes:
+            at = self._known_nodes.index(self._current) if self._current in self._known_nodes else -1
+            self._switch_to(self._known_nodes[(at + 1) % len(self._known_nodes)])
+
+    async def refresh(self) -> None:
+        """Ask the current node for the other nodes; if it does not answer, the known nodes stay as they are."""
+        with contextlib.suppress(*HANDLED_ERRORS):
+            slots: Any = await self.redis.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
+            nodes = {(self._host_name(host), port) for _, _, *owners in slots for host, port, *_ in owners}
+            seed = {self._address.host_port} - {None}
+            self._known_nodes = [*seed, *sorted(nodes - seed)]  # type: ignore[list-item]
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        for client in self._clients.values():
+            await client.aclose()
+
+    def _host_name(self, host: bytes | None) -> str:
+        """Return a node's host. A node that does not know its own name sends none: it is the host we reached."""
+        return host.decode() if host else self._current[0] if self._current else "localhost"
+
+    def _switch_to(self, node: HostPort) -> None:
+        if node == self._current:
+            return
+        log.info("redis.redirected", node=f"{node[0]}:{node[1]}")
+        if node not in self._clients:
+            self._clients[node] = self._address.client(node)
+        self._current = node

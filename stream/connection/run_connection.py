@@ -20,9 +20,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import MovedError, NoScriptError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from stream.backoff import Backoff
-from stream.connection.address import SENTINEL_HINT, RedisAddress
-from stream.connection.cluster import ClusterRouter
+from stream.connection.address import SENTINEL_HINT, ClusterRouter, RedisAddress
 from stream.connection.keys import CONSUMER_GROUP, STAGES, key, key_prefix
 from stream.connection.scripts import load_scripts
 from stream.connection.server_errors import (
@@ -36,6 +34,7 @@ from stream.connection.server_errors import (
 )
 from stream.disk_space import disk_problem, wait_limit_s
 from stream.errors import ServerError
+from stream.waiting import Backoff
 
 log = structlog.get_logger()
 

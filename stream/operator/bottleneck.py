@@ -10,7 +10,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from stream.operator.run_status import RunStatus
+from stream.operator.status import RunStatus
 from stream.queue.in_flight import ACTIVITY_TEXTS, ENVIRONMENT_ACTIVITIES, Activity, GroupInFlight
 
 Limit = Literal[

@@ -8,10 +8,10 @@ import msgspec
 from msgspec import Struct
 
 from stream.causes import ErrorCause, parse_cause
+from stream.codec import join_record
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.queue.entry_scan import read_payload
-from stream.queue.scored_record import join_record
 
 _MAX_NAMED: Final = 3
 """Prompts that a cause names."""

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import anyio.to_thread
 from msgspec import Struct
 
+from stream.codec import decode_group
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError, RecordError
 from stream.queue.entry_scan import read_payload, scan_stage
-from stream.queue.scored_record import decode_group
 from stream.records import Group
 
 UnfinishedStage = Literal["scored", "groups"]

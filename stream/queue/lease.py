@@ -6,9 +6,8 @@ from contextlib import contextmanager
 import anyio
 from msgspec import Struct
 
-from stream.codec import decode, encode
+from stream.codec import decode, decode_group, encode
 from stream.errors import RecordError
-from stream.queue.scored_record import decode_group
 from stream.records import Group, Prompt
 
 _DEATHS_OF_SUSPECTS = 2

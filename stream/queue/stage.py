@@ -3,11 +3,13 @@
 Each verb is one script (`stream/lua/`), which checks the lease and changes the stage in one atomic step. Leases are
 renewed in the background while `Stage.renew_leases` runs, so a worker that is alive does not lose a lease because an
 episode is long.
+
+Policy versions: the version at which each outstanding group was started, and each version as it is published.
 """
 
 import time
 import uuid
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -16,7 +18,6 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from stream.backoff import Backoff
 from stream.codec import decode, encode
 from stream.connection.keys import PROMPT_STAGES, RESERVED_CONSUMERS, EvaluationStage, StageName
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
@@ -24,6 +25,7 @@ from stream.errors import LeaseLostError, PenstockError, RecordError, ServerErro
 from stream.queue.in_flight import GroupInFlight
 from stream.queue.lease import Lease
 from stream.records import Completion, Group, Scores
+from stream.waiting import Backoff
 
 log = structlog.get_logger()
 
@@ -353,3 +355,33 @@ def _is_long(group: Group) -> bool:
 
 def _parse_version(value: bytes | None) -> int | None:
     return int(value) if value is not None and value.isdigit() else None
+
+
+async def inflight_versions(connection: RunConnection) -> dict[str, int]:
+    """Return the policy version at which each outstanding group was started, by prompt id.
+
+    Groups that are delivered again after their prompt had ended (trainer resumed, dead letter retried) are not
+    included.
+    """
+    found: Any = await connection.with_retry(
+        lambda: connection.redis.zrange(connection.key("inflight_versions"), 0, -1, withscores=True)
+    )
+    return {prompt.decode(errors="replace"): int(version) for prompt, version in found}
+
+
+async def watch_versions(connection: RunConnection) -> AsyncIterator[int]:
+    """Yield the current policy version, then each new one as it is published, forever.
+
+    A slow reader may miss versions, but never the last one.
+    """
+    after = "0-0"
+    while True:
+        answer: Any = await connection.with_retry(
+            lambda after=after: connection.redis.xread(  # type: ignore[misc]
+                {connection.key("published"): after}, block=int(1000 * MAX_BLOCK_S)
+            )
+        )
+        for _, entries in answer:
+            for entry, fields in entries:
+                after = entry.decode()
+                yield int(fields[b"version"])

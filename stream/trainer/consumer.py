@@ -25,19 +25,26 @@ import anyio
 import structlog
 from msgspec.structs import replace
 
-from stream.cancellation import cancel_on
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.errors import LeaseLostError, NewerSchemaError, RecordError, RunFailedError
 from stream.queue.lease import Lease
 from stream.queue.stage import Claim, Stage
 from stream.records import Group, TrainedCompletion
 from stream.trainer.archive import Archive
-from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.leased_group import Checked, DroppedGroup, LeasedGroup
+from stream.trainer.leased_group import Checked, DroppedGroup, LeasedGroup, ResumePoint
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord, content_hash
-from stream.trainer.outcomes import OPERATOR, AlreadyEnded, Dropped, Duplicate, LedgerOutcome, Trained
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.ledger_records import (
+    OPERATOR,
+    AlreadyEnded,
+    Dropped,
+    Duplicate,
+    LedgerOutcome,
+    LedgerRecord,
+    Trained,
+    content_hash,
+)
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
+from stream.waiting import cancel_on
 
 log = structlog.get_logger()
 

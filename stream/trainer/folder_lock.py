@@ -24,8 +24,8 @@ from typing import Final
 
 import structlog
 
-from stream.backoff import Backoff
 from stream.errors import FencedError
+from stream.waiting import Backoff
 
 log = structlog.get_logger()
 

@@ -18,19 +18,23 @@ from stream.durable import append_all, fsync_path, write_file_atomically
 from stream.errors import RunFailedError, RunMismatchError
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
 from stream.trainer.ledger_records import (
+    OPERATOR,
+    Dropped,
+    LedgerEntry,
     LedgerEvent,
     LedgerRecord,
+    Retried,
     apply_record,
     decode_event,
     describe_first_error,
     digest_of,
+    encode_outcome,
     encode_record,
     end_hash,
     find_rebuilt,
     parse_contents,
     record_or_none,
 )
-from stream.trainer.outcomes import OPERATOR, Dropped, LedgerEntry, Retried, encode_outcome
 
 
 class Ledger:

@@ -22,10 +22,17 @@ from stream.connection.run_connection import RunConnection
 from stream.errors import RunMismatchError
 from stream.queue.entry_scan import scan_dead_entries
 from stream.trainer.archive import scan_archive
+from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger_records import (
+    OPERATOR,
     REBUILT,
+    Dead,
+    Dropped,
+    LedgerEntry,
     LedgerEvent,
     LedgerRecord,
+    Retried,
+    Trained,
     decode_event,
     digest_of,
     encode_record,
@@ -33,8 +40,6 @@ from stream.trainer.ledger_records import (
     parse_contents,
     record_or_none,
 )
-from stream.trainer.outcomes import OPERATOR, Dead, Dropped, LedgerEntry, Retried, Trained
-from stream.trainer.resume_point import ResumePoint
 
 _NAMED_STEPS: Final = 5
 

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from stream.trainer.archive import scan_archive
 from stream.trainer.ledger import Ledger
-from stream.trainer.outcomes import OPERATOR, Dropped
+from stream.trainer.ledger_records import OPERATOR, Dropped
 
 
 def archived_prompts(folder: Path) -> set[str]:

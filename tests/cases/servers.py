@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from examples.reward_model.make_models import make_reward_model
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from tests.cases.models import write_small_qwen3
 from tests.unit.test_episode import Scripted
 from tests.unit.test_recorder import recorder_of

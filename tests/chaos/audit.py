@@ -7,9 +7,8 @@ from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
 from stream.operator.dead_letters import DeadLetter, list_dead_letters
-from stream.operator.run_status import RunStatus, read_status
-from stream.trainer.ledger_records import decode_event, record_or_none
-from stream.trainer.outcomes import encode_outcome
+from stream.operator.status import RunStatus, read_status
+from stream.trainer.ledger_records import decode_event, encode_outcome, record_or_none
 from tests.chaos.ends import intended
 from tests.chaos.witness import row_of, testimony
 from workers.runs.find import open_run

@@ -30,8 +30,8 @@ if __name__ == "__main__":
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError
-from stream.operator.run_control import stop
-from stream.operator.run_status import read_status
+from stream.operator.control import stop
+from stream.operator.status import read_status
 from tests.chaos import project
 from tests.chaos.audit import acquitted, audit
 from tests.chaos.ends import intended

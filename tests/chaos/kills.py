@@ -17,8 +17,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
-from stream.operator.run_control import pause, resume
-from stream.operator.run_status import RunStatus, read_status
+from stream.operator.control import pause, resume
+from stream.operator.status import RunStatus, read_status
 from stream.trainer.ledger_records import read_contents
 from tests.chaos.schedule import SERVER, Blow
 from workers.runs.live_run import LiveRun, read_live

@@ -9,7 +9,7 @@ import pytest
 import redis as redis_client
 
 from stream.connection.run_connection import connect
-from stream.operator.run_control import pause, resume
+from stream.operator.control import pause, resume
 from tests.cases.aclfile import USERS, aclfile, url_of
 from tests.chart.pods import Pod
 from tests.chart.rendered import CHART

@@ -19,7 +19,7 @@ if __name__ == "__main__":
     import trainer
 
     from stream.trainer.consumer import Consumer
-    from stream.trainer.lease import TrainerLease
+    from stream.trainer.trainer_lease import TrainerLease
 
     owners = {"save": trainer, "push": trainer, "commit": Consumer, "acknowledge": TrainerLease}
     when, _, name = sys.argv[1].partition("_")

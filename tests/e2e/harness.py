@@ -16,7 +16,7 @@ import tomli_w
 
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from tests.preload.fixtures import pid_of
 
 

@@ -17,7 +17,7 @@ import pytest
 import tomli_w
 
 from stream.connection.run_connection import connect
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.stage import RetryPolicy, Stage
 from tests.e2e.browser import Browser
 from tests.e2e.harness import environment

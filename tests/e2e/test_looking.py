@@ -12,7 +12,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from stream.connection.keys import CONSUMER_GROUP, RESERVED_CONSUMERS, STAGES
-from stream.operator.run_control import pause, resume
+from stream.operator.control import pause, resume
 from tests.e2e.harness import environment, stop
 from tests.e2e.test_metrics import free_ports
 from tests.evaluation.project import describe, ended, ledger, run

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from stream.connection.run_connection import connect
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.trainer.ledger_records import read_contents
 from tests.chaos import ends, project
 from tests.chaos.engine import reply

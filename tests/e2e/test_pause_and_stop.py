@@ -10,7 +10,7 @@ import pytest
 from anyio.abc import Process
 
 from stream.connection.run_connection import RunConnection, connect
-from stream.operator.run_status import RunStatus, read_status
+from stream.operator.status import RunStatus, read_status
 from tests.e2e.harness import (
     assert_all_trained_once,
     balanced,

@@ -11,7 +11,7 @@ import pytest
 from stream import codec
 from stream.codec import decode
 from stream.errors import PenstockError
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.records import SCHEMA, Group
 from stream.trainer.archive import scan_archive
 from tests.e2e.by_hand import cast, until

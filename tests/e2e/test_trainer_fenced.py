@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 
 from stream.connection.run_connection import connect
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured

@@ -18,7 +18,7 @@ from statistics import mean
 
 import pytest
 
-from stream.server_process import find_server
+from stream.private_server import find_server
 from tests.e2e.harness import environment
 from workers.demo.prepare import prepare_run
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from stream.codec import decode
 from stream.connection.run_connection import RunConnection, connect
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.entry_scan import read_payload
 from stream.queue.feed import Feed
 from stream.records import Group, Row

@@ -15,7 +15,7 @@ import anyio
 
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
-from stream.operator.run_status import RunStatus, read_status
+from stream.operator.status import RunStatus, read_status
 from workers.demo.model import make_tokenizer
 from workers.run.role_specs import COMMANDS, ENGINE
 from workers.run.supervisor import RunOutcome, Supervisor

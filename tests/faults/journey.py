@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from tests.chaos import project
 from tests.chaos.audit import Verdict, audit
 from tests.faults import patient_rollout

@@ -10,8 +10,8 @@ import anyio
 from stream.connection.keys import STAGES, StageName
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError, RecordError
-from stream.operator.run_control import pause, resume
-from stream.operator.run_status import read_status
+from stream.operator.control import pause, resume
+from stream.operator.status import read_status
 from stream.queue.entry_scan import read_payload
 from stream.queue.lease import Lease
 from tests.fuzz.junk import BYTES, HEADER, TREES, seal, spoil_tree

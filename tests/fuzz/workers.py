@@ -17,7 +17,7 @@ from stream.queue.lease import Lease
 from stream.records import Group, Span
 from stream.trainer.leased_group import DroppedGroup
 from stream.trainer.ledger import Ledger
-from stream.trainer.outcomes import Dropped
+from stream.trainer.ledger_records import Dropped
 from tests.chaos.project import END, write_project
 from tests.fuzz.samples import VOCABULARY
 from workers.rollout.chat.chat_setup import ChatSetup

@@ -29,8 +29,8 @@ if __name__ == "__main__":
 
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
-from stream.operator.run_control import pause, resume
-from stream.operator.run_status import read_status
+from stream.operator.control import pause, resume
+from stream.operator.status import read_status
 from tests.hygiene import project
 from tests.hygiene.ends import LEAK
 from tests.hygiene.judge import judge

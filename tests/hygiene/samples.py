@@ -10,7 +10,7 @@ import psutil
 
 from stream.connection.run_connection import RunConnection
 from stream.durable import write_file_atomically
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from tests.hygiene.role import ASK
 from tests.preload.fixtures import pid_of
 

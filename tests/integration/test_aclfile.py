@@ -11,21 +11,19 @@ from redis.exceptions import NoPermissionError, ResponseError
 from stream.connection.model_files import download_model_files, upload_model_files
 from stream.connection.run_connection import connect
 from stream.errors import ServerError
+from stream.operator.audit import scan_run
+from stream.operator.control import pause, resume, stop
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
-from stream.operator.in_flight import groups_in_flight
-from stream.operator.run_control import pause, resume, stop
-from stream.operator.run_scan import scan_run
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
+from stream.private_server import find_server
 from stream.queue.evaluation import create_evaluation_streams, read_evaluation_progress, replace_evaluation_prompts
 from stream.queue.feed import Feed
-from stream.queue.in_flight import GroupInFlight
+from stream.queue.in_flight import GroupInFlight, groups_in_flight
 from stream.records import Prompt
-from stream.server_process import find_server
-from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_ends import download_ends
-from stream.trainer.ledger_records import LedgerRecord
-from stream.trainer.outcomes import Dropped, Duplicate, Trained
+from stream.trainer.ledger_records import Dropped, Duplicate, LedgerRecord, Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from tests.cases.aclfile import USERS, aclfile, url_of
 
 PASSWORD = "a?c/d#e@f"

@@ -13,13 +13,12 @@ from redis import Redis
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import DataError, PenstockError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters
+from stream.private_server import private_server
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
-from stream.server_process import private_server
-from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord
-from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
+from stream.trainer.ledger_records import Dropped, LedgerOutcome, LedgerRecord, Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from workers.datasets.fingerprint import fixed_rows
 from workers.datasets.mix import open_dataset_mix
 from workers.runs.find import open_run

@@ -10,13 +10,13 @@ from redis.exceptions import ResponseError
 from stream.connection.keys import key_prefix
 from stream.connection.run_connection import connect
 from stream.errors import ServerError
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
+from stream.private_server import find_server
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Prompt
-from stream.server_process import find_server
-from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from tests.cases.cluster import Cluster, cluster_of
 
 

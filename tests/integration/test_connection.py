@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError, ServerError
-from stream.operator.run_status import read_status
-from stream.server_process import find_server
+from stream.operator.status import read_status
+from stream.private_server import find_server
 from tests.cases.authority import Authority
 from tests.cases.ports import free_port
 from workers.run.role_specs import role_specs

@@ -8,15 +8,14 @@ import pytest
 from stream.codec import encode
 from stream.errors import FencedError, RecordError, RunFailedError
 from stream.operator.dead_letters import list_dead_letters
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.records import SCHEMA
 from stream.trainer.consume import consume
 from stream.trainer.consumer import Consumer
-from stream.trainer.lease import TrainerLease
+from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import read_contents, read_ledger
-from stream.trainer.outcomes import Dropped, Trained
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.ledger_records import Dropped, Trained, read_contents, read_ledger
+from stream.trainer.trainer_lease import TrainerLease
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import pytest
 
 from stream.connection.run_connection import connect
 from stream.errors import RunFailedError
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.trainer.archive import Archive, ArchivedGroups, scan_archive
 from stream.trainer.consume import consume
 from stream.trainer.consumer import Consumer
-from stream.trainer.lease import TrainerLease
+from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerEvent, content_hash
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.trainer_lease import TrainerLease
 from workers.settings.toml_file import parse_settings
 from workers.train.worker import _open_archive
 

@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 
 from stream.connection.run_identity import RunIdentity, compare_with_server, write_identity
 from stream.operator.dead_letters import list_dead_letters
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from workers.dashboard.access import Access
 from workers.dashboard.live_view import LiveView, StatusReading

@@ -9,7 +9,7 @@ import structlog
 
 from stream.errors import PenstockError
 from stream.operator.dead_letters import list_dead_letters
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt

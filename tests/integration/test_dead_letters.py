@@ -5,7 +5,7 @@ import pytest
 
 from stream.errors import PenstockError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 
 
 async def bury(pipe, stage="prompts", reason="data") -> None:

@@ -9,10 +9,10 @@ import pytest
 from stream.connection.keys import EVALUATION_STAGES
 from stream.connection.run_connection import connect
 from stream.errors import FencedError, LeaseLostError, PenstockError
+from stream.operator.audit import scan_run
+from stream.operator.control import pause
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
-from stream.operator.run_control import pause
-from stream.operator.run_scan import scan_run
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.evaluation import (
     PromptEvaluation,
     create_evaluation_streams,
@@ -23,7 +23,7 @@ from stream.queue.evaluation import (
 )
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Prompt
-from stream.trainer.lease import TrainerLease
+from stream.trainer.trainer_lease import TrainerLease
 from tests.cases.records import assert_records_are_owned
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.work_loop import work_loop

@@ -5,7 +5,7 @@ import time
 import anyio
 import pytest
 
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.feed import CursorMovedError, Feed
 from stream.records import Prompt
 

@@ -5,11 +5,10 @@ import pytest
 
 from stream.connection.model_files import MODEL_FILES, download_model_files, upload_model_files
 from stream.errors import RecordError
-from stream.trainer.lease import TrainerLease
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_ends import download_ends
-from stream.trainer.ledger_records import LedgerRecord
-from stream.trainer.outcomes import Dropped, Trained
+from stream.trainer.ledger_records import Dropped, LedgerRecord, Trained
+from stream.trainer.trainer_lease import TrainerLease
 
 
 async def test_a_worker_gets_the_models_files_as_the_trainer_has_them(connection, tmp_path):

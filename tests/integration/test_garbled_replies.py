@@ -10,7 +10,7 @@ import pytest
 from stream.connection import run_connection
 from stream.connection.run_connection import connect
 from stream.errors import LeaseLostError, ServerError
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 
 Garble = Callable[[bytes], bytes | None]
 """Changes a piece of a reply; None ends the connection."""

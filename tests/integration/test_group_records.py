@@ -7,8 +7,8 @@ from stream.errors import LeaseLostError, RecordError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
 from stream.operator.unfinished_groups import find_unfinished_group
 from stream.records import Group, RewardPart, Scores
-from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from stream.validity import Measured
 from tests.cases.records import assert_records_are_owned
 

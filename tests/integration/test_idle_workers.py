@@ -4,7 +4,7 @@ import anyio
 from structlog.testing import capture_logs
 
 from stream.codec import decode
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.records import Group, Prompt
 from workers.runtime import idle_log as lull
 from workers.runtime.work_loop import work_loop

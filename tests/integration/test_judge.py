@@ -12,9 +12,9 @@ from structlog.testing import capture_logs
 from envs.remote.control_question import HARMLESS_ANSWER
 from envs.remote.judge import Judge
 from envs.rewards import RewardBatch, RewardFunction
-from stream.backoff import Backoff
 from stream.errors import ReferenceNotFoundError, RunFailedError
 from stream.validity import Measured, RewardReason, Unmeasured
+from stream.waiting import Backoff
 from workers.runtime.http_server import listen
 
 KEY = "sk-very-secret"

@@ -14,9 +14,8 @@ from stream.errors import RunMismatchError
 from stream.queue.stage import RetryPolicy, Stage
 from stream.trainer.archive import Archive
 from stream.trainer.consume import open_consumer, open_trainer_lease
-from stream.trainer.ledger_records import read_contents, read_ledger
-from stream.trainer.outcomes import Dead, Dropped, Trained
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.leased_group import ResumePoint
+from stream.trainer.ledger_records import Dead, Dropped, Trained, read_contents, read_ledger
 
 
 class Run:

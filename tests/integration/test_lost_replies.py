@@ -7,11 +7,11 @@ import pytest
 
 from stream.connection.run_connection import connect
 from stream.errors import LeaseLostError, PenstockError
+from stream.operator.control import pause, resume
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
-from stream.operator.run_control import pause, resume
-from stream.operator.run_status import read_status
-from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.outcomes import Dropped, Trained
+from stream.operator.status import read_status
+from stream.trainer.ledger_records import Dropped, Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from tests.faults.proxy import Fault, Proxy, address_of
 
 

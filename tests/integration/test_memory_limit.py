@@ -7,11 +7,11 @@ import pytest
 
 from stream.connection.run_connection import connect
 from stream.errors import ServerError
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.records import Group, Prompt
-from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from workers.runtime.work_loop import work_loop
 
 MIB = 1 << 20

@@ -6,7 +6,7 @@ from collections import Counter
 
 import anyio
 
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from tests.chaos.project import END, write_project
 from tests.e2e.harness import environment
 from tests.integration.test_recycling import worker

@@ -3,11 +3,10 @@
 import anyio
 import pytest
 
-from stream.operator.run_status import read_status
-from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.operator.status import read_status
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord
-from stream.trainer.outcomes import AlreadyEnded, Dropped, Trained
+from stream.trainer.ledger_records import AlreadyEnded, Dropped, LedgerRecord, Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 
 
 async def outstanding(pipe) -> int:

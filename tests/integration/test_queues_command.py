@@ -18,11 +18,11 @@ from stream.connection.keys import key_prefix
 from stream.connection.run_connection import connect
 from stream.connection.run_identity import RunIdentity, compare_with_server, write_identity
 from stream.errors import PenstockError, RunMismatchError, ServerError, SettingsError
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
+from stream.private_server import private_server
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group, Prompt
-from stream.server_process import private_server
 from workers.commands.control import send_command
 from workers.runs.dead_letters import LetterChoice
 from workers.runs.find import open_run

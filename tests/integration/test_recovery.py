@@ -4,21 +4,29 @@ import anyio
 import msgspec
 import pytest
 
-from stream import server_data
+from stream import private_server as server_data
 from stream.connection.run_connection import connect
 from stream.errors import RunMismatchError
+from stream.operator.control import release_worker
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters
-from stream.operator.killed_workers import release_worker
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
+from stream.private_server import private_server
 from stream.queue.feed import Feed
 from stream.records import Prompt
-from stream.server_process import private_server
-from stream.trainer.consume import consume
-from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.trainer.consume import consume, record_untrained_ends
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerEvent, LedgerRecord, read_contents, read_events, read_ledger
-from stream.trainer.outcomes import AlreadyEnded, Dropped, Retried, Trained
-from stream.trainer.untrained_ends import record_untrained_ends
+from stream.trainer.ledger_records import (
+    AlreadyEnded,
+    Dropped,
+    LedgerEvent,
+    LedgerRecord,
+    Retried,
+    Trained,
+    read_contents,
+    read_events,
+    read_ledger,
+)
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 
 aside = anyio.to_thread.run_sync
 

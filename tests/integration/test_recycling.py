@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.records import Group, Prompt
 from tests.chaos.project import END, write_project

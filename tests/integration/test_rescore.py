@@ -12,8 +12,7 @@ from stream.codec import encode
 from stream.records import Completion, Failure, Group, Prompt, RewardPart
 from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord, content_hash
-from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained
+from stream.trainer.ledger_records import Dropped, LedgerOutcome, LedgerRecord, Trained, content_hash
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from workers.cli import penstock
 from workers.commands.rescore.rescore_summary import RewardComparison, correlation, order_agreement, summarize

@@ -8,8 +8,8 @@ import pytest
 
 from stream.connection.run_connection import connect
 from stream.errors import FencedError, LeaseLostError
-from stream.operator.run_status import read_status
-from stream.trainer.lease import TrainerLease
+from stream.operator.status import read_status
+from stream.trainer.trainer_lease import TrainerLease
 
 
 async def test_killing_a_server_with_appendfsync_always_loses_and_repeats_nothing(make_server, run_name, pipe_on):

@@ -9,9 +9,9 @@ from structlog.testing import capture_logs
 
 from stream.connection.run_connection import connect
 from stream.errors import ServerError
-from stream.operator.run_status import read_status
-from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.outcomes import Trained
+from stream.operator.status import read_status
+from stream.trainer.ledger_records import Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ from redis import Redis
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError, RunFailedError
-from stream.operator.run_control import pause, resume, stop
-from stream.operator.run_status import read_status
+from stream.operator.control import pause, resume, stop
+from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.records import Prompt
 from stream.trainer.consumer import Consumer
-from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger import Ledger
-from stream.trainer.outcomes import Trained
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.ledger_records import Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from workers.commands.control import send_command
 from workers.run.role_process import _run_connected
 from workers.runs.find import open_run

@@ -18,8 +18,8 @@ from stream.connection.run_identity import read_identity, read_server_identity
 from stream.errors import RunMismatchError
 from stream.queue.stage import RetryPolicy, Stage
 from stream.trainer.consume import consume, open_consumer, open_trainer_lease
+from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger_records import read_events, read_ledger
-from stream.trainer.resume_point import ResumePoint
 from workers.feed.worker import feed
 from workers.run.identity_check import begin_run, check_folder, join_run
 from workers.run.role_process import run_role

@@ -6,11 +6,10 @@ import pytest
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError
-from stream.operator.in_flight import groups_in_flight
-from stream.operator.run_status import read_status
-from stream.queue.in_flight import CompletionInFlight, GroupInFlight
-from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.outcomes import Trained
+from stream.operator.status import read_status
+from stream.queue.in_flight import CompletionInFlight, GroupInFlight, groups_in_flight
+from stream.trainer.ledger_records import Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 
 
 async def dump(connection) -> dict[bytes, bytes]:

@@ -9,9 +9,9 @@ import structlog
 
 from stream.connection.run_connection import connect
 from stream.errors import ServerError
+from stream.private_server import private_server
 from stream.queue.feed import Feed
 from stream.records import Prompt
-from stream.server_process import private_server
 
 PROMPTS, PROMPT_BYTES = 40, 50_000
 

@@ -9,17 +9,16 @@ from pathlib import Path
 import anyio
 import pytest
 
-from stream import server_process as server
+from stream import private_server as server
 from stream.connection.keys import CONSUMER_GROUP
 from stream.connection.run_connection import connect
 from stream.errors import DataError, ServerError
 from stream.operator.dead_letters import list_dead_letters
-from stream.operator.run_status import read_status
-from stream.server_process import private_server
-from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.operator.status import read_status
+from stream.private_server import private_server
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import LedgerRecord, Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from workers.datasets.mix import open_dataset_mix
 from workers.feed.worker import feed
 from workers.runtime.context import WorkerContext

@@ -9,15 +9,14 @@ from click.testing import CliRunner
 
 from stream.codec import encode
 from stream.connection.run_connection import connect
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.operator.unfinished_groups import newest_scored_group
+from stream.private_server import private_server
 from stream.queue.stage import Stage
 from stream.records import Group
-from stream.server_process import private_server
 from stream.trainer.archive import Archive
-from stream.trainer.lease import EndedGroup, TrainerLease
-from stream.trainer.ledger_records import LedgerRecord, content_hash
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from workers.cli import penstock
 from workers.run.sampled_completion import SampleSchedule
 

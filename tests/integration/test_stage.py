@@ -7,7 +7,7 @@ import pytest
 
 from stream.errors import LeaseLostError, PenstockError, ServerError
 from stream.operator.dead_letters import list_dead_letters
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.stage import RetryPolicy
 
 

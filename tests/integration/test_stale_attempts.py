@@ -10,15 +10,15 @@ from msgspec.structs import replace
 
 from stream.codec import decode
 from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
-from stream.operator.in_flight import groups_in_flight
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.entry_scan import read_payload
 from stream.queue.feed import Feed
-from stream.queue.versions import inflight_versions, watch_versions
+from stream.queue.in_flight import groups_in_flight
+from stream.queue.stage import inflight_versions, watch_versions
 from stream.records import Group, Prompt
-from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
-from stream.trainer.outcomes import Dropped, Duplicate, Trained
+from stream.trainer.ledger_records import Dropped, Duplicate, Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from tests.chaos.project import END, write_project
 from tests.scripted_engine.engine import ScriptedEngine
 from workers.rollout.stale_canceller import StaleCanceller, should_cancel

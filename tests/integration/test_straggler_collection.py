@@ -5,12 +5,12 @@ import anyio.lowlevel
 import pytest
 from msgspec.structs import replace
 
-from stream.operator.run_control import pause, resume
-from stream.queue.versions import inflight_versions
+from stream.operator.control import pause, resume
+from stream.queue.stage import inflight_versions
 from stream.trainer.consumer import Consumer
-from stream.trainer.lease import TrainerLease
+from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger import Ledger
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.trainer_lease import TrainerLease
 from workers.runs.progress import Progress
 from workers.settings.toml_file import parse_settings
 from workers.train.groups.collector import Collector

@@ -19,14 +19,14 @@ import msgspec
 import psutil
 import pytest
 
-from stream.backoff import Backoff
 from stream.connection.run_connection import RunConnection
 from stream.connection.run_identity import RunIdentity, write_identity
 from stream.errors import PenstockError, RunFailedError, RunMismatchError
-from stream.operator.run_control import pause, stop
+from stream.operator.control import pause, stop
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group, Prompt
+from stream.waiting import Backoff
 from workers.run import dashboard_process
 from workers.run.dashboard_process import DashboardProcess
 from workers.run.identity_check import check_folder

@@ -10,13 +10,20 @@ import pytest
 
 from stream.errors import FencedError, RunMismatchError, ServerError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.records import Prompt
-from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord
-from stream.trainer.outcomes import AlreadyEnded, Dropped, Duplicate, GroupOutcome, LedgerOutcome, Trained
+from stream.trainer.ledger_records import (
+    AlreadyEnded,
+    Dropped,
+    Duplicate,
+    GroupOutcome,
+    LedgerOutcome,
+    LedgerRecord,
+    Trained,
+)
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 
 TRAINED = Trained()
 
@@ -70,7 +77,7 @@ async def test_a_trainer_whose_process_has_exited_is_replaced_immediately(pipe, 
     code = f"""
 import anyio, os
 from stream.connection.run_connection import connect
-from stream.trainer.lease import TrainerLease
+from stream.trainer.trainer_lease import TrainerLease
 
 async def main():
     async with connect({redis_url!r}, {pipe.connection.run!r}) as connection:

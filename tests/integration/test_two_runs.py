@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from stream.connection.run_connection import RunConnection, connect
+from stream.operator.control import pause, resume, stop
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
-from stream.operator.run_control import pause, resume, stop
-from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
-from stream.trainer.outcomes import Dropped, Trained
+from stream.trainer.ledger_records import Dropped, Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 
 
 @pytest.fixture

@@ -8,12 +8,11 @@ import pytest
 from stream.connection.run_connection import connect
 from stream.errors import FencedError, LeaseLostError, ServerError
 from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
-from stream.operator.run_status import read_status
-from stream.server_process import find_server, private_server
-from stream.trainer.lease import EndedGroup, TrainerLease
+from stream.operator.status import read_status
+from stream.private_server import find_server, private_server
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord
-from stream.trainer.outcomes import Dropped, Trained
+from stream.trainer.ledger_records import Dropped, LedgerRecord, Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 
 SERVERS = {"path": find_server, "wheel": lambda: Path(_from_the_wheel())}
 

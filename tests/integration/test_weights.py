@@ -9,9 +9,9 @@ from stream.durable import create_folder_atomically
 from stream.errors import FencedError
 from stream.queue.stage import RetryPolicy, Stage
 from stream.trainer.consumer import Consumer
-from stream.trainer.lease import TrainerLease
+from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger import Ledger
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.trainer_lease import TrainerLease
 from tests.scripted_engine.engine import ScriptedEngine
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.train.publishing.paused_update import PausedUpdate

@@ -11,10 +11,9 @@ from structlog.testing import capture_logs
 from stream.causes import ErrorCause
 from stream.codec import decode
 from stream.errors import DataError, EngineUnavailableError
+from stream.operator.control import read_last_error, release_worker
 from stream.operator.dead_letters import dead_letter_causes, list_dead_letters
-from stream.operator.killed_workers import release_worker
-from stream.operator.last_errors import read_last_error
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt

@@ -16,17 +16,16 @@ from stream.connection.keys import STAGES
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Prompt
 from stream.trainer.consumer import Consumer
 from stream.trainer.folder_lock import RunFolderLock, last_token
-from stream.trainer.lease import TrainerLease
+from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import read_contents
-from stream.trainer.outcomes import Dropped
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.ledger_records import Dropped, read_contents
+from stream.trainer.trainer_lease import TrainerLease
 from tests.cases.records import assert_records_are_owned
 
 PROMPTS = 30

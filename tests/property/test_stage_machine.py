@@ -20,14 +20,13 @@ from stream.connection.keys import STAGES
 from stream.connection.run_connection import connect
 from stream.errors import LeaseLostError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
-from stream.trainer.lease import EndedGroup, TrainerLease
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord
-from stream.trainer.outcomes import AlreadyEnded, Dropped, Trained
+from stream.trainer.ledger_records import AlreadyEnded, Dropped, LedgerRecord, Trained
+from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from tests.cases.records import assert_records_are_owned
 
 CAPACITY = 4

@@ -2,8 +2,7 @@
 
 import pytest
 
-from stream.connection.address import RedisAddress
-from stream.connection.url import has_secret, redact_url
+from stream.connection.address import RedisAddress, has_secret, redact_url
 from stream.errors import ServerError
 
 

@@ -11,8 +11,7 @@ from stream.errors import RunFailedError
 from stream.records import TrainedCompletion, TrainedRow
 from stream.trainer.annotations import AnnotationFiles, read_annotations
 from stream.trainer.archive import Archive, scan_archive
-from stream.trainer.ledger_records import LedgerRecord
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import LedgerRecord, Trained
 from tests.cases.rows import sampled_row
 from workers.runs.tokens import logprob_differences, rejected_tokens, token_columns
 

@@ -9,8 +9,7 @@ from stream.codec import encode
 from stream.errors import PenstockError, RecordError, RunFailedError
 from stream.records import Completion, Group, Prompt, TrainedCompletion
 from stream.trainer.archive import Archive, ArchivedGroups, scan_archive
-from stream.trainer.ledger_records import LedgerRecord, content_hash
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
 

@@ -3,11 +3,9 @@
 import msgspec
 import pytest
 
-from stream.operator.audit import AuditInput, AuditReport, audit
-from stream.operator.run_scan import RunScan
+from stream.operator.audit import AuditInput, AuditReport, RunScan, audit
 from stream.queue.entry_scan import DeadEntry, StreamEntry
-from stream.trainer.ledger_records import LedgerLine, LedgerRecord
-from stream.trainer.outcomes import decode_outcome
+from stream.trainer.ledger_records import LedgerLine, LedgerRecord, decode_outcome
 from workers.runs.audit import audit_until_stable
 
 LINE = 100

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stream.backoff import Backoff
+from stream.waiting import Backoff
 
 
 def test_delays_double_up_to_the_maximum():

@@ -5,7 +5,7 @@ from msgspec import structs
 from structlog.testing import capture_logs
 
 from stream.operator.bottleneck import Bottleneck, find_bottleneck
-from stream.operator.run_status import RunStatus, StageStatus
+from stream.operator.status import RunStatus, StageStatus
 from stream.queue.in_flight import Activity, CompletionInFlight, GroupInFlight
 from workers.run.bottleneck_log import BottleneckLog
 

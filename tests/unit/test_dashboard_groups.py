@@ -22,8 +22,7 @@ from stream.records import (
 )
 from stream.trainer.archive import Archive, ArchivedGroups
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord, content_hash
-from stream.trainer.outcomes import Dead, Dropped, Trained
+from stream.trainer.ledger_records import Dead, Dropped, LedgerRecord, Trained, content_hash
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 from tests.unit.test_dashboard import browser, text_of

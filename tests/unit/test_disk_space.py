@@ -9,12 +9,11 @@ from contextlib import suppress
 import pytest
 import structlog
 
-from stream import disk_space, server_data
+from stream import disk_space, private_server
 from stream.disk_space import disk_problem, persist, waiting
 from stream.durable import append_all, write_file_atomically
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord, read_contents
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import LedgerRecord, Trained, read_contents
 from workers.train.metrics_log import MetricsLog
 
 
@@ -146,6 +145,6 @@ def test_digests_on_a_full_disk_are_missing_and_end_nothing(tiny_disk):
         (tiny_disk / "appendonlydir" / f"a.{number}.incr.aof").write_bytes(b"")
     fill(tiny_disk)
     with structlog.testing.capture_logs() as events:
-        server_data.write_digests(tiny_disk)
+        private_server.write_digests(tiny_disk)
     assert [event["event"] for event in events] == ["private_server.digests_not_written"]
-    assert not (tiny_disk / server_data.DIGESTS).exists()
+    assert not (tiny_disk / private_server.DIGESTS).exists()

@@ -3,7 +3,7 @@
 import pytest
 
 from stream.errors import DataError, SettingsError
-from stream.operator.run_status import EvaluationStatus, RunStatus
+from stream.operator.status import EvaluationStatus, RunStatus
 from stream.queue.evaluation import PromptEvaluation
 from stream.records import Completion, Failure, Group, Prompt, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured

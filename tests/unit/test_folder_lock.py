@@ -10,8 +10,7 @@ import pytest
 from stream.errors import FencedError
 from stream.trainer.folder_lock import LOCK_FILE, RunFolderLock, last_token
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord, read_contents
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import LedgerRecord, Trained, read_contents
 from workers.train.metrics_log import MetricsLog
 
 OLD, YOUNG = 1_700_000_000_000_000, 1_700_000_000_000_001

@@ -9,14 +9,18 @@ from stream.errors import RunMismatchError
 from stream.records import Completion, Failure, Group, Interval, Prompt, RewardPart, Span
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import (
+    Dead,
+    Dropped,
     LedgerEvent,
+    LedgerOutcome,
     LedgerRecord,
+    Retried,
+    Trained,
     content_hash,
     read_contents,
     read_events,
     read_ledger,
 )
-from stream.trainer.outcomes import Dead, Dropped, LedgerOutcome, Retried, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 

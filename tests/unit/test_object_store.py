@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import structlog
 
-from stream.backoff import Backoff
 from stream.connection.run_identity import RunIdentity, write_identity
 from stream.errors import RunMismatchError, SettingsError, StorageError
 from stream.trainer.folder_lock import RunFolderLock, last_token
+from stream.waiting import Backoff
 from workers.runs.warnings import read_warnings
 from workers.settings.toml_file import parse_settings
 from workers.train.checkpointing import object_store

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from stream.operator.run_status import RunStatus, StageStatus
+from stream.operator.status import RunStatus, StageStatus
 from workers.run.restart_policy import MAX_RESTARTS, GiveUp, Restart, RestartPolicy
 from workers.run.stall_detector import StallDetector
 from workers.runs.metrics_file import metric_value

@@ -13,8 +13,7 @@ from stream.codec import encode
 from stream.records import Completion, Group, Prompt
 from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord, content_hash
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
 from stream.validity import Measured
 from tests.unit.test_dashboard import browser, text_of
 from workers.cli import penstock

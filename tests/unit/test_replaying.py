@@ -16,8 +16,7 @@ from stream.errors import PenstockError, RecordError, RunMismatchError
 from stream.records import Completion, Group, Prompt
 from stream.trainer.archive import Archive, ArchivedGroups, scan_archive
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord, content_hash, encode_record, read_ledger
-from stream.trainer.outcomes import Dropped, Trained
+from stream.trainer.ledger_records import Dropped, LedgerRecord, Trained, content_hash, encode_record, read_ledger
 from stream.validity import Measured
 from tests.cases.models import loaded_once, write_small_qwen3
 from tests.cases.rows import sampled_row

@@ -13,8 +13,7 @@ from stream.errors import PenstockError, SettingsError
 from stream.records import Completion, Group, Prompt
 from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord, content_hash
-from stream.trainer.outcomes import Dropped, Trained
+from stream.trainer.ledger_records import Dropped, LedgerRecord, Trained, content_hash
 from stream.validity import Measured, RewardReason, Unmeasured
 from workers.cli import penstock
 from workers.runs import run as run_module

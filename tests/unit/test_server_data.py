@@ -2,7 +2,7 @@
 
 import pytest
 
-from stream import server_data
+from stream import private_server
 
 
 @pytest.mark.parametrize(
@@ -12,8 +12,8 @@ def test_digests_that_cannot_be_read_do_not_condemn_good_data(tmp_path, digests)
     data = tmp_path / "redis"
     (data / "appendonlydir").mkdir(parents=True)
     (data / "appendonlydir" / "a.1.incr.aof").write_bytes(b"commands")
-    (data / server_data.DIGESTS).write_bytes(digests)
-    server_data.prepare(data)
-    assert not (data / server_data.DIGESTS).exists()
+    (data / private_server.DIGESTS).write_bytes(digests)
+    private_server.prepare(data)
+    assert not (data / private_server.DIGESTS).exists()
     assert (data / "appendonlydir" / "a.1.incr.aof").read_bytes() == b"commands"
     assert list(data.glob("damaged-*")) == []

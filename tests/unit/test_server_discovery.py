@@ -12,7 +12,7 @@ import pytest
 
 from stream import parent_death
 from stream.errors import ServerError
-from stream.server_process import command_line, find_server
+from stream.private_server import command_line, find_server
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ from stream.records import Completion, Failure, Group, Prompt, RewardPart, Train
 from stream.trainer.annotations import AnnotationFiles
 from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord, content_hash
-from stream.trainer.outcomes import Dropped, Trained
+from stream.trainer.ledger_records import Dropped, LedgerRecord, Trained, content_hash
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 from workers.cli import penstock

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from stream.errors import PenstockError
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 
 STAGE = {"depth": 0, "claimed": 0, "delayed": 0, "marked": 0, "lag": 0, "oldest_age_ms": 0, "rate": 0, "consumers": {}}
 STATUS = {

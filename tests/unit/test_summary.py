@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from stream.errors import PenstockError
-from stream.operator.run_status import RunStatus
+from stream.operator.status import RunStatus
 from stream.trainer.ledger_records import read_events
 from workers.run.plot import draw_progress, make_figure, smooth
 from workers.runs.live_run import read_live

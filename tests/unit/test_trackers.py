@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from structlog.testing import capture_logs
 
-from stream.backoff import Backoff
+from stream.waiting import Backoff
 from workers.check.machine import check_packages
 from workers.check.report import Checker
 from workers.settings.toml_file import parse_settings

@@ -20,8 +20,7 @@ from click.testing import CliRunner
 
 from stream.records import Group, Row
 from stream.trainer.archive import ArchivedGroups
-from stream.trainer.ledger_records import read_ledger
-from stream.trainer.outcomes import Trained
+from stream.trainer.ledger_records import Trained, read_ledger
 from tests.e2e.harness import Project, balanced, stop, wait_for_trained
 from tests.vllm.policies import Judge
 from tests.vllm.served import CLOSE, difference

@@ -14,7 +14,7 @@ import psutil
 
 from stream.connection.run_connection import connect
 from stream.errors import EngineError, PenstockError, ServerError, SettingsError
-from stream.server_process import find_server
+from stream.private_server import find_server
 from workers.check.model import ModelFacts
 from workers.check.report import Checker
 from workers.engine_api.discovery.addresses import explain_lookup, find_engines

@@ -6,7 +6,7 @@ import socket
 
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
-from stream.operator.run_control import ControlCommand, pause, resume, stop
+from stream.operator.control import ControlCommand, pause, resume, stop
 from workers.runs.find import refuse_other_run
 from workers.runs.run import Run
 from workers.terminal.output import print_line

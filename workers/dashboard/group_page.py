@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from stream.operator.unfinished_groups import find_unfinished_group
 from stream.records import Completion, Group, TrainedCompletion
-from stream.trainer.outcomes import encode_outcome
+from stream.trainer.ledger_records import encode_outcome
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.phase_bars import Axis, Bar
 from workers.dashboard.rendering import parse_number, render

@@ -7,9 +7,9 @@ from aiohttp import web
 from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
-from stream.operator.in_flight import groups_in_flight, ongoing_activities
-from stream.operator.run_status import RunStatus
-from stream.trainer.lease import owner_name
+from stream.operator.status import RunStatus
+from stream.queue.in_flight import groups_in_flight, ongoing_activities
+from stream.trainer.trainer_lease import owner_name
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.live_view import StatusReading
 from workers.dashboard.rendering import render

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 import anyio
 import structlog
 
-from stream.cancellation import cancel_on
 from stream.connection.run_connection import MAX_BLOCK_S
 from stream.errors import DataError
 from stream.queue.feed import CursorMovedError, Feed
 from stream.trainer.ledger_ends import download_ends
 from stream.trainer.ledger_records import read_contents
+from stream.waiting import cancel_on
 from workers.datasets.mix import DatasetMix, open_dataset_mix
 from workers.feed.evaluation_prompts import upload_evaluation_prompts
 from workers.runtime.context import WorkerContext

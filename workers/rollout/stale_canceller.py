@@ -3,8 +3,7 @@
 import structlog
 
 from stream.queue.lease import Lease
-from stream.queue.stage import Stage
-from stream.queue.versions import watch_versions
+from stream.queue.stage import Stage, watch_versions
 
 log = structlog.get_logger()
 

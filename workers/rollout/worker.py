@@ -10,11 +10,11 @@ import anyio
 import structlog
 
 from envs.factory import EnvironmentFactory
-from stream.cancellation import cancel_on
 from stream.errors import SettingsError
 from stream.queue.in_flight import Activity
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
+from stream.waiting import cancel_on
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
 from workers.rollout.engine_client.client import EngineClient

@@ -7,8 +7,8 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from stream.backoff import Backoff
 from stream.errors import RunFailedError
+from stream.waiting import Backoff
 from workers.run.child_processes import ChildProcess, describe_exit
 from workers.run.role_specs import dashboard_spec
 from workers.settings import Settings

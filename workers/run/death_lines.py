@@ -5,7 +5,7 @@ from typing import Final
 
 import structlog
 
-from stream.operator.killed_workers import HeldEntry
+from stream.operator.control import HeldEntry
 
 log = structlog.get_logger()
 

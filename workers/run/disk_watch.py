@@ -9,7 +9,7 @@ import anyio.to_thread
 import structlog
 
 from stream.disk_space import DiskProblem, end_waits, waiting
-from stream.operator.run_status import RunStatus
+from stream.operator.status import RunStatus
 from workers.runs.folder import disk_problems
 
 log = structlog.get_logger()

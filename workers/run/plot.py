@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError
-from stream.operator.run_status import RunStatus
+from stream.operator.status import RunStatus
 from workers.runs.metrics_file import Rows, metric_value, part_names, read_metrics
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import structlog
 
 from stream.connection.run_connection import RunConnection
 from stream.errors import RunFailedError, ServerError
-from stream.operator.killed_workers import HeldEntry, release_worker
-from stream.operator.run_status import read_status
+from stream.operator.control import HeldEntry, release_worker
+from stream.operator.status import read_status
 from workers.run.child_processes import ChildProcess
 from workers.run.death_lines import DeathLines
 from workers.run.restart_policy import (

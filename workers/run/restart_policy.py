@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from stream.backoff import Backoff
+from stream.waiting import Backoff
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Queue
 
@@ -72,7 +72,7 @@ class RestartPolicy:
             killed_from_outside: see `was_killed_from_outside`. Such an exit is not counted: the process has no defect.
                 A run that makes no progress because of it ends after `abort.stall_timeout_s`.
             held_work: a worker held entries when it ended. Such an exit is not counted either: its death is counted for
-                the entries (`stream.operator.killed_workers`), and each of them has a limit.
+                the entries (`stream.operator.control`), and each of them has a limit.
             now: monotonic time in seconds; default: the current time.
         """
         if code in (ExitCode.USAGE, ExitCode.PERMANENT):

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
-from stream.operator.run_status import RunStatus
+from stream.operator.status import RunStatus
 from workers.check.report_text import print_report
 from workers.run.identity_check import check_folder
 from workers.run.plot import draw_progress

@@ -8,7 +8,7 @@ from rich.text import Text
 from stream.codec import decode
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
-from stream.operator.run_status import RunStatus
+from stream.operator.status import RunStatus
 from stream.operator.unfinished_groups import newest_scored_group
 from stream.records import Completion, Group
 from stream.trainer.archive import scan_archive

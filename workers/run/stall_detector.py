@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from stream.operator.run_status import RunStatus, describe_stages
+from stream.operator.status import RunStatus, describe_stages
 from stream.queue.in_flight import GroupInFlight
 
 

@@ -33,11 +33,11 @@ from stream.connection.run_connection import RunConnection, connect
 from stream.disk_space import allow_waits, end_waits, limit_waits, persist
 from stream.errors import PenstockError, RunFailedError, ServerError
 from stream.operator.bottleneck import find_bottleneck
+from stream.operator.control import read_last_error
 from stream.operator.dead_letters import dead_letter_causes
-from stream.operator.in_flight import groups_in_flight
-from stream.operator.last_errors import read_last_error
-from stream.operator.run_status import RunStatus, read_status
-from stream.server_process import private_server
+from stream.operator.status import RunStatus, read_status
+from stream.private_server import private_server
+from stream.queue.in_flight import groups_in_flight
 from workers.run.bottleneck_log import BottleneckLog
 from workers.run.child_processes import ChildProcess, ChildProcesses
 from workers.run.dashboard_process import DashboardProcess

@@ -9,8 +9,7 @@ from msgspec import Struct
 from stream.connection.run_connection import RunConnection
 from stream.connection.run_identity import read_identity, read_server_identity
 from stream.errors import DataError, PenstockError, ServerError
-from stream.operator.audit import AuditInput, AuditReport, audit
-from stream.operator.run_scan import RunScan, scan_run
+from stream.operator.audit import AuditInput, AuditReport, RunScan, audit, scan_run
 from stream.trainer.ledger_records import read_ledger
 from workers.datasets.fingerprint import are_known, recorded_lengths
 from workers.datasets.mix import DatasetMix, open_dataset_mix, open_recorded_mix

@@ -13,9 +13,9 @@ from stream.connection.keys import PROMPT_STAGES
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError, RecordError
 from stream.operator.dead_letters import DeadLetter, list_dead_letters
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from stream.records import Group, Prompt, Row
-from stream.trainer.untrained_ends import record_untrained_ends
+from stream.trainer.consume import record_untrained_ends
 from workers.runs.find import refuse_other_run
 from workers.runs.run import Run
 

@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from stream.connection.url import has_secret
+from stream.connection.address import has_secret
 from stream.disk_space import DiskProblem, disk_problem
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError
-from stream.operator.run_status import RunStatus
+from stream.operator.status import RunStatus
 from workers.settings import Settings
 from workers.settings.pipeline import name_from
 from workers.settings.settings import RUNS

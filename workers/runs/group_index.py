@@ -17,8 +17,7 @@ from msgspec import Struct, structs
 from stream.codec import decode
 from stream.errors import PenstockError, RecordError
 from stream.records import Failure, Group, Message, Span
-from stream.trainer.ledger_records import LedgerRecord
-from stream.trainer.outcomes import encode_outcome
+from stream.trainer.ledger_records import LedgerRecord, encode_outcome
 from stream.validity import Measured, Reward, TruncationReason
 from workers.runs.groups import ArchivedRunGroups, completion_labels
 from workers.runs.phases import GroupTimes

@@ -17,8 +17,7 @@ from stream.errors import PenstockError, RecordError
 from stream.records import Completion, Failure, Group, TrainedCompletion
 from stream.trainer.annotations import read_annotations
 from stream.trainer.archive import ArchivedGroups, ArchiveOffset, scan_archive
-from stream.trainer.ledger_records import LedgerRecord, LedgerTail
-from stream.trainer.outcomes import Dead, Dropped, encode_outcome
+from stream.trainer.ledger_records import Dead, Dropped, LedgerRecord, LedgerTail, encode_outcome
 from stream.validity import Measured, Reward, TruncationReason
 from workers.runs.transcript import invalid_reason
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from stream.connection.url import has_secret
+from stream.connection.address import has_secret
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError
 

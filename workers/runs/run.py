@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
 from stream.errors import PenstockError, ServerError
-from stream.operator.run_status import RunStatus, read_status
+from stream.operator.status import RunStatus, read_status
 from workers.runs.folder import disk_problems, file_state, lock_folder
 from workers.runs.live_run import read_live
 from workers.settings import Settings
@@ -131,7 +131,7 @@ class Run:
         async with AsyncExitStack() as stack:
             url = await anyio.to_thread.run_sync(self._find_server, start_server)
             if not url:
-                from stream.server_process import private_server  # only here: most runs that are looked at run
+                from stream.private_server import private_server  # only here: most runs that are looked at run
 
                 folder = self.file("redis").parent
                 fsync = await anyio.to_thread.run_sync(

@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from stream.causes import ErrorCause
 from stream.errors import RunFailedError
-from stream.operator.run_status import RunStatus
+from stream.operator.status import RunStatus
 from workers.runs.metrics_file import finite_value, metric_value
 from workers.runs.progress import GroupTotals, Progress
 from workers.settings import Settings

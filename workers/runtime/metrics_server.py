@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Info,
 
 from stream.connection.run_connection import RunConnection
 from stream.errors import EngineError, PenstockError
-from stream.operator.run_status import read_status
+from stream.operator.status import read_status
 from workers.runtime.context import Readiness
 from workers.runtime.http_server import listen
 from workers.runtime.metrics import REGISTRIES

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from stream.operator.run_status import RunStatus, StageStatus
+from stream.operator.status import RunStatus, StageStatus
 
 Labelled = Sequence[tuple[tuple[str, ...], float]]
 """Values of the labels, and the metric's value."""

@@ -25,7 +25,6 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from stream.cancellation import cancel_on
 from stream.connection.keys import EVALUATION_STAGES
 from stream.errors import (
     DataError,
@@ -37,6 +36,7 @@ from stream.errors import (
 )
 from stream.queue.lease import Lease
 from stream.queue.stage import Claim, ReleaseReason, Stage
+from stream.waiting import cancel_on
 from workers.runtime import metrics
 from workers.runtime.concurrency import ConcurrencyLimit
 from workers.runtime.error_text import error_text

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeGuard
 from urllib.parse import unquote, urlsplit
 
-from stream.connection.url import redact_url
+from stream.connection.address import redact_url
 from stream.errors import SettingsError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stream.operator.run_status import RunStatus
+from stream.operator.status import RunStatus
 from workers.runs.metrics_file import metric_value
 from workers.runs.status import QueueReport, format_result, queue_report
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from stream.errors import NoRunError, PenstockError, SettingsError
 from stream.operator.bottleneck import Bottleneck
-from stream.operator.run_status import RunStatus, read_status
+from stream.operator.status import RunStatus, read_status
 from workers.runs.find import open_run
 from workers.runs.folder import disk_problems
 from workers.runs.run import Run

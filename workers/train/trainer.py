@@ -21,8 +21,7 @@ from anyio.abc import TaskGroup
 
 from stream.errors import EngineUnavailableError, RunFailedError
 from stream.records import Group
-from stream.trainer.leased_group import LeasedGroup
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.leased_group import LeasedGroup, ResumePoint
 from workers.runs.progress import Progress
 from workers.runtime.metrics import count_publication
 from workers.settings import Settings

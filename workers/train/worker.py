@@ -25,8 +25,8 @@ from stream.trainer.archive import Archive
 from stream.trainer.consume import open_consumer, open_trainer_lease
 from stream.trainer.consumer import Consumer
 from stream.trainer.folder_lock import RunFolderLock
-from stream.trainer.lease import TrainerLease
-from stream.trainer.resume_point import ResumePoint
+from stream.trainer.leased_group import ResumePoint
+from stream.trainer.trainer_lease import TrainerLease
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.runs.progress import Progress
 from workers.runs.warnings import TrainingWarning, write_warnings

@@ -27,8 +27,7 @@ from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from stream.errors import PenstockError, SettingsError
 from stream.records import Completion, Group, Message, RewardPart
-from stream.trainer.ledger_records import LedgerRecord
-from stream.trainer.outcomes import encode_outcome
+from stream.trainer.ledger_records import LedgerRecord, encode_outcome
 from stream.validity import Reward
 from workers.commands.rescore.rescore_summary import RescoreSummary, RewardComparison, summarize
 from workers.runs.find import open_run

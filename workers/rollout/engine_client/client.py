@@ -22,9 +22,9 @@ from typing import Final, Self
 import anyio
 import structlog
 
-from stream.backoff import Backoff
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from stream.queue.in_flight import Activity
+from stream.waiting import Backoff
 from workers.engine_api.connection import ConnectionPool, EngineBusyError, RequestTimeoutError, UnreachableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.rollout.engine_client.engine_sampler import EngineSampler, StaleWeightsError

@@ -20,8 +20,8 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from stream.backoff import Backoff
 from stream.errors import EngineError
+from stream.waiting import Backoff
 from workers.engine_api.connection import QUERY_TIMEOUT_S, ConnectionPool, EngineBusyError, UnreachableError
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.engine_api.queries import check_health, fetch_weight_name

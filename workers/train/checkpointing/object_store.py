@@ -25,12 +25,12 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from stream.backoff import Backoff
+from stream.connection.address import has_secret
 from stream.connection.run_identity import IDENTITY_FILE, RunIdentity, read_identity
-from stream.connection.url import has_secret
 from stream.durable import fsync_path, remove_folder, write_file_atomically
 from stream.errors import FencedError, RunMismatchError, SettingsError, StorageError
 from stream.trainer.folder_lock import LOCK_FILE, RunFolderLock
+from stream.waiting import Backoff
 from workers.runs.warnings import TrainingWarning, write_warnings
 from workers.settings import Settings
 

@@ -17,8 +17,15 @@ from torch import Tensor
 from stream.errors import RunMismatchError
 from stream.records import Group
 from stream.trainer.archive import ArchivedGroups
-from stream.trainer.ledger_records import LedgerLine, read_events, read_ledger
-from stream.trainer.outcomes import Dropped, LedgerOutcome, Trained, encode_outcome
+from stream.trainer.ledger_records import (
+    Dropped,
+    LedgerLine,
+    LedgerOutcome,
+    Trained,
+    encode_outcome,
+    read_events,
+    read_ledger,
+)
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import OPTIMIZER, Checkpoint, CheckpointStore
 from workers.train.step.collation import collate

@@ -21,7 +21,6 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from stream.cancellation import cancel_on
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
 from stream.queue.evaluation import (
     EvaluationProgress,
@@ -30,7 +29,8 @@ from stream.queue.evaluation import (
     read_evaluation_progress,
     read_prompt_evaluations,
 )
-from stream.trainer.lease import TrainerLease
+from stream.trainer.trainer_lease import TrainerLease
+from stream.waiting import cancel_on
 from workers.settings import Settings
 from workers.train.evaluation.results import EvaluationLog, EvaluationResult, summarize
 

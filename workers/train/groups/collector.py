@@ -12,10 +12,9 @@ import structlog
 from msgspec import Struct, field
 
 from stream.errors import RunFailedError
-from stream.operator.last_errors import read_last_error
-from stream.operator.run_status import describe_stages, read_status
-from stream.queue.stage import Claim
-from stream.queue.versions import inflight_versions
+from stream.operator.control import read_last_error
+from stream.operator.status import describe_stages, read_status
+from stream.queue.stage import Claim, inflight_versions
 from stream.trainer.consumer import Consumer
 from workers.runs.warnings import write_warnings
 from workers.runtime.idle_log import IdleLogger

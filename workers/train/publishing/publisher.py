@@ -10,8 +10,8 @@ import anyio
 import structlog
 from anyio.abc import ObjectReceiveStream, TaskStatus
 
-from stream.backoff import Backoff
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
+from stream.waiting import Backoff
 from workers.engine_api.availability import EngineAvailability
 from workers.engine_api.discovery.discovery import EngineDiscovery
 from workers.settings import Settings

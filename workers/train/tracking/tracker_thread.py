@@ -24,9 +24,9 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from stream.backoff import Backoff
 from stream.connection.run_identity import read_identity
 from stream.durable import write_file_atomically
+from stream.waiting import Backoff
 from workers.settings import Settings
 from workers.train.tracking.trackers import TRACKERS, TrackedRun, Tracker
 

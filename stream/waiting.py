@@ -1,7 +1,13 @@
-"""Exponential back-off with jitter: how long to wait before the next try."""
+"""Exponential back-off with jitter: how long to wait before the next try.
+
+Cancel a block when an event is set.
+"""
 
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+import anyio
 from msgspec import Struct
 
 
@@ -25,3 +31,17 @@ class Backoff(Struct, frozen=True):
         """Return the seconds to wait after the given number of failed attempts (1 for the first)."""
         doublings = min(max(attempt - 1, 0), 60)
         return random.uniform(1.0 - self.jitter, 1.0) * min(self.first_s * 2.0**doublings, self.max_s)
+
+
+@asynccontextmanager
+async def cancel_on(event: anyio.Event) -> AsyncIterator[None]:
+    """Run the block until it ends or `event` is set; then the block is cancelled and the code after it continues."""
+    async with anyio.create_task_group() as tasks:
+
+        async def watch() -> None:
+            await event.wait()
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(watch)
+        yield
+        tasks.cancel_scope.cancel()

