@@ -10,6 +10,8 @@
 One kind never falls back to another. Folders are appended to the import path, and a project's own `stream/`, `envs/` or
 `workers/` is joined to the package of that name (`project_packages`). Only settings are resolved, never data from the
 network.
+
+Import libraries that only some environments need.
 """
 
 import ast
@@ -31,13 +33,13 @@ from typing import Literal, NoReturn
 
 from envs import project_packages
 from envs.call import describe_error
-from stream.errors import ReferenceNotFoundError
+from stream.errors import PenstockError, ReferenceNotFoundError
 
 ReferenceKind = Literal["entry point", "module", "file", "address"]
 
 ADAPTERS = {
     "openenv": "envs.adapters.openenv:openenv",
-    "verifiers": "envs.adapters.verifiers_server:VerifiersServer",
+    "verifiers": "envs.adapters.verifiers:VerifiersServer",
     "mcp": "envs.adapters.mcp_tools:McpTools",
 }
 """Adapter classes by the word before the address; their first argument is the address."""
@@ -274,3 +276,30 @@ def _is_suggestible(name: str, value: object, target: object) -> bool:
 
 def _distribution(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist is not None else "an unknown distribution"
+
+
+class MissingExtraError(PenstockError, ImportError):
+    """A library is not installed; the message names the extra that installs it."""
+
+
+def import_extra(module: str, extra: str) -> ModuleType:
+    """Import a library of an optional extra.
+
+    Args:
+        module: name of the module.
+        extra: the extra of this distribution that installs it.
+
+    Raises:
+        MissingExtraError: the library is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise missing_extra(module, extra) from error
+
+
+def missing_extra(module: str, extra: str) -> MissingExtraError:
+    """Return the error for a library that is not installed."""
+    return MissingExtraError(f'{module} is not installed; pip install "penstock[{extra}]"')

@@ -17,8 +17,7 @@ from typing import Any
 
 from envs.adapters.step_rewards import AggregationMethod, NoStep, RewardAggregation
 from envs.call import describe_error, filter_kwargs
-from envs.extras import import_extra
-from envs.references import resolve
+from envs.references import import_extra, resolve
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Unmeasured
 

@@ -20,9 +20,9 @@ import anyio
 from anyio.abc import TaskStatus
 
 from envs.call import describe_error
-from envs.call.background_loop import background_loop
+from envs.call.threads import background_loop
 from envs.contract import ToolError
-from envs.extras import import_extra
+from envs.references import import_extra
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 
 _OPEN_S = 30.0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from envs.call import describe_error
-from envs.extras import import_extra
+from envs.references import import_extra
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ import msgspec
 
 from envs.adapters.reasoning_gym_scorer import HANDLER, Score, encode_job, make_problem
 from envs.call import Failed, describe_error, describe_failure
-from envs.extras import import_extra
 from envs.messages import last_assistant_text
+from envs.processes.child_main import ProcessPoolError
 from envs.processes.isolation import Isolation
-from envs.processes.jobs import ProcessPoolError
 from envs.processes.shared_pools import finished, pool_timeout_s, run_in_pool, start_pool
+from envs.references import import_extra
 from envs.sandboxes.process import sandbox_problem, warn_without_sandbox
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, Reward, RewardReason, worst_reward

@@ -24,11 +24,10 @@ from anyio import to_thread
 
 from envs.adapters.textarena_replay import HANDLER, Game, GameMoves, GameState, make_game
 from envs.call import Failed, describe_failure, is_awaitable
-from envs.extras import import_extra
+from envs.processes.child_main import JobError
 from envs.processes.isolation import Isolation, IsolationKind, strongest_isolation
-from envs.processes.jobs import JobError
 from envs.processes.shared_pools import finished, pool_timeout_s, run_in_pool
-from envs.references import resolve
+from envs.references import import_extra, resolve
 from envs.sandboxes.process import warn_without_sandbox
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, Reward, RewardReason, worst_reward

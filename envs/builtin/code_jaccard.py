@@ -11,7 +11,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from envs.builtin.gold_answers import bad_reference, gold_column
+from envs.builtin.math_verifier import bad_reference, gold_column
 from envs.messages import last_assistant_text
 from stream.validity import Reward, RewardReason, Unmeasured, measure
 

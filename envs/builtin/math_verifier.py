@@ -19,18 +19,19 @@ A policy must not be able to choose to be invalid, so the gold answer is read in
 compared with a number. Once that worked, whatever the verifier cannot do in time, in memory or at all with the model's
 answer is a measured 0.0 that keeps its reason. A machine or an installation that fails (`ImportError`, `OSError`), or a
 verifier that can no longer compare the gold answer with itself, measures nothing.
+
+Gold answers: their column in the data, and the result for an invalid one.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from envs.builtin.gold_answers import bad_reference, gold_column
 from envs.call import describe_error
-from envs.extras import missing_extra
 from envs.messages import answer_text, last_assistant_text
+from envs.references import missing_extra
 from envs.rewards.loading import CallOptions
 from stream.validity import Measured, Reward, RewardReason, Unmeasured, worst_reward
 
@@ -227,3 +228,23 @@ def _parse_limits() -> dict[str, Any]:
 
 
 VERIFIERS: dict[str, Verifier] = {DEFAULT_VERIFIER: math_verify}
+
+
+_MAX_SHOWN_CHARS = 200
+
+
+def gold_column(columns: Mapping[str, Sequence[Any]], column: str) -> Sequence[Any]:
+    """Return the column with the gold answers.
+
+    Raises:
+        KeyError: the data has no such column.
+    """
+    golds = columns.get(column)
+    if golds is None:
+        raise KeyError(f"the data has no column {column!r}; set args.answer to the column with the gold answers")
+    return golds
+
+
+def bad_reference(gold: Any, why: str) -> Unmeasured:
+    """Return the reward for a gold answer that is unusable: the completion is invalid, the data is at fault."""
+    return Unmeasured(RewardReason.BAD_REFERENCE, f"the gold answer {str(gold)[:_MAX_SHOWN_CHARS]!r} {why}")

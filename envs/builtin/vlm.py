@@ -24,8 +24,7 @@ from typing import Any
 
 import msgspec
 
-from envs.builtin.gold_answers import bad_reference
-from envs.builtin.math_verifier import PROCESSES, UNMANAGEABLE, get_verifier, is_comparable
+from envs.builtin.math_verifier import PROCESSES, UNMANAGEABLE, bad_reference, get_verifier, is_comparable
 from envs.messages import last_assistant_text
 from envs.rewards.loading import CallOptions
 from stream.validity import Measured, Reward, RewardReason, Unmeasured, worst_reward

@@ -11,7 +11,6 @@ raising, so nothing that user code raises, `SystemExit` included, reaches the wo
 """
 
 from envs.call.call_memory import call_subject, describe_subject, recorded_call
-from envs.call.causes import error_cause, is_library, outcome_cause
 from envs.call.outcomes import (
     Failed,
     Ok,
@@ -20,10 +19,12 @@ from envs.call.outcomes import (
     call_inline,
     describe_error,
     describe_failure,
+    error_cause,
+    is_library,
+    outcome_cause,
     replace_surrogates,
 )
-from envs.call.rate_limiter import RateLimiter
-from envs.call.runner import CallRunner, filter_kwargs
+from envs.call.runner import CallRunner, RateLimiter, filter_kwargs
 from envs.call.signatures import call_signature, is_async, is_awaitable
 from envs.call.threads import AbandonedThreads, Call, TimedOutcome, abandoned_threads
 

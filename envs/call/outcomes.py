@@ -1,10 +1,20 @@
-"""How a call of user code ended, and what to say about it."""
+"""How a call of user code ended, and what to say about it.
 
-from collections.abc import Callable, Mapping
+Find the place in user code where an exception was raised, or where a call hangs.
+"""
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from traceback import FrameSummary
-from typing import Any
+from types import FrameType
+from typing import Any, Final
 
 from msgspec import Struct
+
+from stream.causes import MAX_TRACEBACK, ErrorCause
 
 _MAX_TEXT = 2000
 
@@ -76,3 +86,90 @@ def replace_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-8", "replace").decode()
     return text
+
+
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_OURS: Final = tuple(f"{_ROOT / name}/" for name in ("penstock", "stream", "envs", "workers"))
+_USER_LIKE: Final = tuple(f"{_ROOT / 'envs' / name}/" for name in ("adapters", "builtin", "remote"))
+"""Environments and reward functions that Penstock brings along are shown as a user's own."""
+_LIBRARIES: Final = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
+_COMPILED: Final = (".pyx", ".pxi", ".pxd")
+"""Cython gives frames of compiled modules a path relative to the package's sources."""
+_PLUMBING: Final = ("/anyio/", "/asyncio/", "/threading.py", "<frozen", "/uvloop/", "/concurrent/futures/")
+
+
+def error_cause(error: BaseException, source: str = "") -> ErrorCause:
+    """Return where an exception was raised, without the frames that led to the user's code."""
+    error = _innermost(error)
+    frames = _user_frames(traceback.extract_tb(error.__traceback__))
+    return _cause(describe_error(error), frames, source, f"{_only(error)}")
+
+
+def outcome_cause(outcome: Outcome, source: str = "") -> ErrorCause | None:
+    """Return the cause of a call without a result; None for a call that returned, or one without a known place."""
+    match outcome:
+        case Ok():
+            return None
+        case Failed(error):
+            return error_cause(error, source)
+        case TimedOut(_, _, stack):
+            what = describe_failure(outcome)
+            return _cause(f"TimeoutError: {what}", _user_frames(stack), source, f"TimeoutError: {what}\n")
+
+
+def stack_of_thread(ident: int) -> tuple[traceback.FrameSummary, ...]:
+    """Return the stack of a running thread of this process; empty if it has ended."""
+    frame: FrameType | None = sys._current_frames().get(ident)  # noqa: SLF001  (documented, and has no public name)
+    return tuple(traceback.extract_stack(frame)) if frame is not None else ()
+
+
+def is_library(file: str) -> bool:
+    """Return whether a frame's file belongs to Python or to an installed package, compiled ones included."""
+    return file.startswith(_LIBRARIES) or file.endswith(_COMPILED)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """Return the first exception of a group, and the cause of one that our own code raised from another."""
+    while True:
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        elif error.__cause__ is not None and not _user_frames(traceback.extract_tb(error.__traceback__)):
+            error = error.__cause__
+        else:
+            return error
+
+
+def _user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return the frames from the first one in user code on; none if there is none."""
+    first = next((i for i, frame in enumerate(frames) if not _is_plumbing(frame.filename)), len(frames))
+    return [frame for frame in frames[first:] if not _is_ours(frame.filename)]
+
+
+def _cause(exception: str, frames: Sequence[traceback.FrameSummary], source: str, last_line: str) -> ErrorCause:
+    if not frames:
+        return ErrorCause(exception=exception, source=source)
+    own = [frame for frame in frames if not is_library(frame.filename)] or frames
+    text = "".join(traceback.format_list(list(frames)))[-MAX_TRACEBACK:]
+    return ErrorCause(
+        exception=exception,
+        source=source,
+        file=own[-1].filename,
+        line=own[-1].lineno or 0,
+        traceback=f"Traceback (most recent call last):\n{text}{last_line}".rstrip(),
+    )
+
+
+def _only(error: BaseException) -> str:
+    """Return the last line of a traceback."""
+    try:
+        return replace_surrogates("".join(traceback.format_exception_only(error)))
+    except BaseException:  # noqa: BLE001  (__str__ is user code too, and may even exit)
+        return describe_error(error)
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_OURS) and not file.startswith(_USER_LIKE)
+
+
+def _is_plumbing(file: str) -> bool:
+    return _is_ours(file) or any(part in file for part in _PLUMBING)

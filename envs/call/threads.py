@@ -2,9 +2,12 @@
 
 The threads are daemons. Those of `concurrent.futures` are joined when Python exits, so that one hanging call would keep
 the process. Waking one thread for all calls of a moment would save a rollout worker less than a tenth of its CPU.
+
+The event loop of this process's background tasks: sessions and pools that outlive the call that opened them.
 """
 
 import asyncio  # noqa: TID251  (a future and a timer of the loop take a tenth of anyio's event and cancel scope)
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, copy_context
@@ -14,10 +17,10 @@ from threading import Lock, Thread, get_ident
 from typing import Any, ClassVar, Final
 
 import anyio
+from anyio.from_thread import BlockingPortal
 
 from envs.call.call_memory import call_text, current_slot
-from envs.call.causes import stack_of_thread
-from envs.call.outcomes import Ok, Outcome, TimedOut, call_inline
+from envs.call.outcomes import Ok, Outcome, TimedOut, call_inline, stack_of_thread
 from envs.call.signatures import is_awaitable
 
 try:
@@ -232,3 +235,33 @@ class ThreadCalls:
         stack = () if thread_id is None else stack_of_thread(thread_id)
         self.outcomes.append((TimedOut(timeout_s, stack=stack), time.monotonic() - self.started_at))
         return True
+
+
+_START_S = 30.0
+_lock = threading.Lock()
+_portals: list[BlockingPortal] = []
+
+
+def background_loop() -> BlockingPortal:
+    """Return the way into an event loop in a daemon thread, which lives as long as this process.
+
+    Environments are called in threads that come and go, and what they open has to stay open: so it belongs to a task of
+    this loop.
+
+    Raises:
+        TimeoutError: the thread did not start.
+    """
+
+    async def serve(ready: threading.Event) -> None:
+        async with BlockingPortal() as portal:
+            _portals.append(portal)
+            ready.set()
+            await portal.sleep_until_stopped()
+
+    with _lock:
+        if not _portals:
+            ready = threading.Event()
+            threading.Thread(target=partial(anyio.run, serve, ready), name="background loop", daemon=True).start()
+            if not ready.wait(_START_S):
+                raise TimeoutError(f"the thread of the background loop did not start within {_START_S:g} s")
+    return _portals[0]

@@ -4,6 +4,8 @@ A request is one frame with a list of jobs. Each result is a separate frame, wri
 parent knows which job is running. A job may report an interim result, which counts if its process is then killed. A
 frame is a length (4 bytes, little-endian) and msgpack. Jobs print to /dev/null: the pipes to the parent are not their
 standard streams.
+
+Jobs for the children of a process pool.
 """
 
 import importlib
@@ -14,12 +16,16 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import anyio
 import msgspec
 
+from envs.call import Outcome
 from envs.processes.confine import set_limit
+from stream.errors import PenstockError
 from stream.parent_death import die_with_parent
 
 Handler = Callable[[bytes], bytes]
@@ -155,3 +161,42 @@ def _write(pipe: int, message: object) -> None:
     remaining = memoryview(encode_frame(msgspec.msgpack.encode(message)))
     while remaining:
         remaining = remaining[os.write(pipe, remaining) :]
+
+
+class ProcessPoolError(PenstockError):
+    """A child could not be started, or ended while it ran a job."""
+
+
+class JobError(Exception):
+    """A job raised in its child; the message holds the original type and text."""
+
+
+@dataclass(eq=False)
+class JobBatch:
+    """The jobs of one `ProcessPool.map` call."""
+
+    remaining: int
+    done: anyio.Event = field(default_factory=anyio.Event)
+    is_cancelled: bool = False
+
+
+@dataclass(eq=False)
+class Job:
+    """One job of a batch: bytes for the handler."""
+
+    payload: bytes
+    timeout_s: float
+    batch: JobBatch
+    attempts: int = 0
+    """Children that ended while they ran this job."""
+    interim: bytes | None = None
+    """The last interim result that the job reported, in any child."""
+    outcome: Outcome | None = None
+
+    def finish(self, outcome: Outcome) -> None:
+        """Set the outcome; only the first call counts."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self.batch.remaining -= 1
+            if self.batch.remaining == 0:
+                self.batch.done.set()

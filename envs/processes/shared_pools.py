@@ -11,7 +11,7 @@ import msgspec
 from anyio.abc import TaskStatus
 
 from envs.call import Failed, Ok, Outcome
-from envs.call.background_loop import background_loop
+from envs.call.threads import background_loop
 from envs.processes.forked import WALL_FACTOR
 from envs.processes.isolation import Isolation
 from envs.processes.pool import ChildLimits, ProcessPool

@@ -26,8 +26,7 @@ import msgspec
 from anyio import CancelScope
 
 from envs.messages import format_transcript
-from envs.remote.control_question import HARMLESS_ANSWER, blame
-from envs.remote.service_client import ClientOptions, RewardServiceClient, parse_client_options
+from envs.remote.service_client import HARMLESS_ANSWER, ClientOptions, RewardServiceClient, blame, parse_client_options
 from envs.rewards.call_report import REPORT_PARAMETERS
 from envs.rewards.loading import CallOptions
 from stream.errors import RunFailedError, ServiceError, ServiceRefusedError, SettingsError

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from envs.messages import build_conversation
-from envs.remote.classify_api import classify_request, parse_score
+from envs.remote.reward_model import classify_request, parse_score
 from stream.errors import RunFailedError, ServiceRefusedError, ServiceUnavailableError
 from stream.records import Message
 from stream.validity import Unmeasured

@@ -7,12 +7,23 @@ a 5xx, 408 or 429                          in all: `ServiceUnavailableError`. Th
 any other 4xx                              the request is at fault, never retried: `ServiceRefusedError`
 a redirect                                 never followed or retried: `ServiceError`
 =========================================  =============================================================================
+
+Statistics of a served reward model, logged at intervals.
+
+Who is at fault when a judge or a reward model gives no score: the model's text, or the service?
+
+A refusal looks the same either way. So the service is asked a control question: the same prompt, with a harmless
+answer. If that gets a score, the service works and handles this prompt, so the model's text is the cause, and its
+reward is the worst (`worst_reward`). If not, nobody knows what the model's answer is worth: it stays unmeasured. An
+outage (`unavailable`) is never the model's fault, whatever a control question would say: it may just have ended.
 """
 
 import json
 import math
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from types import MappingProxyType, TracebackType
 from typing import Annotated, Any, Self, TypeVar
@@ -22,8 +33,9 @@ import msgspec
 import structlog
 
 from envs.call import describe_error, replace_surrogates
-from envs.extras import missing_extra
+from envs.references import missing_extra
 from stream.errors import ServiceError, ServiceRefusedError, ServiceUnavailableError, SettingsError
+from stream.validity import Measured, Reward, RewardReason, worst_reward
 from stream.waiting import Backoff
 
 try:
@@ -240,3 +252,79 @@ def error_message(payload: bytes) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         text = payload[: 4 * _MAX_ERROR_CHARS].decode(errors="replace")
     return replace_surrogates(str(text)[:_MAX_ERROR_CHARS])
+
+
+class ServiceStats:
+    """Collects scores, latencies and errors, and logs them as `reward_model.served`."""
+
+    def __init__(self) -> None:
+        self._logged_retries = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._batch_sizes: list[int] = []
+        self._latencies: list[float] = []
+        self._scores: list[float] = []
+        self._errors: Counter[str] = Counter()
+
+    def record_batch(self, size: int) -> None:
+        """Count a batch of `size` conversations."""
+        self._batch_sizes.append(size)
+
+    def record(self, reward: Reward, latency_s: float) -> None:
+        """Count the final result of one conversation, and its latency including retries."""
+        self._latencies.append(latency_s)
+        if isinstance(reward, Measured):
+            self._scores.append(reward.value)
+        else:
+            self._errors[reward.reason] += 1
+
+    def log_and_reset(self, total_retries: int) -> None:
+        """Log the statistics since the last call; log nothing if no conversation was scored.
+
+        Args:
+            total_retries: retries since the client was opened.
+        """
+        if not self._latencies:
+            return
+        log.info(
+            "reward_model.served",
+            scored=len(self._scores),
+            errors=dict(self._errors),
+            retries=total_retries - self._logged_retries,
+            score_mean=_rounded(statistics.fmean(self._scores) if self._scores else None),
+            score_std=_rounded(statistics.stdev(self._scores) if len(self._scores) > 1 else None),
+            score_min=_rounded(min(self._scores, default=None)),
+            score_max=_rounded(max(self._scores, default=None)),
+            latency_mean_s=_rounded(statistics.fmean(self._latencies)),
+            latency_max_s=_rounded(max(self._latencies)),
+            batch_mean=_rounded(statistics.fmean(self._batch_sizes) if self._batch_sizes else None),
+            batch_max=max(self._batch_sizes, default=None),
+        )
+        self._logged_retries = total_retries
+        self._clear()
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+HARMLESS_ANSWER = "I do not know."
+"""The answer in a control question."""
+
+
+async def blame(reward: Reward, worst: float, control: Callable[[], Awaitable[Reward]]) -> Reward:
+    """Return the reward of an answer, after a control question if it has none.
+
+    Args:
+        reward: what the service said.
+        worst: the worst reward that it can give.
+        control: asks for the reward of `HARMLESS_ANSWER` to the same prompt.
+    """
+    if isinstance(reward, Measured) or reward.reason is RewardReason.UNAVAILABLE:
+        return reward
+    if not isinstance(await control(), Measured):
+        return reward
+    return worst_reward(
+        worst, reward.reason, f"{reward.detail}; the answer {HARMLESS_ANSWER!r} to the same prompt has a score"
+    )

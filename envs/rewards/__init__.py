@@ -13,9 +13,8 @@
 =======================  ===========================================================================
 """
 
-from envs.rewards.env_reward import environment_reward
 from envs.rewards.loading import CallOptions
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import environment_reward, merge_parts
 from envs.rewards.reward_batch import RewardBatch
 from envs.rewards.reward_function import RewardFunction
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envs.messages import messages_text
-from envs.rewards.call_report import REPORT_PARAMETERS
-from envs.rewards.trainer_state import TrainerState
+from envs.rewards.call_report import REPORT_PARAMETERS, TrainerState
 from stream.records import Completion, Group, Message, Prompt
 
 

@@ -11,10 +11,9 @@ from envs.call import Ok, Outcome, call_inline
 from envs.processes.child_main import report_interim
 from envs.processes.isolation import Isolation, strongest_isolation
 from envs.processes.pool import ProcessPool
-from envs.rewards.call_report import CallReport, use_fallback
+from envs.rewards.call_report import CallReport, TrainerState, use_fallback
 from envs.rewards.call_results import CallResult, classify_rows
 from envs.rewards.loading import load_reward_function
-from envs.rewards.trainer_state import TrainerState
 from envs.sandboxes.process import warn_without_sandbox
 
 WITHOUT_SANDBOX = "its child processes can read files and use the network"

@@ -22,7 +22,6 @@ class name instead of the version; the name is only looked up among the environm
 ===================  ==================================================================
 """
 
-from envs.snapshot.freezing import freeze
-from envs.snapshot.thawing import Namespace, TooLarge, omitted_attributes, thaw, thaw_and_watch
+from envs.snapshot.freezing import Namespace, TooLarge, freeze, omitted_attributes, thaw, thaw_and_watch
 
 __all__ = ("Namespace", "TooLarge", "freeze", "omitted_attributes", "thaw", "thaw_and_watch")

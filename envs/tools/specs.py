@@ -18,10 +18,14 @@ from docstring_parser import Docstring
 from msgspec import Struct
 
 from envs.contract import RESERVED_METHODS, offers_render, offers_rows
-from envs.tools.argument_types import ANY_TYPE, ArgumentValidationError, SchemaBuilder
-from envs.tools.container_types import Field
-from envs.tools.docstrings import annotated_description, join_lines, parse_google_docstring
-from envs.tools.type_hints import UnsupportedTypeError, argument_type_of
+from envs.tools.argument_types import ANY_TYPE, ArgumentValidationError, Field, SchemaBuilder
+from envs.tools.type_hints import (
+    UnsupportedTypeError,
+    annotated_description,
+    argument_type_of,
+    join_lines,
+    parse_google_docstring,
+)
 from stream.errors import PenstockError, ReferenceNotFoundError
 
 _CHOICES = re.compile(r"\s*\(choices:\s*(\[.*?\])\s*\)\s*$", re.IGNORECASE)

@@ -16,6 +16,8 @@ msgspec structs, attrs, dates, UUIDs, ...        by msgspec; also constraints fr
 
 Neither pydantic nor msgspec alone covers this table: of the 25 hints in tests/unit/test_hints.py, `TypeAdapter` gives
 the same schema for 7 and msgspec for 9. Key order and wording are part of the prompt, so they must not change.
+
+Descriptions from docstrings and from `Annotated`.
 """
 
 import dataclasses
@@ -30,6 +32,7 @@ from threading import RLock
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
+from docstring_parser import Docstring, DocstringStyle, ParseError, parse, parse_from_object
 
 from envs.tools.argument_types import (
     ANY_TYPE,
@@ -37,12 +40,17 @@ from envs.tools.argument_types import (
     REF_TEMPLATE,
     AnnotatedType,
     ArgumentType,
+    ArrayType,
+    ConstrainedType,
     EnumType,
+    Field,
+    MappingType,
+    MsgspecType,
+    PydanticType,
+    RecordType,
+    TupleType,
     UnionType,
 )
-from envs.tools.container_types import ArrayType, Field, MappingType, RecordType, TupleType
-from envs.tools.docstrings import annotated_description, class_docstring, join_lines
-from envs.tools.library_types import ConstrainedType, MsgspecType, PydanticType
 
 _PLAIN = (type(None), bool, int, float, str)
 _LISTS: dict[Any, Callable[[list[Any]], Any]] = {
@@ -213,3 +221,43 @@ def _json_value(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     return value
+
+
+def annotated_description(hint: Any) -> str:
+    """Return the description in `Annotated`: a string, or that of a `Meta`, a `Doc` or a pydantic `Field`."""
+    for note in getattr(hint, "__metadata__", ()):
+        text = (
+            note
+            if isinstance(note, str)
+            else getattr(note, "description", None) or getattr(note, "documentation", None)
+        )
+        if isinstance(text, str) and text:
+            return text
+    return ""
+
+
+def parse_google_docstring(text: str) -> Docstring:
+    """Parse a Google-style docstring; a docstring in another style is all description."""
+    try:
+        return parse(inspect.cleandoc(text), style=DocstringStyle.GOOGLE)
+    except ParseError:
+        doc = Docstring()
+        doc.short_description = inspect.cleandoc(text)
+        return doc
+
+
+def join_lines(text: str | None) -> str:
+    """Return a description on one line."""
+    return " ".join((text or "").split())
+
+
+def class_docstring(cls: Any) -> Docstring:
+    """Parse a class docstring and the docstrings of its fields, without generated ones of dataclasses and tuples."""
+    try:
+        found = parse_from_object(cls, style=DocstringStyle.GOOGLE)
+    except (ParseError, OSError, TypeError, SyntaxError, IndentationError):
+        found = parse_google_docstring(vars(cls).get("__doc__") or "")
+    own = vars(cls).get("__doc__") or ""
+    if not own or own.startswith(f"{cls.__name__}("):
+        found.short_description = None
+    return found

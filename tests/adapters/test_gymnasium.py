@@ -9,7 +9,7 @@ import pytest
 
 from envs.adapters.gymnasium_text import GymnasiumText
 from envs.factory import EnvironmentFactory
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from envs.snapshot import thaw
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, RewardReason, RolloutReason

@@ -7,7 +7,7 @@ import pytest
 
 from envs.adapters.openenv import openenv
 from envs.factory import EnvironmentFactory
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from envs.snapshot import thaw
 from stream.errors import EnvironmentFailure
 from stream.validity import Measured, RewardReason, RolloutReason

@@ -10,7 +10,7 @@ from aiohttp import web
 from envs.adapters.openenv import OpenEnv, RewardedOpenEnv, openenv
 from envs.contract import ToolError
 from envs.factory import EnvironmentFactory
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from envs.snapshot import thaw
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured

@@ -15,7 +15,7 @@ import pytest
 
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardBatch, RewardFunction
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from envs.snapshot import thaw
 from stream.records import Group, Prompt
 from stream.validity import Measured, RewardReason

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from envs.factory import EnvironmentFactory
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from stream.errors import EngineError
 from stream.validity import Measured, RolloutReason
 from tests.adapters.episodes import completions, train

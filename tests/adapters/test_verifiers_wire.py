@@ -9,9 +9,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from envs.adapters.verifiers_server import read_rewards
+from envs.adapters.verifiers import read_rewards
 from envs.factory import EnvironmentFactory
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from envs.snapshot import thaw
 from stream.errors import DataError, EngineError, EngineRefusedError
 from stream.records import Prompt

@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
-from envs.remote.control_question import HARMLESS_ANSWER
 from envs.remote.judge import Judge
+from envs.remote.service_client import HARMLESS_ANSWER
 from envs.rewards import RewardBatch, RewardFunction
 from stream.errors import ReferenceNotFoundError, RunFailedError
 from stream.validity import Measured, RewardReason, Unmeasured

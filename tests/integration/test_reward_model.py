@@ -8,8 +8,8 @@ import anyio.lowlevel
 import pytest
 from structlog.testing import capture_logs
 
-from envs.remote.control_question import HARMLESS_ANSWER
 from envs.remote.reward_model import RewardModel
+from envs.remote.service_client import HARMLESS_ANSWER
 from envs.rewards import RewardBatch, RewardFunction
 from stream.errors import RunFailedError, ServiceUnavailableError
 from stream.validity import Measured, RewardReason, Unmeasured

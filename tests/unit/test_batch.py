@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from stream.errors import RecordError
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured

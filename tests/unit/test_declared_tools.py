@@ -8,8 +8,8 @@ import pytest
 
 from envs.call import CallRunner
 from envs.contract import AgentEnvironment, declares_tools
-from envs.extras import MissingExtraError, import_extra
 from envs.factory import EnvironmentFactory
+from envs.references import MissingExtraError, import_extra
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.records import Failure
 from tests.cases.checks import tried
@@ -151,7 +151,7 @@ def test_a_missing_import_within_a_library_is_reported_unchanged(tmp_path, monke
 def test_adapters_load_nothing_until_they_are_used():
     code = (
         "import sys, envs.adapters.openenv, envs.adapters.mcp_tools, envs.adapters.gymnasium_text\n"
-        "import envs.adapters.verifiers_server\n"
+        "import envs.adapters.verifiers\n"
         "print([name for name in ('aiohttp', 'mcp', 'gymnasium', 'zmq', 'pydantic') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from envs.factory import EnvironmentFactory
 from envs.references import Reference
 from envs.rewards import RewardFunction
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from envs.snapshot import thaw
 from stream.codec import decode, encode
 from stream.errors import (

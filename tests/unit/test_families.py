@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from envs.factory import EnvironmentFactory
 from envs.references import Reference
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from envs.snapshot import thaw
 from stream.codec import decode, encode
 from stream.errors import SettingsError

@@ -152,7 +152,7 @@ def test_without_rows_held_out_problems_have_other_seeds_than_training(own):
 )
 def test_rows_that_cannot_be_fed_are_answered_with_the_place(own, old, new, message, monkeypatch):
     if "iter" in new:
-        monkeypatch.setattr("envs.own_rows.MAX_ROWS", 10)
+        monkeypatch.setattr("envs.factory.MAX_ROWS", 10)
         message = message.replace("1,000,000", "10")
     assert old in SUMS
     settings = own(SUMS.replace(old, new))

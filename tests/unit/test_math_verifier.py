@@ -14,7 +14,7 @@ from envs.builtin.math_verifier import DEFAULT_VERIFIER, VERIFIERS, Math, math_v
 from envs.call import CallRunner
 from envs.rewards import RewardBatch, RewardFunction
 from envs.rewards.loading import CallOptions
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from stream.errors import ReferenceNotFoundError
 from stream.records import RewardPart
 from stream.validity import Measured, RewardReason, Unmeasured

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from stream.records import RewardPart
 from stream.validity import Measured, RewardReason, Unmeasured
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from envs.call import Failed, Ok, TimedOut
-from envs.processes.jobs import ProcessPoolError
+from envs.processes.child_main import ProcessPoolError
 from envs.processes.pool import ChildLimits, ProcessPool
 
 HERE = "processes_under_test"

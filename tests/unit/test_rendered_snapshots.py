@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from envs.contract import offers_render
 from envs.factory import EnvironmentFactory
 from envs.snapshot import freeze
-from envs.snapshot.rendering import MAX_CHARACTERS, RenderedSnapshot, render_snapshot, render_snapshots
+from envs.snapshot.render import MAX_CHARACTERS, RenderedSnapshot, render_snapshot, render_snapshots
 from stream.codec import encode
 from stream.records import Completion, Group, Prompt
 from stream.trainer.archive import Archive
@@ -96,7 +96,7 @@ def test_what_render_returns_is_shown_and_what_it_raises_is_said(board):
 
 
 async def test_a_render_that_hangs_is_killed_and_costs_no_other_snapshot(board, monkeypatch):
-    monkeypatch.setattr("envs.snapshot.rendering.RENDER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("envs.snapshot.render.RENDER_TIMEOUT_S", 0.5)
     ref, _, snapshot = board
     hanging, other = await render_snapshots(ref, {}, [snapshot("hang"), snapshot()])
     assert hanging == RenderedSnapshot(error="render: it did not return within 0.5 s")

@@ -7,8 +7,8 @@ import pytest
 
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardBatch, RewardFunction
+from envs.rewards.call_report import TrainerState
 from envs.rewards.loading import CallOptions
-from envs.rewards.trainer_state import TrainerState
 from stream.errors import ReferenceNotFoundError, SettingsError
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured, RewardReason, Unmeasured

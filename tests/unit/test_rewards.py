@@ -13,7 +13,7 @@ import torch
 from envs.rewards import RewardBatch, RewardFunction, environment_reward
 from envs.rewards.call_results import CallResult
 from envs.rewards.loading import CallOptions
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from stream.errors import EnvironmentFailure
 from stream.records import Completion, Group, Prompt, RewardPart, Row
 from stream.validity import Measured, RewardReason, Unmeasured

@@ -45,7 +45,7 @@ import torch
 from envs.builtin.vlm import bbox_giou
 from envs.rewards import RewardFunction, environment_reward
 from envs.rewards.loading import CallOptions
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from stream.errors import RunFailedError
 from stream.records import Completion, Failure, Group, Prompt, RewardPart
 from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured

@@ -17,10 +17,9 @@ from envs.call import (
     call_subject,
     describe_subject,
 )
-from envs.factory import EnvironmentFactory
-from envs.own_rows import first_row
+from envs.factory import EnvironmentFactory, first_row
 from envs.references import class_key
-from envs.rewards.env_reward import accepts_messages
+from envs.rewards.parts import accepts_messages
 from envs.sandboxes.process import missing_sandbox
 from stream.errors import PenstockError
 from stream.records import Prompt, RewardPart

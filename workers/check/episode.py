@@ -10,9 +10,9 @@ from envs.call import CallRunner
 from envs.contract import Observation
 from envs.factory import EnvironmentFactory, run_in_thread
 from envs.messages import content_text
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from envs.snapshot import omitted_attributes, thaw_and_watch
-from envs.snapshot.rendering import RENDER_TIMEOUT_S, RenderedSnapshot, render_snapshot
+from envs.snapshot.render import RENDER_TIMEOUT_S, RenderedSnapshot, render_snapshot
 from envs.tools import ToolSpec
 from envs.tools.examples import example_arguments
 from stream.errors import EnvironmentFailure, PenstockError

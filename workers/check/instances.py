@@ -17,7 +17,7 @@ from envs.call import CallRunner, Ok, describe_failure
 from envs.contract import Observation
 from envs.factory import EnvironmentFactory
 from envs.messages import messages_text
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from envs.snapshot.object_state import FrozenObject
 from stream.records import Failure, Prompt
 from stream.validity import Measured

@@ -12,7 +12,7 @@ import msgspec
 from envs.call import call_subject, describe_error, describe_subject, error_cause, is_async
 from envs.rewards import RewardFunction
 from envs.rewards.loading import CALL_PARAMETERS
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from envs.rewards.reward_processes import WITHOUT_SANDBOX
 from envs.sandboxes.process import sandbox_problem
 from stream.errors import PenstockError

@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from envs.snapshot import thaw
 from envs.tools import ToolSpec
 from stream.records import Completion, Failure, Message, Prompt, RewardPart, Span

@@ -153,7 +153,7 @@ def dashboard(targets: tuple[str, ...], redis: str, host: str, port: int, allow_
     With --allow-changes, or a host that other machines can reach, a random one is made otherwise and printed in the
     address.
     """
-    from envs.extras import import_extra
+    from envs.references import import_extra
 
     for module in ("aiohttp", "jinja2"):
         import_extra(module, "dashboard")

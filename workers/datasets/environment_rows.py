@@ -14,8 +14,7 @@ import msgspec
 import structlog
 
 from envs.call import recorded_call
-from envs.factory import EnvironmentFactory
-from envs.own_rows import call_rows
+from envs.factory import EnvironmentFactory, call_rows
 from stream.durable import write_file_atomically
 from stream.errors import DataError
 from workers.settings import Settings

@@ -32,7 +32,7 @@ from envs.call import (
 )
 from envs.contract import Observation, Response, is_done, is_messages, is_observation, is_response
 from envs.factory import EnvironmentFactory
-from envs.rewards.env_reward import accepts_messages, reward_call, reward_parts
+from envs.rewards.parts import accepts_messages, reward_call, reward_parts
 from envs.snapshot import freeze
 from envs.tools import ToolArgumentError, bind_arguments
 from stream.causes import ErrorCause

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct, structs
 
-from envs.extras import import_extra
+from envs.references import import_extra
 from stream.errors import PenstockError, SettingsError
 from stream.records import Message
 from workers.runs.groups import ArchivedRunGroups, CompletionView

@@ -8,7 +8,7 @@ import anyio.to_thread
 from msgspec import Struct
 
 from envs.snapshot import omitted_attributes, thaw
-from envs.snapshot.rendering import RenderedSnapshot, render_snapshots
+from envs.snapshot.render import RenderedSnapshot, render_snapshots
 from stream.errors import RecordError, ReferenceNotFoundError
 from workers.runs.groups import CompletionView
 from workers.settings import Settings

@@ -12,7 +12,7 @@ import msgspec
 
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
-from envs.rewards.merge import merge_parts
+from envs.rewards.parts import merge_parts
 from stream.errors import RecordError
 from stream.queue.evaluation import create_evaluation_streams
 from stream.queue.in_flight import Activity

@@ -11,8 +11,7 @@ import structlog
 from msgspec import Struct
 from rich.console import Console
 
-from envs.factory import EnvironmentFactory
-from envs.own_rows import first_row
+from envs.factory import EnvironmentFactory, first_row
 from stream.errors import SettingsError
 from stream.records import Group, Message, Prompt
 from workers.check.scripted import run_in_daemon_thread

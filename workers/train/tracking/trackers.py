@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
-from envs.extras import import_extra
+from envs.references import import_extra
 
 _PROJECT: Final = "penstock"
 _MLFLOW_TAG: Final = "penstock.run"

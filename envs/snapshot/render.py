@@ -8,11 +8,11 @@ import msgspec
 from msgspec import Struct
 
 from envs.call import Ok, describe_failure
-from envs.call.causes import error_cause
+from envs.call.outcomes import error_cause
 from envs.factory import EnvironmentFactory
-from envs.processes.jobs import ProcessPoolError
+from envs.processes.child_main import ProcessPoolError
 from envs.processes.pool import ProcessPool
-from envs.snapshot.thawing import thaw
+from envs.snapshot.freezing import thaw
 from stream.errors import RecordError, ReferenceNotFoundError
 
 MAX_CHARACTERS: Final = 20_000
