@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from workers import settings
-from workers.settings.losses import Clipped
+from workers.settings.loss_options import Clipped
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.aggregation import AGGREGATIONS, BatchTotals, row_factors
 from workers.train.algorithms.grouping import Grouping

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 
 from workers.commands.algorithms import AlgorithmEntry, preset_lines, registered_algorithms
-from workers.settings.presets import PRESETS
+from workers.settings.algorithm import PRESETS
 
 HEAD = """# Algorithms
 

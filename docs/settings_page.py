@@ -9,7 +9,8 @@ from typing import get_args
 import msgspec
 
 from workers import settings
-from workers.settings import algorithm, presets
+from workers.settings import algorithm
+from workers.settings import algorithm as presets
 
 WORDS = {
     "PositiveRange": "[low, high]",

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from tests.conformance.cases import Case, family, named
 from tests.conformance.corrections import bounds_of, correct, expect_metrics, rules_of, weights_of
-from workers.settings.presets import PRESETS, Preset
+from workers.settings.algorithm import PRESETS, Preset
 
 LOSS_TYPES: Final = {"ppo_clip": "clipped", "reinforce": "reinforce"}
 

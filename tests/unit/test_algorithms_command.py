@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from workers.cli import penstock
-from workers.settings.presets import PRESETS
+from workers.settings.algorithm import PRESETS
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.losses import LOSSES
 from workers.train.algorithms.rejection import REJECTIONS

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from workers.settings.presets import PRESETS
+from workers.settings.algorithm import PRESETS
 from workers.train.algorithms.importance import IMPORTANCE_LEVELS
 from workers.train.algorithms.rejection import REJECTIONS
 
@@ -47,5 +47,5 @@ def test_a_presets_rules_and_levels_are_registered(name):
 
 
 def test_presets_load_without_torch():
-    code = "import sys; import workers.settings.presets; sys.exit('torch' in sys.modules)"
+    code = "import sys; import workers.settings.algorithm; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

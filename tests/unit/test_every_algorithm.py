@@ -8,7 +8,7 @@ import torch
 from stream.records import Completion, Group, Prompt, RewardPart, Row, Span
 from stream.validity import Measured, RewardReason, TruncationReason, Unmeasured
 from tests.cases.models import loaded_once, write_small_qwen3
-from workers.settings.presets import PRESETS, Rule
+from workers.settings.algorithm import PRESETS, Rule
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.aggregation import AGGREGATIONS

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from workers.settings import presets as settings_presets
+from workers.settings import algorithm as settings_presets
 from workers.train.algorithms.ratios import log_ratios
 from workers.train.algorithms.rejection import REJECTIONS, Rejection, RejectionRule, reject
 from workers.train.algorithms.sequences import Sequences

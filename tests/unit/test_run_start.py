@@ -16,7 +16,7 @@ from workers.runs.folder import write_settings
 from workers.runs.live_run import LiveRun, write_live
 from workers.runs.summary import RunSummary, Staleness
 from workers.runtime.exit_codes import ExitCode
-from workers.settings.estimators import Grpo
+from workers.settings.estimator_options import Grpo
 from workers.settings.flat_settings import flat_settings
 from workers.settings.toml_file import dump_settings, load_settings, parse_settings
 from workers.terminal.queues import _wait_for_run

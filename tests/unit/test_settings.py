@@ -135,7 +135,7 @@ def test_settings_come_from_a_url_and_no_message_shows_its_key(tmp_path):
 
 
 def test_settings_from_a_url_are_whole_and_arrive_in_time(monkeypatch):
-    monkeypatch.setattr("workers.settings.download._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("workers.settings.toml_file._TIMEOUT_S", 0.3)
     content = b'\xef\xbb\xbf[model]\npath = "m"\n[environments]\nc = "calculator"\n'
     asked = []
 

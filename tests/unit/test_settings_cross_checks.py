@@ -4,7 +4,7 @@ import pytest
 
 from stream.errors import SettingsError
 from workers.settings import sections
-from workers.settings.presets import PRESETS
+from workers.settings.algorithm import PRESETS
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.losses import LOSSES

@@ -20,8 +20,8 @@ from workers.check.report import Checker
 from workers.engine_api.discovery.addresses import explain_lookup, find_engines
 from workers.runtime.ports import free_port
 from workers.settings import Settings
-from workers.settings.engine import DNS_PREFIX
 from workers.settings.settings import RUNS
+from workers.settings.training import DNS_PREFIX
 from workers.vllm.interpreter import check_interpreter, resolve_interpreter
 
 _DASHBOARD_HOST: Final = "127.0.0.1"

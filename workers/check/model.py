@@ -10,7 +10,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from workers.check.report import Checker, Subject
-from workers.runtime.model_config import max_positions
+from workers.settings.secrets import max_positions
 
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _POINTER: Final = b"version https://git-lfs"

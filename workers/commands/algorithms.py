@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from workers.settings import sections
-from workers.settings.presets import PRESETS, Preset
+from workers.settings.algorithm import PRESETS, Preset
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.aggregation import AGGREGATIONS
 from workers.train.algorithms.divergence import DIVERGENCES

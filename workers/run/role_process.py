@@ -30,9 +30,8 @@ from workers.runtime.log_setup import configure_logging, drop_output_when_full
 from workers.runtime.loop_watchdog import LoopWatchdog
 from workers.runtime.recycling import WorkerRecycler
 from workers.settings import Settings
-from workers.settings.download import display_source
 from workers.settings.secrets import REDIS, read_secret
-from workers.settings.toml_file import load_settings
+from workers.settings.toml_file import display_source, load_settings
 from workers.train.checkpointing.object_store import find_copy, restore
 
 log = structlog.get_logger()

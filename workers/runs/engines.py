@@ -14,7 +14,7 @@ from workers.engine_api.queries import check_health, fetch_weight_name
 from workers.engine_api.wire import policy_version
 from workers.runs.live_run import read_live
 from workers.settings import Settings
-from workers.settings.engine import DNS_PREFIX, FILE_PREFIX
+from workers.settings.training import DNS_PREFIX, FILE_PREFIX
 
 _PROBE_TIMEOUT_S: Final = 3.0
 

@@ -7,7 +7,7 @@ from stream.errors import PenstockError, RunMismatchError
 from workers.runs.folder import find_newest_run
 from workers.runs.live_run import read_live
 from workers.runs.run import NoServerError, Run
-from workers.settings.pipeline import name_from
+from workers.settings.run import name_from
 from workers.settings.secrets import REDIS, read_secret
 from workers.settings.settings import RUNS
 from workers.settings.toml_file import load_settings

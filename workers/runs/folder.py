@@ -25,7 +25,7 @@ from stream.durable import write_file_atomically
 from stream.errors import PenstockError
 from stream.operator.status import RunStatus
 from workers.settings import Settings
-from workers.settings.pipeline import name_from
+from workers.settings.run import name_from
 from workers.settings.settings import RUNS
 from workers.settings.toml_file import dump_settings
 

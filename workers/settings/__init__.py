@@ -13,14 +13,13 @@
 
 from workers.settings.algorithm import Algorithm, Correction, Filter, Normalization, TruncationPolicy
 from workers.settings.data import Data, DatasetSettings, EnvironmentSettings, RewardSettings
-from workers.settings.engine import Engine
-from workers.settings.estimators import Estimator
-from workers.settings.losses import Loss
-from workers.settings.pipeline import Abort, Archive, Model, Queue, Run, Score
+from workers.settings.estimator_options import Estimator
+from workers.settings.loss_options import Loss
 from workers.settings.rollout import Eval, Pacing, Rollout, SamplingSettings
+from workers.settings.run import Abort, Archive, Model, Queue, Run, Score
 from workers.settings.section import Section
 from workers.settings.settings import Settings, sections, setting_keys
-from workers.settings.training import Lora, Train, Weights
+from workers.settings.training import Engine, Lora, Train, Weights
 
 __all__ = [
     "Abort",

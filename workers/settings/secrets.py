@@ -1,5 +1,9 @@
-"""Secrets from the environment, or from files that it names: Docker, Kubernetes and systemd mount secrets as files."""
+"""Secrets from the environment, or from files that it names: Docker, Kubernetes and systemd mount secrets as files.
 
+What a model's `config.json` says, read without loading the model.
+"""
+
+import json
 import os
 from pathlib import Path
 from typing import Final
@@ -36,3 +40,12 @@ def read_secret(name: str) -> str:
 def without_secrets() -> dict[str, str]:
     """Return variables that hide this process's secrets from a child process that does not need them."""
     return {variable: "" for name in SECRETS for variable in (name, f"{name}_FILE")}
+
+
+def max_positions(folder: Path) -> int:
+    """Return the longest sequence that a model was made for; 0 if its folder does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        return int(config.get("max_position_embeddings") or config["text_config"]["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0

@@ -13,13 +13,12 @@ from stream.errors import SettingsError
 from stream.validity import TruncationReason
 from workers.settings.algorithm import Algorithm, Correction, Filter, TruncationPolicy
 from workers.settings.data import OWN_ROWS, Data, DatasetSettings, EnvironmentSettings, RewardSettings
-from workers.settings.engine import Engine
-from workers.settings.estimators import Estimator, Grpo
-from workers.settings.losses import Clipped, Loss
-from workers.settings.pipeline import Abort, Archive, Model, Queue, Run, Score, Storage
+from workers.settings.estimator_options import Estimator, Grpo
+from workers.settings.loss_options import Clipped, Loss
 from workers.settings.rollout import Eval, Pacing, Rollout
+from workers.settings.run import Abort, Archive, Model, Queue, Run, Score, Storage
 from workers.settings.section import Section
-from workers.settings.training import Lora, Train, Weights
+from workers.settings.training import Engine, Lora, Train, Weights
 
 RUNS: Final = Path("runs")
 """Folder of runs that name no other, in the working directory."""

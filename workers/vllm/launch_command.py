@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from workers.runtime.model_config import max_positions
 from workers.settings import Settings
+from workers.settings.secrets import max_positions
 from workers.vllm.interpreter import PLUGIN_NAME
 
 SERVER_MODULE: Final = ("-m", "vllm.entrypoints.openai.api_server")

@@ -28,8 +28,8 @@ from workers.runs.export import completion_record, write_export
 from workers.runs.groups import CompletionView
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.log_setup import configure_logging
-from workers.runtime.model_config import max_positions
 from workers.settings import EnvironmentSettings, RewardSettings, Settings
+from workers.settings.secrets import max_positions
 from workers.settings.toml_file import settings_for_model, write_overrides
 from workers.terminal.lines import completion_lines
 from workers.terminal.output import print_json

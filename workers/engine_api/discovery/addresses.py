@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 
 from stream.errors import SettingsError
-from workers.settings.engine import DNS_PREFIX, FILE_PREFIX
+from workers.settings.training import DNS_PREFIX, FILE_PREFIX
 
 _DNS_TIMEOUT_S: Final = 10.0
 _MAX_MISSES: Final = 3

@@ -13,7 +13,7 @@ from workers.engine_api.discovery.addresses import (
     merge_dns_answer,
     normalize_engine_url,
 )
-from workers.settings.engine import DNS_PREFIX, FILE_PREFIX
+from workers.settings.training import DNS_PREFIX, FILE_PREFIX
 
 log = structlog.get_logger()
 

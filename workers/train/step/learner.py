@@ -18,7 +18,7 @@ from stream.errors import RunMismatchError, SettingsError
 from stream.records import TrainedCompletion
 from stream.validity import DropReason
 from workers.settings import Settings
-from workers.settings.estimators import Gae
+from workers.settings.estimator_options import Gae
 from workers.train.distributed.ranks import Ranks
 from workers.train.distributed.sharding import gather_full
 from workers.train.model.critic import Critic, hidden_size

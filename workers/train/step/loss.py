@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from workers.settings import Settings
-from workers.settings.estimators import Gae
+from workers.settings.estimator_options import Gae
 from workers.train.algorithms.divergence import DIVERGENCES
 from workers.train.algorithms.losses import LossInputs, LossOutput, policy_loss
 from workers.train.algorithms.sequences import Sequences

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from workers.settings import Settings
-from workers.settings.estimators import Gae
+from workers.settings.estimator_options import Gae
 from workers.train.algorithms.schedule import learning_rate_factor
 from workers.train.distributed.ranks import Ranks
 from workers.train.distributed.sharding import broadcast_into, clip_grad_norm
