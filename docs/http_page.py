@@ -22,7 +22,7 @@ The page is generated from the code.
 ## What every server asks of a request
 
 A browser sends requests to any address that its machine reaches, for any page that it shows. So each server of
-Penstock's looks at three headers before a route is chosen; `workers/runtime/http_access.py` does it for all of them.
+Penstock's looks at three headers before a route is chosen; `workers/engine_api/http_access.py` does it for all of them.
 
 | header | rule | otherwise |
 |---|---|---|

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 from aiohttp import web
 
-from workers.runtime.http_server import listen
+from workers.engine_api.http_server import listen
 
 
 def by_length(messages: list[dict[str, Any]]) -> float:

@@ -25,7 +25,7 @@ from workers.demo.demo import HELD_OUT_PROBLEMS
 from workers.demo.prepare import demo_settings, prepare_run
 from workers.demo.scoring import score_policy
 from workers.demo.task import held_out_rows
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
 from workers.run.child_processes import ChildProcess
 from workers.run.process_main import run_async
 from workers.run.role_specs import engine_spec

@@ -19,7 +19,7 @@ from stream.errors import RunFailedError
 from workers.demo.prepare import GROUP_SIZE, demo_settings
 from workers.demo.scoring import _play  # the public `evaluate` keeps means alone
 from workers.demo.task import training_rows
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
 from workers.run.child_processes import ChildProcess
 from workers.run.process_main import run_async
 from workers.run.role_specs import engine_spec

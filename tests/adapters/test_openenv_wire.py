@@ -17,8 +17,8 @@ from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from tests.adapters.episodes import completions
 from tests.cases.ports import free_port
 from tests.unit.test_episode import call
+from workers.engine_api.http_server import listen
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.runtime.http_server import listen
 
 TOOLS = [{"name": "say", "description": "Say it.", "inputSchema": {"type": "object", "properties": {"reward": {}}}}]
 ACTION = {"properties": {"metadata": {}, "move": {"type": "integer"}}, "required": ["move"], "title": "Move"}

@@ -17,7 +17,7 @@ from envs.rewards.loading import CallOptions
 from stream.errors import EnvironmentFailure
 from stream.validity import Measured, Reward, RewardReason, Unmeasured
 from tests.fuzz.answers import Attack
-from workers.runtime.http_server import listen
+from workers.engine_api.http_server import listen
 
 DATASETS = (
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "number_sorting", "polynomial_multiplication",

@@ -11,11 +11,11 @@ from aiohttp import web
 from stream.errors import EngineRefusedError, EngineUnavailableError
 from stream.records import Span
 from tests.scripted_engine.engine import ScriptedEngine
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
+from workers.engine_api.http_server import listen
 from workers.engine_api.wire import adapter_name
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampling import SamplingOptions
-from workers.runtime.http_server import listen
 from workers.settings.toml_file import parse_settings
 from workers.train.publishing.adapter_update import AdapterUpdate
 from workers.train.publishing.policy_versions import _prune

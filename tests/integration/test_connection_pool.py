@@ -13,8 +13,8 @@ from envs.remote.service_client import parse_retry_after
 from stream.errors import EngineError
 from tests.cases.authority import Authority
 from tests.cases.ports import free_port
-from workers.engine_api.connection import ConnectionPool, RequestTimeoutError, UnreachableError
-from workers.engine_api.request_target import RequestTarget
+from workers.engine_api.connection_pool import ConnectionPool, RequestTimeoutError, UnreachableError
+from workers.engine_api.http_connection import RequestTarget
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
@@ -292,7 +292,7 @@ async def test_a_request_is_not_sent_a_third_time_nor_after_a_part_of_its_answer
 
 
 async def test_idle_connections_are_closed_and_parallel_ones_reused(monkeypatch):
-    monkeypatch.setattr("workers.engine_api.connection._KEEPALIVE_S", 0.2)
+    monkeypatch.setattr("workers.engine_api.connection_pool._KEEPALIVE_S", 0.2)
 
     async def slow(_server: RawServer, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(0.05)

@@ -11,12 +11,12 @@ from structlog.testing import capture_logs
 
 from tests.scripted_engine.engine import ScriptedEngine
 from workers.cli import penstock
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
 
 
 @pytest.fixture(autouse=True)
 def frequent_lookups(monkeypatch):
-    monkeypatch.setattr("workers.engine_api.discovery.discovery._LOOKUP_INTERVAL_S", 0.02)
+    monkeypatch.setattr("workers.engine_api.discovery._LOOKUP_INTERVAL_S", 0.02)
 
 
 @asynccontextmanager

@@ -18,11 +18,11 @@ from tests.integration.test_engine_client import reply
 from tests.integration.test_local_engine import models, serving  # noqa: F401  (a fixture)
 from tests.scripted_engine.answers import Fault
 from tests.scripted_engine.engine import ScriptedEngine
+from workers.engine_api.http_server import listen
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.completions_api import CompletionsApi
 from workers.rollout.engine_client.generate_api import GenerateApi
 from workers.rollout.engine_client.sampling import SamplingOptions
-from workers.runtime.http_server import listen
 from workers.settings import Eval, Rollout
 from workers.settings.toml_file import parse_settings
 

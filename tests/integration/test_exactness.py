@@ -15,7 +15,7 @@ from stream.validity import Measured
 from workers.base_models.shipped import write_base_model
 from workers.demo.task import training_rows
 from workers.demo.warm_start import warm_start
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
 from workers.local_engine.server import EngineLimits, serve_local_engine
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer

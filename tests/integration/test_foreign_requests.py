@@ -194,4 +194,4 @@ def test_every_server_of_the_product_is_in_these_tests():
             if called in {"start_http_server", "start_server", "create_tcp_listener", "ThreadingHTTPServer"}:
                 others.add(file)
     assert listening == set(SERVERS.values())
-    assert others == {"workers/runtime/http_connections.py"}
+    assert others == {"workers/engine_api/http_connections.py"}

@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 
 from tests.cases.half_open import BEGINNINGS, HalfOpen
 from tests.cases.servers import SERVERS, served
-from workers.runtime import http_connections
-from workers.runtime.http_server import listen
+from workers.engine_api import http_connections
+from workers.engine_api.http_server import listen
 
 FILES = 128
 LIMIT = FILES // 2

@@ -15,7 +15,7 @@ from envs.rewards import RewardBatch, RewardFunction
 from stream.errors import ReferenceNotFoundError, RunFailedError
 from stream.validity import Measured, RewardReason, Unmeasured
 from stream.waiting import Backoff
-from workers.runtime.http_server import listen
+from workers.engine_api.http_server import listen
 
 KEY = "sk-very-secret"
 

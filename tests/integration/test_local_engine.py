@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from stream.errors import EngineError, SettingsError
 from workers.demo.model import make_model
+from workers.engine_api.http_server import listen
 from workers.local_engine.scheduler import Scheduler
 from workers.local_engine.server import EngineLimits, EngineRoutes, serve_local_engine
 from workers.local_engine.slot_model import SlotModel
 from workers.local_engine.stop_strings import load_tokenizer
 from workers.local_engine.weight_paths import EngineAccess
-from workers.runtime.http_server import listen
 from workers.train.model.policy_folder import load_policy
 
 pytestmark = pytest.mark.models

@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 from stream.errors import EngineRefusedError, EngineUnavailableError
 from tests.cases.ports import free_port
 from tests.scripted_engine.engine import ScriptedEngine
-from workers.engine_api.discovery.discovery import EngineDiscovery
-from workers.runtime.http_server import listen
+from workers.engine_api.discovery import EngineDiscovery
+from workers.engine_api.http_server import listen
 from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.publisher import WeightPublisher
 from workers.train.publishing.shared_folder import SharedFolderTransfer

@@ -13,7 +13,7 @@ from stream.errors import EngineUnavailableError
 from stream.records import Span
 from tests.scripted_engine.engine import ScriptedEngine
 from tests.scripted_engine.routes import ScriptedRoutes
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
 from workers.rollout.engine_client.affinity import rank_engines
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampling import SamplingOptions
@@ -266,7 +266,7 @@ async def test_a_pause_for_new_weights_is_not_a_failure(monkeypatch):
 
 
 async def test_an_added_engine_works_once_it_has_weights_and_a_removed_one_finishes_its_requests(tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.engine_api.discovery.discovery._LOOKUP_INTERVAL_S", 0.02)
+    monkeypatch.setattr("workers.engine_api.discovery._LOOKUP_INTERVAL_S", 0.02)
     file = anyio.Path(tmp_path / "engines.txt")
     async with (
         ScriptedEngine(reply, version="3", delay_s=0.5) as old,
@@ -303,7 +303,7 @@ async def test_an_added_engine_works_once_it_has_weights_and_a_removed_one_finis
 
 
 async def test_requests_that_wait_for_an_engine_are_answered_by_one_that_is_added(tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.engine_api.discovery.discovery._LOOKUP_INTERVAL_S", 0.02)
+    monkeypatch.setattr("workers.engine_api.discovery._LOOKUP_INTERVAL_S", 0.02)
     file = anyio.Path(tmp_path / "engines.txt")
     async with ScriptedEngine(reply, version="0") as gone:
         await file.write_text(f"{gone.url}\n")

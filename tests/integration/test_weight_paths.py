@@ -100,7 +100,7 @@ async def test_a_download_is_not_redirected(model):
     """A server that the run names cannot send the engine to another one."""
     from aiohttp import web
 
-    from workers.runtime.http_server import listen
+    from workers.engine_api.http_server import listen
 
     reached = []
 

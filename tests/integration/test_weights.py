@@ -13,7 +13,7 @@ from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger import Ledger
 from stream.trainer.trainer_lease import TrainerLease
 from tests.scripted_engine.engine import ScriptedEngine
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
 from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.policy_versions import PolicyVersions
 from workers.train.publishing.publisher import WeightPublisher

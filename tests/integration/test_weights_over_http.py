@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError, SettingsError
 from tests.integration.test_local_engine import build, logprobs_of, serving, teacher, tokens_of
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
 from workers.train.publishing.engine_control import EngineControlClient
 from workers.train.publishing.http_transfer import serve_weights
 from workers.train.publishing.paused_update import PausedUpdate

@@ -10,7 +10,7 @@ from typing import Self
 
 from tests.scripted_engine.routes import ScriptedRoutes
 from tests.scripted_engine.state import ScriptedState
-from workers.runtime.http_server import listen
+from workers.engine_api.http_server import listen
 
 
 class ScriptedEngine(ScriptedState):

@@ -10,6 +10,7 @@ from aiohttp import web
 from stream.errors import EngineRefusedError
 from tests.scripted_engine.answers import Fault
 from tests.scripted_engine.state import ScriptedState
+from workers.engine_api.http_server import MAX_BODY_BYTES, Handler, error_middleware
 from workers.engine_api.wire import (
     PROBE_PREFIX,
     GenerateRequest,
@@ -17,7 +18,6 @@ from workers.engine_api.wire import (
     decode_generate_request,
     error_body,
 )
-from workers.runtime.http_server import MAX_BODY_BYTES, Handler, error_middleware
 
 _CONTROL_ROUTES = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/finish_weight_update")
 _FAILURES = ("500", "429", "busy", "400", "hang", "reset")

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from stream.errors import SettingsError
-from workers.engine_api.discovery.addresses import merge_dns_answer, normalize_engine_url, resolve_engines
+from workers.engine_api.discovery import merge_dns_answer, normalize_engine_url, resolve_engines
 
 
 @pytest.mark.parametrize(

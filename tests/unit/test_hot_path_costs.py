@@ -13,8 +13,7 @@ from typing import Any, Self
 import msgspec
 import pytest
 
-from workers.engine_api.http_connection import HttpConnection
-from workers.engine_api.request_target import RequestTarget
+from workers.engine_api.http_connection import HttpConnection, RequestTarget
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.completions_api import CompletionsApi
 from workers.rollout.engine_client.generate_api import GenerateApi

@@ -3,7 +3,7 @@
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from workers.runtime.http_access import AccessRules, is_same_origin
+from workers.engine_api.http_access import AccessRules, is_same_origin
 from workers.settings import Engine
 
 

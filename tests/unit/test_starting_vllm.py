@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from stream.errors import EngineError, SettingsError
-from workers.engine_api.discovery.addresses import normalize_engine_url
-from workers.runtime.http_server import listen
+from workers.engine_api.discovery import normalize_engine_url
+from workers.engine_api.http_server import listen
 from workers.settings.toml_file import parse_settings
 from workers.vllm import server
 from workers.vllm.interpreter import VllmInstallation, check_interpreter, find_interpreter, resolve_interpreter

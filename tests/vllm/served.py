@@ -7,7 +7,7 @@ import aiohttp
 import msgspec
 
 from tests.vllm.policies import LENGTH, Judge
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
 from workers.engine_api.wire import GenerateRequest, GenerateResponse, SamplingParams
 from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.publisher import WeightPublisher

@@ -12,7 +12,7 @@ import torch
 from stream.errors import EngineRefusedError
 from tests.vllm.policies import LENGTH, MANY, Judge
 from tests.vllm.served import CLOSE
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
 from workers.engine_api.wire import adapter_name
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampling import SamplingOptions

@@ -19,11 +19,11 @@ from stream.validity import RolloutReason, TruncationReason
 from tests.vllm.policies import LENGTH, MANY
 from tests.vllm.served import CLOSE
 from workers.demo.model import make_tokenizer
+from workers.engine_api.http_server import listen
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.completions_api import CompletionsApi
 from workers.rollout.engine_client.generate_api import GenerateApi
 from workers.rollout.engine_client.sampling import SamplingOptions, end_after_error, turn_seed
-from workers.runtime.http_server import listen
 from workers.train.model.logprobs import LogprobModel, token_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from stream.errors import SettingsError
 from workers.dashboard.rendering import render
-from workers.runtime.http_access import AccessRules, is_loopback, is_same_origin
+from workers.engine_api.http_access import AccessRules, is_loopback, is_same_origin
 from workers.settings.secrets import DASHBOARD_TOKEN
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

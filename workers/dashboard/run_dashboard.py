@@ -9,8 +9,8 @@ import msgspec
 
 from workers.dashboard.access import Access
 from workers.dashboard.server import serve_dashboard
+from workers.engine_api.http_access import is_loopback
 from workers.runs.catalog import Runs
-from workers.runtime.http_access import is_loopback
 
 
 def run_dashboard(targets: Sequence[str], redis: str, access: Access, port: int) -> None:

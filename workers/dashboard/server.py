@@ -25,9 +25,9 @@ from workers.dashboard.run_page import render_pipeline, render_state, render_ste
 from workers.dashboard.runs_page import show_runs
 from workers.dashboard.timeline_page import show_timeline
 from workers.dashboard.workers_page import render_workers, send_engines, show_workers
+from workers.engine_api.http_server import listen
 from workers.runs.catalog import Runs
 from workers.runs.run import Run
-from workers.runtime.http_server import listen
 
 log = structlog.get_logger()
 

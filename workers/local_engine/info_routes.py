@@ -10,8 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from workers.engine_api.http_server import error_response
 from workers.local_engine.model_thread import ModelThread
-from workers.runtime.http_server import error_response
 
 MAX_WAITING = 4096
 """Largest number of requests that wait for the model's thread; further requests get status 429."""

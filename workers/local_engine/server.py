@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from tokenizers import Tokenizer
 
 from stream.errors import EngineRefusedError
+from workers.engine_api.http_server import MAX_BODY_BYTES, Handler, error_middleware, listen
 from workers.engine_api.wire import (
     WEIGHT_TRANSFER_BACKEND,
     FinishUpdateRequest,
@@ -33,7 +34,6 @@ from workers.local_engine.slot_model import SlotModel
 from workers.local_engine.stop_strings import load_tokenizer
 from workers.local_engine.weight_download import download_weights
 from workers.local_engine.weight_paths import EngineAccess, check_path
-from workers.runtime.http_server import MAX_BODY_BYTES, Handler, error_middleware, listen
 
 log = structlog.get_logger()
 T = TypeVar("T")

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stream.errors import EngineRefusedError
+from workers.engine_api.http_access import AccessRules
 from workers.engine_api.wire import NEEDS_DIGESTS, WeightFile
 from workers.local_engine.weight_loader import weight_files
-from workers.runtime.http_access import AccessRules
 
 
 class EngineAccess(AccessRules, frozen=True, kw_only=True):

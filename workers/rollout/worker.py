@@ -15,7 +15,7 @@ from stream.queue.in_flight import Activity
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from stream.waiting import cancel_on
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
 from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.evaluation import open_evaluation

@@ -85,8 +85,8 @@ def choose_server(
 
     model, dtype, engine = Path(settings.model.path), dtype or settings.model.dtype, settings.engine
     if runner == "pooling" or (runner == "auto" and is_classifier(model)):
+        from workers.engine_api.http_access import AccessRules
         from workers.local_engine.pooling.server import serve_pooling
-        from workers.runtime.http_access import AccessRules
 
         # A reward model uses all its positions, unless the settings limit the length.
         return partial(

@@ -8,9 +8,9 @@ import anyio.to_thread
 from msgspec import Struct
 
 from stream.errors import EngineError, SettingsError
-from workers.engine_api.connection import ConnectionPool
-from workers.engine_api.discovery.addresses import explain_lookup, find_engines
-from workers.engine_api.queries import check_health, fetch_weight_name
+from workers.engine_api.connection_pool import ConnectionPool
+from workers.engine_api.discovery import explain_lookup, find_engines
+from workers.engine_api.engine_queries import check_health, fetch_weight_name
 from workers.engine_api.wire import policy_version
 from workers.runs.live_run import read_live
 from workers.settings import Settings

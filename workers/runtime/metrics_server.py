@@ -20,8 +20,8 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Info,
 from stream.connection.run_connection import RunConnection
 from stream.errors import EngineError, PenstockError
 from stream.operator.status import read_status
+from workers.engine_api.http_server import listen
 from workers.runtime.context import Readiness
-from workers.runtime.http_server import listen
 from workers.runtime.metrics import REGISTRIES
 from workers.runtime.run_metrics import RunMetrics
 from workers.settings import Settings

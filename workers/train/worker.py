@@ -27,7 +27,7 @@ from stream.trainer.consumer import Consumer
 from stream.trainer.folder_lock import RunFolderLock
 from stream.trainer.leased_group import ResumePoint
 from stream.trainer.trainer_lease import TrainerLease
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
 from workers.runs.progress import Progress
 from workers.runs.warnings import TrainingWarning, write_warnings
 from workers.runtime.context import WorkerContext

@@ -23,8 +23,7 @@ import structlog
 from anyio.abc import Process
 
 from stream.errors import EngineError, SettingsError
-from workers.runtime.http_server import server_url
-from workers.runtime.ports import free_port
+from workers.engine_api.http_server import free_port, server_url
 from workers.settings import Settings
 from workers.vllm.interpreter import PLUGIN_NAME, check_interpreter, resolve_interpreter
 from workers.vllm.launch_command import build_command, build_environment, weight_transfer_backend

@@ -12,6 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from torch import Tensor
 
 from stream.errors import EngineError, EngineRefusedError
+from workers.engine_api.http_access import AccessRules
+from workers.engine_api.http_server import MAX_BODY_BYTES, error_middleware, error_response, listen
 from workers.local_engine.info_routes import MAX_WAITING, EngineFigure, InfoRoutes, json_response
 from workers.local_engine.model_thread import LoopBridge, run_model_thread
 from workers.local_engine.pooling.classifier import Classifier
@@ -23,8 +25,6 @@ from workers.local_engine.pooling.wire import (
     Usage,
     decode_classify_request,
 )
-from workers.runtime.http_access import AccessRules
-from workers.runtime.http_server import MAX_BODY_BYTES, error_middleware, error_response, listen
 
 log = structlog.get_logger()
 

@@ -19,9 +19,9 @@ from aiohttp import web
 
 from envs.factory import EnvironmentFactory
 from stream.errors import EngineRefusedError, EngineUnavailableError
+from workers.engine_api.http_server import MAX_BODY_BYTES, error_middleware, error_response, listen
 from workers.rollout.agent_endpoint.openai_messages import Reply, to_openai_message
 from workers.rollout.agent_endpoint.recorder import Recorder
-from workers.runtime.http_server import MAX_BODY_BYTES, error_middleware, error_response, listen
 
 log = structlog.get_logger()
 

@@ -12,5 +12,5 @@
 `sampled_turn.py`         one sampled turn, and the checks of an engine's answer
 ========================  ===========================================================================
 
-Requests go over HTTP through `workers/engine_api/connection.py`, as the trainer's do.
+Requests go over HTTP through `workers/engine_api/connection_pool.py`, as the trainer's do.
 """

@@ -25,8 +25,8 @@ import structlog
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from stream.queue.in_flight import Activity
 from stream.waiting import Backoff
-from workers.engine_api.connection import ConnectionPool, EngineBusyError, RequestTimeoutError, UnreachableError
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.connection_pool import ConnectionPool, EngineBusyError, RequestTimeoutError, UnreachableError
+from workers.engine_api.discovery import EngineDiscovery
 from workers.rollout.engine_client.engine_sampler import EngineSampler, StaleWeightsError
 from workers.rollout.engine_client.engine_state import EngineState
 from workers.rollout.engine_client.health import HealthMonitor

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 
 from stream.errors import EngineError
 from stream.records import Span
-from workers.engine_api.connection import decode_response
+from workers.engine_api.connection_pool import decode_response
 from workers.engine_api.wire import FinishReason, TokenId
 from workers.rollout.engine_client.sampled_turn import SampledTurn, single_choice, validate_sample
 from workers.rollout.engine_client.sampling_api import SamplingRequest, ids_json

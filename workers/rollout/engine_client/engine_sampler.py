@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from envs.remote.service_client import error_message
 from stream.errors import EngineError
 from stream.records import Span
-from workers.engine_api.connection import ConnectionPool, UnreachableError
+from workers.engine_api.connection_pool import ConnectionPool, UnreachableError
 from workers.engine_api.wire import adapter_name
 from workers.rollout.engine_client.engine_state import EngineState
 from workers.rollout.engine_client.health import HealthMonitor

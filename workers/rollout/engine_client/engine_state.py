@@ -9,7 +9,7 @@ from typing import Final
 import anyio
 
 from stream.errors import EngineError
-from workers.engine_api.availability import EngineAvailability
+from workers.engine_api.engine_queries import EngineAvailability
 from workers.rollout.engine_client.adaptive_limit import AdaptiveLimit
 from workers.rollout.engine_client.affinity import Candidate
 from workers.rollout.engine_client.engine_metrics import EngineMetrics

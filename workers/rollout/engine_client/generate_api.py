@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from stream.errors import EngineError
 from stream.records import Span
-from workers.engine_api.connection import decode_response
+from workers.engine_api.connection_pool import decode_response
 from workers.engine_api.wire import (
     NO_TOKEN_ID,
     FinishReason,

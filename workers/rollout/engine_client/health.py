@@ -22,9 +22,9 @@ from anyio.abc import TaskGroup
 
 from stream.errors import EngineError
 from stream.waiting import Backoff
-from workers.engine_api.connection import QUERY_TIMEOUT_S, ConnectionPool, EngineBusyError, UnreachableError
-from workers.engine_api.discovery.discovery import EngineDiscovery
-from workers.engine_api.queries import check_health, fetch_weight_name
+from workers.engine_api.connection_pool import QUERY_TIMEOUT_S, ConnectionPool, EngineBusyError, UnreachableError
+from workers.engine_api.discovery import EngineDiscovery
+from workers.engine_api.engine_queries import check_health, fetch_weight_name
 from workers.rollout.engine_client.adaptive_limit import MAX_CONCURRENCY, MIN_CONCURRENCY
 from workers.rollout.engine_client.engine_metrics import parse_metrics
 from workers.rollout.engine_client.engine_state import EngineState, VersionQuery

@@ -15,8 +15,8 @@ from msgspec import structs
 
 from envs.remote.service_client import describe_response
 from stream.errors import EngineError, EngineRefusedError
-from workers.engine_api.connection import QUERY_TIMEOUT_S, ConnectionPool
-from workers.engine_api.queries import WEIGHT_INFO_PATH
+from workers.engine_api.connection_pool import QUERY_TIMEOUT_S, ConnectionPool
+from workers.engine_api.engine_queries import WEIGHT_INFO_PATH
 from workers.engine_api.wire import PROBE_PREFIX
 from workers.rollout.engine_client.completions_api import CompletionsApi
 from workers.rollout.engine_client.generate_api import GenerateApi

@@ -14,7 +14,7 @@ import anyio
 from msgspec import Struct
 
 from stream.errors import EngineUnavailableError
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
 from workers.rollout.engine_client.affinity import choose_engine, rank_engines
 from workers.rollout.engine_client.engine_state import EngineState
 

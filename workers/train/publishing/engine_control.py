@@ -7,8 +7,8 @@ import structlog
 
 from envs.remote.service_client import describe_response
 from stream.errors import EngineError, EngineRefusedError
-from workers.engine_api.connection import ConnectionPool, decode_response
-from workers.engine_api.queries import WEIGHT_INFO_PATH, check_health, fetch_weight_name
+from workers.engine_api.connection_pool import ConnectionPool, decode_response
+from workers.engine_api.engine_queries import WEIGHT_INFO_PATH, check_health, fetch_weight_name
 from workers.engine_api.wire import UNNAMED_WEIGHTS, policy_version
 
 log = structlog.get_logger()

@@ -17,9 +17,9 @@ from aiohttp import web
 from msgspec import Struct
 
 from stream.errors import EngineError, SettingsError
+from workers.engine_api.http_access import AccessRules
+from workers.engine_api.http_server import listen, server_url
 from workers.engine_api.wire import WEIGHT_TRANSFER_BACKEND
-from workers.runtime.http_access import AccessRules
-from workers.runtime.http_server import listen, server_url
 from workers.settings.training import LOOPBACK_HOSTS
 from workers.train.publishing.engine_control import EngineControlClient
 from workers.train.publishing.weight_manifest import file_manifest

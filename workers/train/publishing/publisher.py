@@ -12,8 +12,8 @@ from anyio.abc import ObjectReceiveStream, TaskStatus
 
 from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from stream.waiting import Backoff
-from workers.engine_api.availability import EngineAvailability
-from workers.engine_api.discovery.discovery import EngineDiscovery
+from workers.engine_api.discovery import EngineDiscovery
+from workers.engine_api.engine_queries import EngineAvailability
 from workers.settings import Settings
 from workers.train.publishing.engine_control import EngineControlClient
 from workers.train.publishing.transport import WeightTransport, open_transport

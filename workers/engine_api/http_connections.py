@@ -18,7 +18,7 @@ from aiohttp import web
 from anyio.abc import SocketAttribute
 
 from stream.errors import EngineError
-from workers.runtime.ports import cannot_listen
+from workers.engine_api.http_server import cannot_listen
 
 log = structlog.get_logger()
 

@@ -20,8 +20,7 @@ from aiohappyeyeballs import start_connection
 
 from envs.remote.service_client import describe_response, parse_retry_after
 from stream.errors import EngineError, EngineRefusedError
-from workers.engine_api.http_connection import HttpAnswer, HttpConnection
-from workers.engine_api.request_target import RequestTarget, ServerAddress
+from workers.engine_api.http_connection import HttpAnswer, HttpConnection, RequestTarget, ServerAddress
 
 QUERY_TIMEOUT_S: Final = 10.0
 """Time limit of a request that does not sample, and of connecting."""
