@@ -21,15 +21,14 @@ from stream.trainer.consume import consume, open_consumer, open_trainer_lease
 from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger_records import read_events, read_ledger
 from workers.feed.worker import feed
-from workers.run.identity_check import begin_run, check_folder, join_run
 from workers.run.role_process import run_role
 from workers.run.run_command import supervise
 from workers.runs.folder import write_settings
+from workers.runs.identity import begin_run, check_folder, flat_settings, join_run
 from workers.runs.summary import RunSummary, Staleness
 from workers.runtime.context import WorkerContext
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
-from workers.settings.flat_settings import flat_settings
 from workers.settings.toml_file import dump_settings, parse_settings
 
 TABLE = {"model": {"path": "m"}, "rollout": {"group_size": 4}, "queue": {"lease_s": 1.0}}
@@ -133,7 +132,7 @@ def test_a_role_with_another_arrangement_of_keys_claims_nothing(
     ours = make("ours")
     anyio.run(partial(_on, redis_url, run_name, start, ours))
     (tmp_path / "ours.toml").write_text(dump_settings(ours))
-    monkeypatch.setattr("workers.run.identity_check.LAYOUT", LAYOUT + 1)
+    monkeypatch.setattr("workers.runs.identity.LAYOUT", LAYOUT + 1)
     code = run_role("score", tmp_path / "ours.toml", (), "", ())
     assert code == ExitCode.PERMANENT
     told = capsys.readouterr().err

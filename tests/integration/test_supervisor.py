@@ -29,7 +29,6 @@ from stream.records import Group, Prompt
 from stream.waiting import Backoff
 from workers.run import dashboard_process
 from workers.run.dashboard_process import DashboardProcess
-from workers.run.identity_check import check_folder
 from workers.run.restart_loop import RestartLoop
 from workers.run.restart_policy import (
     GiveUp,
@@ -43,6 +42,7 @@ from workers.run.run_command import raise_for_failure, supervise
 from workers.run.run_ending import RunEnding
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
+from workers.runs.identity import check_folder
 from workers.runs.live_run import LiveRun, process_start, read_live, write_live
 from workers.settings import Queue, Settings
 from workers.settings.toml_file import parse_settings

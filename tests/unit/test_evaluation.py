@@ -9,7 +9,7 @@ from stream.records import Completion, Failure, Group, Prompt, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.evaluations import read_evaluations
 from workers.commands.evaluate.evaluate import find_policy_folder
-from workers.feed.evaluation_prompts import read_evaluation_prompts
+from workers.datasets.prompts import read_evaluation_prompts
 from workers.run.stall_detector import StallDetector
 from workers.runs.status import evaluation_report, format_result
 from workers.score.evaluation import evaluate_group

@@ -10,7 +10,7 @@ from tests.cases.checks import tried
 from workers.datasets.environment_rows import write_evaluation_rows, write_training_rows
 from workers.datasets.fingerprint import fixed_rows
 from workers.datasets.mix import open_dataset_mix
-from workers.feed.evaluation_prompts import read_evaluation_prompts
+from workers.datasets.prompts import read_evaluation_prompts
 from workers.settings.toml_file import dump_settings, parse_settings
 
 

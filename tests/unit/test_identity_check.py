@@ -9,10 +9,9 @@ import pytest
 
 from stream.connection.run_identity import RunIdentity, write_identity
 from stream.errors import PenstockError, RunMismatchError
-from workers.run.identity_check import check_folder
 from workers.run.run_start import print_start, start_lines
+from workers.runs.identity import check_folder, flat_settings
 from workers.settings import Settings
-from workers.settings.flat_settings import flat_settings
 from workers.settings.toml_file import parse_settings
 
 REWARDS = "import grading\ndef exact(completions, answer): return grading.grade(completions, answer)\n"

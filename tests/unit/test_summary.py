@@ -8,10 +8,10 @@ import pytest
 from stream.errors import PenstockError
 from stream.operator.status import RunStatus
 from stream.trainer.ledger_records import read_events
-from workers.run.plot import draw_progress, make_figure, smooth
 from workers.runs.live_run import read_live
 from workers.runs.metrics_file import read_metrics
 from workers.runs.progress import Progress
+from workers.runs.progress_picture import draw_progress, make_figure, smooth
 from workers.runs.summary import (
     RunSummary,
     describe_early_end,
@@ -174,7 +174,9 @@ def test_a_plot_shows_what_was_measured(metrics, panels):
 
 def test_a_plot_names_step_and_version_as_the_terminal_does_and_begins_with_the_data(tmp_path, monkeypatch):
     facts = []
-    monkeypatch.setattr("workers.run.plot.make_figure", lambda *words: facts.append(words[2]) or make_figure(*words))
+    monkeypatch.setattr(
+        "workers.runs.progress_picture.make_figure", lambda *words: facts.append(words[2]) or make_figure(*words)
+    )
     rows = [row(41), row(42)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     status = view(0)

@@ -13,7 +13,7 @@ from envs.rewards.loading import CallOptions
 from stream.errors import DataError, ReferenceNotFoundError, SettingsError
 from workers.commands.rescore.rescore import _load_functions
 from workers.datasets.mix import open_dataset_mix
-from workers.feed.evaluation_prompts import read_evaluation_prompts
+from workers.datasets.prompts import read_evaluation_prompts
 from workers.settings import sections
 from workers.settings.toml_file import dump_settings, load_settings, parse_settings
 

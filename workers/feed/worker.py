@@ -16,7 +16,7 @@ from stream.trainer.ledger_ends import download_ends
 from stream.trainer.ledger_records import read_contents
 from stream.waiting import cancel_on
 from workers.datasets.mix import DatasetMix, open_dataset_mix
-from workers.feed.evaluation_prompts import upload_evaluation_prompts
+from workers.datasets.prompts import upload_evaluation_prompts
 from workers.runtime.context import WorkerContext
 from workers.runtime.trainer_wait import wait_for_trainer
 

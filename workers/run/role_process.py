@@ -20,9 +20,9 @@ from stream.disk_space import limit_waits
 from stream.errors import PenstockError, SettingsError
 from stream.parent_death import die_with_parent
 from workers.datasets.environment_rows import temporary_folder
-from workers.run.identity_check import join_run
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.runs.folder import lock_folder
+from workers.runs.identity import join_run
 from workers.runtime.context import RoleMain, WorkerContext
 from workers.runtime.exit_codes import ExitCode
 from workers.runtime.hang_guard import HangGuard

@@ -13,14 +13,14 @@ from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
 from stream.operator.status import RunStatus
 from workers.check.report_text import print_report
-from workers.run.identity_check import check_folder
-from workers.run.plot import draw_progress
 from workers.run.preflight_process import run_preflight_process
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
 from workers.run.sampled_completion import newest_archived_group, sample_lines
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import disk_problems, lock_folder, settings_file
+from workers.runs.identity import check_folder
 from workers.runs.metrics_file import read_metrics
+from workers.runs.progress_picture import draw_progress
 from workers.runs.summary import (
     RunSummary,
     describe_early_end,

@@ -8,9 +8,9 @@ from msgspec import Struct
 
 from stream.connection.run_identity import RunIdentity
 from stream.errors import PenstockError, SettingsError
-from workers.run.identity_check import describe_changes
 from workers.runs.find import explain_missing_file, find_settings_file
 from workers.runs.folder import find_newest_run, new_run_name
+from workers.runs.identity import describe_changes
 from workers.runs.summary import RunSummary, latest_progress, read_summary
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings

@@ -43,7 +43,6 @@ from workers.run.child_processes import ChildProcess, ChildProcesses
 from workers.run.dashboard_process import DashboardProcess
 from workers.run.disk_watch import DiskWatch
 from workers.run.engine_processes import EngineProcesses
-from workers.run.identity_check import FolderCheck, begin_run
 from workers.run.process_main import unwrap_single_error
 from workers.run.restart_loop import RestartLoop
 from workers.run.role_specs import DASHBOARD, ENGINE, RoleSpec, role_specs
@@ -52,6 +51,7 @@ from workers.run.sampled_completion import SampleSchedule
 from workers.run.stall_detector import StallDetector, describe_longest
 from workers.run.wait_lines import WaitLines
 from workers.runs.folder import replace_last_start
+from workers.runs.identity import FolderCheck, begin_run
 from workers.runs.live_run import LiveRun, remove_live, write_live
 from workers.runs.warnings import read_warnings, warnings_size
 from workers.runtime import metrics

@@ -15,7 +15,7 @@ from stream.records import Prompt
 from workers.commands.evaluate.evaluation_engine import with_existing_engine, with_started_engine
 from workers.commands.evaluate.standalone_rollout import roll_out_and_score
 from workers.datasets.environment_rows import temporary_folder, write_evaluation_rows
-from workers.feed.evaluation_prompts import read_evaluation_prompts
+from workers.datasets.prompts import read_evaluation_prompts
 from workers.run.process_main import run_async
 from workers.runtime.exit_codes import ExitCode
 from workers.score.evaluation import evaluate_group
