@@ -28,11 +28,11 @@ from stream.errors import PenstockError
 from stream.operator.status import RunStatus, read_status
 from tests.chaos import project
 from tests.chaos.ends import GROUP_SIZE, TRAINED, intended
+from workers.role import log_setup as logs
 from workers.run.role_specs import ENGINE
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
 from workers.runs.live_run import read_live
-from workers.runtime import log_setup as logs
 from workers.settings import Settings
 from workers.terminal.progress import SilentDisplay
 

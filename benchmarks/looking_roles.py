@@ -22,7 +22,7 @@ from stream.queue.lease import Lease
 from stream.trainer.consume import consume
 from stream.trainer.leased_group import ResumePoint
 from workers.cli import penstock
-from workers.runtime.in_flight import InFlightReporter
+from workers.role.in_flight_reporter import InFlightReporter
 
 BATCH, SAVE_EVERY = 8, 4
 

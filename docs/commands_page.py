@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import click
 
 from workers.cli import penstock
-from workers.runtime.exit_codes import ExitCode
+from workers.role.exit_codes import ExitCode
 
 HEAD = """# Commands
 

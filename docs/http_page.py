@@ -83,7 +83,7 @@ SERVERS = {
     "Dashboard": ("Pages, and the data that they load: [dashboard](dashboard.md).", ("workers/dashboard/server.py",)),
     "Metrics and health of each role": (
         "Only with `run.metrics_address`: [metrics](metrics.md).",
-        ("workers/runtime/metrics_server.py",),
+        ("workers/role/metrics_server.py",),
     ),
 }
 METHODS = {"get": "GET", "add_get": "GET", "post": "POST", "add_post": "POST"}

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import Metric
 
 from stream.operator.status import RunStatus, StageStatus
-from workers.runtime import metrics
-from workers.runtime.run_metrics import run_metrics
+from workers.role import prometheus
+from workers.role.run_metrics import run_metrics
 
 ROLES = {
     "Of the run (feeder)": (),
-    "Rollout workers and scorers": (metrics.WORKER,),
-    "Rollout workers": (metrics.ROLLOUT,),
-    "Scorers": (metrics.SCORE,),
-    "Trainer": (metrics.TRAIN,),
-    "Supervisor of `penstock run`": (metrics.SUPERVISOR,),
+    "Rollout workers and scorers": (prometheus.WORKER,),
+    "Rollout workers": (prometheus.ROLLOUT,),
+    "Scorers": (prometheus.SCORE,),
+    "Trainer": (prometheus.TRAIN,),
+    "Supervisor of `penstock run`": (prometheus.SUPERVISOR,),
 }
 LABELS = {
     metric.describe()[0].name: metric._labelnames  # noqa: SLF001  (the library has no public way to a metric's labels)

@@ -22,10 +22,10 @@ from workers.dashboard.access import Access
 from workers.dashboard.server import serve_dashboard
 from workers.local_engine.pooling.server import serve_pooling
 from workers.local_engine.server import EngineLimits, serve_local_engine
+from workers.role.context import Readiness
+from workers.role.metrics_server import serve_metrics
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
 from workers.runs.catalog import Runs
-from workers.runtime.context import Readiness
-from workers.runtime.metrics_server import serve_metrics
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 from workers.train.publishing.http_transfer import serve_weights
@@ -39,7 +39,7 @@ SERVERS = {
     "weights": "workers/train/publishing/http_transfer.py",
     "dashboard": "workers/dashboard/server.py",
     "dashboard with a token": "workers/dashboard/server.py",
-    "metrics": "workers/runtime/metrics_server.py",
+    "metrics": "workers/role/metrics_server.py",
 }
 """The servers, and the file that starts each of them."""
 

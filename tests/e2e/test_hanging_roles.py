@@ -78,7 +78,7 @@ def test_code_that_stops_a_role_costs_its_prompt_alone_and_is_named(project, whe
 LONE = """
 import sys, time
 import anyio
-from workers.runtime.hang_guard import HangGuard
+from workers.role.watchdogs import HangGuard
 
 async def main():
     async with anyio.create_task_group() as tasks:
@@ -126,8 +126,8 @@ def test_a_suspended_role_is_replaced(project):
 PROBED = """
 import re, sys
 import anyio
-from workers.runtime.context import Readiness
-from workers.runtime.metrics_server import serve_metrics
+from workers.role.context import Readiness
+from workers.role.metrics_server import serve_metrics
 from workers.settings.toml_file import parse_settings
 
 SETTINGS = parse_settings({

@@ -20,8 +20,8 @@ from tests.e2e.test_idle import cpu_seconds
 from tests.faults.proxy import Proxy, address_of
 from tests.preload.fixtures import pid_of
 from tests.scripted_engine.engine import ScriptedEngine
+from workers.role.exit_codes import ExitCode
 from workers.runs.folder import write_settings
-from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("preloaded")

@@ -20,7 +20,7 @@ from stream.validity import Measured
 from tests.e2e.harness import balanced, environment
 from tests.reward_server import reward_server
 from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
-from workers.runtime.exit_codes import ExitCode
+from workers.role.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "reward_model"

@@ -10,7 +10,7 @@ from stream.queue.feed import Feed
 from stream.records import Prompt
 from tests.cases.ports import free_port
 from workers.base_models.shipped import write_base_model
-from workers.runtime.exit_codes import ExitCode
+from workers.role.exit_codes import ExitCode
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 

@@ -14,7 +14,7 @@ from stream.trainer.annotations import read_annotations
 from stream.trainer.ledger_records import LedgerRecord, read_ledger
 from tests.e2e.harness import assert_all_trained_once, balanced, children, finish, running, wait_for_trained
 from tests.ranks_on_a_ledger import Job, work
-from workers.runtime.exit_codes import ExitCode
+from workers.role.exit_codes import ExitCode
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.model.policy_folder import load_policy
 from workers.train.step.learner import Learner

@@ -19,7 +19,7 @@ from tests.chaos import project as chaos
 from tests.chaos import witness
 from tests.e2e.by_hand import Cast, Role, cast, until
 from tests.scripted_engine.engine import ScriptedEngine
-from workers.runtime.exit_codes import ExitCode
+from workers.role.exit_codes import ExitCode
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]

@@ -17,11 +17,11 @@ from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
 from stream.operator.status import RunStatus, read_status
 from workers.demo.model import make_tokenizer
+from workers.role import log_setup as logs
 from workers.run.role_specs import COMMANDS, ENGINE
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
 from workers.runs.live_run import read_live
-from workers.runtime import log_setup as logs
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 from workers.terminal.progress import SilentDisplay

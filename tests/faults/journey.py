@@ -16,12 +16,12 @@ from tests.chaos import project
 from tests.chaos.audit import Verdict, audit
 from tests.faults import patient_rollout
 from tests.faults.proxy import Plan, Proxy, address_of
+from workers.role import log_setup as logs
 from workers.run import supervisor
 from workers.run.role_specs import RoleSpec, role_specs
 from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs import find as live
 from workers.runs.folder import lock_folder, write_settings
-from workers.runtime import log_setup as logs
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 from workers.terminal.progress import SilentDisplay

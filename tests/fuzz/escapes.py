@@ -29,7 +29,7 @@ if __name__ == "__main__":
 from envs.sandboxes.process import sandbox_problem
 from tests.fuzz.answers import Answers, Attack
 from tests.fuzz.targets import DATASETS, NAMES, Judged, Target, is_paid, open_targets, unmeasured
-from workers.runtime import log_setup as logs
+from workers.role import log_setup as logs
 
 _AT_ONCE = 4
 """Answers that each target gets at the same time."""

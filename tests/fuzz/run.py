@@ -31,7 +31,7 @@ from stream.records import SCHEMA, Group, Prompt
 from tests.fuzz.junk import BYTES, HEADER, TREES, seal, spoil_tree
 from tests.fuzz.samples import Samples
 from tests.fuzz.workers import Workers, workers
-from workers.runtime import log_setup as logs
+from workers.role import log_setup as logs
 
 _POOL = 200
 """Records of each kind that are corrupted before new ones are made."""

@@ -20,6 +20,7 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import Dropped
 from tests.chaos.project import END, write_project
 from tests.fuzz.samples import VOCABULARY
+from workers.role.rewards import load_factories, load_reward_functions
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.sampled_turn import SampledTurn
@@ -28,7 +29,6 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
 from workers.runs.progress import Progress
-from workers.runtime.reward_functions import load_factories, load_reward_functions
 from workers.score.worker import score_group
 from workers.settings.toml_file import parse_settings
 from workers.train.groups.group_checker import GroupChecker

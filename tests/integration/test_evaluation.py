@@ -25,8 +25,8 @@ from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Prompt
 from stream.trainer.trainer_lease import TrainerLease
 from tests.cases.records import assert_records_are_owned
-from workers.runtime.concurrency import ConcurrencyLimit
-from workers.runtime.work_loop import work_loop
+from workers.role.concurrency import ConcurrencyLimit
+from workers.role.work_loop import work_loop
 from workers.settings.toml_file import parse_settings
 from workers.train.evaluation.results import EvaluationLog
 from workers.train.evaluation.scheduler import EvaluationScheduler

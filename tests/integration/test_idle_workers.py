@@ -6,8 +6,8 @@ from structlog.testing import capture_logs
 from stream.codec import decode
 from stream.operator.status import read_status
 from stream.records import Group, Prompt
-from workers.runtime import idle_log as lull
-from workers.runtime.work_loop import work_loop
+from workers.role import work_loop as lull
+from workers.role.work_loop import work_loop
 
 WORKERS, PROMPTS = 8, 4
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from stream.errors import PenstockError
 from workers.cli.command_group import CommandGroup
-from workers.runtime.exit_codes import ExitCode
+from workers.role.exit_codes import ExitCode
 from workers.settings.toml_file import dump_settings, parse_settings
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from stream.queue.feed import Feed
 from stream.records import Group, Prompt
 from stream.trainer.ledger_records import Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
-from workers.runtime.work_loop import work_loop
+from workers.role.work_loop import work_loop
 
 MIB = 1 << 20
 PROMPTS, PROMPT_BYTES = 60, MIB // 8

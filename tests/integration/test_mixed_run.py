@@ -14,7 +14,7 @@ from tests.scripted_engine.engine import ScriptedEngine
 from workers.datasets.mix import open_dataset_mix
 from workers.feed import worker as feeding
 from workers.feed.worker import feed
-from workers.runtime.context import WorkerContext
+from workers.role.context import WorkerContext
 from workers.settings.toml_file import dump_settings, parse_settings
 
 WORLDS = """

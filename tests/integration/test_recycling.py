@@ -16,8 +16,8 @@ from tests.e2e.by_hand import send
 from tests.e2e.harness import environment
 from tests.integration.test_supervisor import FINISH, Pipeline
 from tests.scripted_engine.engine import ScriptedEngine
+from workers.role.exit_codes import ExitCode
 from workers.run import child_processes, restart_policy
-from workers.runtime.exit_codes import ExitCode
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 

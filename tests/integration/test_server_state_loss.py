@@ -21,7 +21,7 @@ from stream.trainer.ledger_records import LedgerRecord, Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from workers.datasets.mix import open_dataset_mix
 from workers.feed.worker import feed
-from workers.runtime.context import WorkerContext
+from workers.role.context import WorkerContext
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 

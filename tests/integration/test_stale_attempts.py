@@ -21,10 +21,10 @@ from stream.trainer.ledger_records import Dropped, Duplicate, Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from tests.chaos.project import END, write_project
 from tests.scripted_engine.engine import ScriptedEngine
+from workers.role.context import WorkerContext
 from workers.rollout.stale_canceller import StaleCanceller, should_cancel
 from workers.rollout.worker import rollout
 from workers.runs.status import queue_report
-from workers.runtime.context import WorkerContext
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
-from workers.runtime.isolation import Isolation
-from workers.runtime.work_loop import work_loop
+from workers.role.concurrency import Isolation
+from workers.role.work_loop import work_loop
 
 TERMS = RetryPolicy(lease_s=5.0, infra_attempts=3, data_attempts=2, backoff_s=0.02)
 

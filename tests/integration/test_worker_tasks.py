@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from stream.queue.stage import RetryPolicy, Stage
-from workers.runtime.work_loop import work_loop
+from workers.role.work_loop import work_loop
 
 
 class Broken(Stage):

@@ -7,7 +7,7 @@ import pytest
 
 from envs.call import AbandonedThreads, CallRunner, Ok, TimedOut, threads
 from envs.call.threads import ThreadCalls
-from workers.runtime.recycling import WorkerRecycler
+from workers.role.watchdogs import WorkerRecycler
 from workers.settings import Queue
 
 

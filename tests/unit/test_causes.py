@@ -17,12 +17,12 @@ from stream.errors import EngineError, PenstockError, ReferenceNotFoundError
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, ToolRun
 from stream.validity import RewardReason, RolloutReason, Unmeasured
+from workers.role.context import find_cause
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.tool_formats.parsed_turn import ToolCall
 from workers.run.child_processes import ChildProcess
 from workers.run.role_specs import RoleSpec
 from workers.run.stall_detector import describe_longest
-from workers.runtime.error_text import find_cause
 from workers.train.groups.failure_causes import failure_causes
 
 

@@ -14,7 +14,7 @@ from workers.base_models.shipped import write_base_model
 from workers.cli import penstock
 from workers.cli.command_error import as_command_error
 from workers.cli.start_commands import _demo_folder
-from workers.runtime.exit_codes import ExitCode
+from workers.role.exit_codes import ExitCode
 
 HEAVY = ("torch", "transformers", "vllm", "aiohttp", "redis", "rich", "msgspec", "anyio", "structlog", "stream", "envs")
 ROOT = Path(__file__).parents[2]

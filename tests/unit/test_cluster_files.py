@@ -245,7 +245,7 @@ def test_an_engine_on_ray_ends_with_its_server(on_ray, tmp_path, tools, monkeypa
 
 
 def test_exit_codes_are_those_of_the_product():
-    from workers.runtime.exit_codes import ExitCode
+    from workers.role.exit_codes import ExitCode
 
     codes = {ExitCode.SUCCESS, ExitCode.USAGE, ExitCode.PERMANENT}
     (node,) = [

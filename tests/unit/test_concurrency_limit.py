@@ -2,7 +2,7 @@
 
 import anyio
 
-from workers.runtime.concurrency import ConcurrencyLimit
+from workers.role.concurrency import ConcurrencyLimit
 
 
 async def test_a_full_limit_is_waited_for_until_a_slot_is_released():

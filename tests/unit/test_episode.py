@@ -33,6 +33,7 @@ from stream.errors import (
 from stream.records import Failure, Group, Prompt, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason
 from tests.scripted_engine.engine import ScriptedEngine
+from workers.role.in_flight_reporter import GroupProgress
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.template import ChatTemplate
@@ -43,7 +44,6 @@ from workers.rollout.episode import run_episode
 from workers.rollout.episode_base import EpisodeContext
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats.registry import TOOL_FORMATS
-from workers.runtime.in_flight import GroupProgress
 from workers.settings import Rollout
 from workers.train.step.collation import collate
 

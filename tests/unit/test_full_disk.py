@@ -14,13 +14,13 @@ from msgspec.structs import replace
 
 from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
+from workers.role.exit_codes import ExitCode
+from workers.role.log_setup import log_to_file
 from workers.run import run_command
 from workers.run.run_command import RunResult, raise_for_failure
 from workers.run.supervisor import RunOutcome, _empty_status
 from workers.runs.progress import Progress
 from workers.runs.summary import summarize
-from workers.runtime.exit_codes import ExitCode
-from workers.runtime.log_setup import log_to_file
 from workers.settings.toml_file import dump_settings, parse_settings
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
@@ -92,7 +92,7 @@ def test_a_role_whose_log_is_full_ends_with_the_code_of_its_error(tmp_path):
 
 def test_what_user_code_prints_to_a_full_log_is_dropped_and_raises_nothing():
     code = (
-        "from workers.runtime.log_setup import drop_output_when_full as drop; drop(); import sys\n"
+        "from workers.role.log_setup import drop_output_when_full as drop; drop(); import sys\n"
         "for _ in range(3): print('x' * 10_000); print('y' * 10_000, file=sys.stderr, flush=True)\n"
         "sys.exit(7)"
     )

@@ -5,7 +5,7 @@ from structlog.testing import capture_logs
 
 from stream.connection.run_connection import MAX_BLOCK_S
 from stream.queue.stage import Claim
-from workers.runtime.idle_log import IdleLogger
+from workers.role.work_loop import IdleLogger
 
 NOTHING = Claim(
     leases=[],

@@ -22,10 +22,10 @@ from stream.queue.in_flight import (
 )
 from stream.queue.lease import Lease
 from stream.queue.stage import RetryPolicy
+from workers.role import in_flight_reporter
+from workers.role.in_flight_reporter import CompletionProgress, GroupProgress, InFlightReporter
 from workers.runs.run import Run
 from workers.runs.status import activities, in_flight_report, queue_report
-from workers.runtime import in_flight
-from workers.runtime.in_flight import CompletionProgress, GroupProgress, InFlightReporter
 from workers.terminal import queues
 from workers.terminal.queues import WatchScreen, render_in_flight
 
@@ -89,7 +89,7 @@ def test_completions_end_even_if_they_fail():
 
 
 async def test_a_worker_reports_at_once_then_changes_and_again_before_its_report_expires(monkeypatch):
-    monkeypatch.setattr(in_flight, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(in_flight_reporter, "_INTERVAL_S", 0.02)
     stage = FakeStage()
     reporter = InFlightReporter(stage)
     async with anyio.create_task_group() as tasks:
@@ -114,7 +114,7 @@ async def test_a_worker_reports_at_once_then_changes_and_again_before_its_report
 
 
 async def test_a_server_that_takes_no_report_is_no_error(monkeypatch):
-    monkeypatch.setattr(in_flight, "_INTERVAL_S", 0.005)
+    monkeypatch.setattr(in_flight_reporter, "_INTERVAL_S", 0.005)
     stage = FakeStage()
 
     async def refuse(groups):
@@ -254,9 +254,9 @@ async def test_a_watch_prints_json_lines_without_a_terminal_until_the_run_has_fi
     monkeypatch.setattr(queues, "first_status", first)
     monkeypatch.setattr(queues, "read_status", read)
     monkeypatch.setattr(queues, "_WATCH_INTERVAL_S", 0.0)
-    await queues._print_lines(Run("demo"), in_flight, 60.0, SimpleNamespace())
+    await queues._print_lines(Run("demo"), in_flight_reporter, 60.0, SimpleNamespace())
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["run"] == last["run"] == "demo"
     assert first["snapshot"] == status.snapshot
-    assert ("groups" in first, "stages" in first) == (in_flight, not in_flight)
-    assert in_flight or (first["finished"], last["finished"]) == ("", "done")
+    assert ("groups" in first, "stages" in first) == (in_flight_reporter, not in_flight_reporter)
+    assert in_flight_reporter or (first["finished"], last["finished"]) == ("", "done")

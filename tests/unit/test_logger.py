@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from workers.runtime.log_setup import configure_logging
+from workers.role.log_setup import configure_logging
 
 
 def test_what_servers_write_does_not_change_the_terminal(monkeypatch):
@@ -32,7 +32,7 @@ def test_what_servers_write_does_not_change_the_terminal(monkeypatch):
 
 _ROLE_WITH_AN_OLD_CALL = """
 import types
-from workers.runtime.log_setup import configure_logging
+from workers.role.log_setup import configure_logging
 configure_logging("rollout")
 caller = types.ModuleType("workers.caller")
 exec('''

@@ -9,8 +9,8 @@ from anyio import CapacityLimiter
 from structlog.testing import capture_logs
 
 from envs.call import CallRunner
-from workers.runtime import loop_watchdog
-from workers.runtime.loop_watchdog import LoopWatchdog
+from workers.role import watchdogs
+from workers.role.watchdogs import LoopWatchdog
 
 
 class Rude:
@@ -60,7 +60,7 @@ def test_a_late_look_reports_a_busy_process_but_not_a_suspended_one(monkeypatch,
             return False
 
     times = SimpleNamespace(monotonic=lambda: clock.wall, process_time=lambda: clock.cpu)
-    monkeypatch.setattr(loop_watchdog, "time", times)
+    monkeypatch.setattr(watchdogs, "time", times)
     results = []
     watch = LoopWatchdog(1.0, lambda by, so_far_s: results.append((by, so_far_s)))
     watch._beats, watch._stopped = 5, Stopped()

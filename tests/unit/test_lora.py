@@ -15,9 +15,9 @@ from stream.validity import Measured
 from tests.cases.models import loaded_once, write_small_qwen3
 from tests.unit.test_learner import VOCABULARY, completion, group, learner
 from workers.commands.evaluate.evaluate import find_policy_folder
+from workers.role.exit_codes import ExitCode
 from workers.run.model_server import run_engine
 from workers.runs.progress import Progress
-from workers.runtime.exit_codes import ExitCode
 from workers.settings.toml_file import dump_settings, parse_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.checkpointing.export import export

@@ -20,11 +20,11 @@ from stream.records import Completion, Failure, Prompt
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from tests.cases.ports import has_ipv6
 from tests.cases.servers import settings_with_metrics
+from workers.role import prometheus
+from workers.role.context import Readiness
+from workers.role.metrics_server import ServerAnswer, serve_metrics
+from workers.role.run_metrics import RunMetrics, run_metrics
 from workers.run.role_specs import role_specs
-from workers.runtime import metrics
-from workers.runtime.context import Readiness
-from workers.runtime.metrics_server import ServerAnswer, serve_metrics
-from workers.runtime.run_metrics import RunMetrics, run_metrics
 from workers.settings.toml_file import parse_settings
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ def test_a_group_counts_each_completion_by_its_end():
         Completion(index=0, turns=2, tool_calls=1, seconds={"engine": 2.0, "tools": 0.5}),
         Completion(index=1, turns=1, failure=Failure(reason=RolloutReason.ENV_RESET), seconds={"engine": 1.0}),
     ]
-    assert change(metrics.ROLLOUT, lambda: metrics.count_group(group)) == {
+    assert change(prometheus.ROLLOUT, lambda: prometheus.count_group(group)) == {
         ("penstock_completions_total", "finished"): 1,
         ("penstock_completions_total", "failed:env_reset"): 1,
         ("penstock_turns_total",): 3,
@@ -110,7 +110,7 @@ def test_a_group_counts_each_completion_by_its_end():
         ("penstock_episode_seconds_total", "tools"): 0.5,
     }
     group[0].reward, group[1].reward = Measured(1.0), Unmeasured(RewardReason.TIMEOUT)
-    assert change(metrics.SCORE, lambda: metrics.count_rewards(group)) == {
+    assert change(prometheus.SCORE, lambda: prometheus.count_rewards(group)) == {
         ("penstock_rewards_total", "measured"): 1,
         ("penstock_rewards_total", "unmeasured:timeout"): 1,
     }
@@ -118,15 +118,15 @@ def test_a_group_counts_each_completion_by_its_end():
 
 def test_a_state_that_the_last_step_did_not_have_is_no_longer_reported():
     step = {"step_seconds": 2.0, "seconds": 1.0, "tokens_per_second": 5.0, "tokens/sampled": 10, "valid_fraction": 0.75}
-    metrics.count_step(step | {"rows/valid": 3, "rows/reward:timeout": 1})
-    assert samples(metrics.TRAIN)[("penstock_step_completions_ratio", "reward:timeout")] == 0.25
-    metrics.count_step(step | {"rows/valid": 4})
-    found = samples(metrics.TRAIN)
+    prometheus.count_step(step | {"rows/valid": 3, "rows/reward:timeout": 1})
+    assert samples(prometheus.TRAIN)[("penstock_step_completions_ratio", "reward:timeout")] == 0.25
+    prometheus.count_step(step | {"rows/valid": 4})
+    found = samples(prometheus.TRAIN)
     assert ("penstock_step_completions_ratio", "reward:timeout") not in found
     assert found[("penstock_step_completions_ratio", "valid")] == 1
     assert found[("penstock_valid_ratio",)] == 0.75
-    metrics.count_step({name: value for name, value in step.items() if name != "valid_fraction"})
-    assert ("penstock_valid_ratio",) not in samples(metrics.TRAIN)
+    prometheus.count_step({name: value for name, value in step.items() if name != "valid_fraction"})
+    assert ("penstock_valid_ratio",) not in samples(prometheus.TRAIN)
 
 
 def get(url, page):
@@ -150,7 +150,7 @@ class Server:
 
 
 async def test_the_pages_say_when_a_role_is_alive_and_ready(monkeypatch):
-    monkeypatch.setattr("workers.runtime.metrics_server._MAX_AGE_S", 0.0)
+    monkeypatch.setattr("workers.role.metrics_server._MAX_AGE_S", 0.0)
     readiness, server = Readiness(), Server()
     async with serve_metrics("rollout", settings_with_metrics("127.0.0.1:0"), readiness, server) as url:
         assert await fetch(url, "/health") == (200, "ok\n")
@@ -197,8 +197,8 @@ async def test_many_scrapes_a_second_read_the_server_once():
 
 
 async def test_a_server_that_does_not_answer_leaves_no_old_figures(monkeypatch):
-    monkeypatch.setattr("workers.runtime.metrics_server._MAX_AGE_S", 0.0)
-    monkeypatch.setattr("workers.runtime.metrics_server._ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("workers.role.metrics_server._MAX_AGE_S", 0.0)
+    monkeypatch.setattr("workers.role.metrics_server._ANSWER_TIMEOUT_S", 0.01)
     states = ["answers", "is gone", "hangs"]
 
     async def read():

@@ -2,7 +2,7 @@
 
 import mmap
 
-from workers.runtime.recycling import resident_bytes
+from workers.role.watchdogs import resident_bytes
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ from envs.rewards.loading import CallOptions
 from stream.errors import PenstockError, ReferenceNotFoundError
 from stream.records import Completion, Group, Prompt, Row
 from stream.validity import Measured, RewardReason, Unmeasured
-from workers.runtime.reward_functions import load_reward_functions
+from workers.role.rewards import load_reward_functions
 from workers.score.worker import score_group
 from workers.settings.toml_file import parse_settings
 

@@ -9,7 +9,7 @@ from envs.rewards.loading import CallOptions
 from envs.snapshot import freeze
 from stream.records import Completion, Failure, Group, Prompt, RewardPart
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
-from workers.runtime.reward_functions import add_reward_parts
+from workers.role.rewards import add_reward_parts
 
 
 class Pile:

@@ -16,8 +16,8 @@ from tests.cases.rows import sampled_row
 from tests.unit.test_episode import call
 from tests.unit.test_group_checker import SETTINGS
 from workers.check.scripted import play
+from workers.role.rewards import load_reward_functions
 from workers.runs.progress import Progress
-from workers.runtime.reward_functions import load_reward_functions
 from workers.score.worker import score_group
 from workers.settings.toml_file import parse_settings
 from workers.train.groups.group_checker import GroupChecker

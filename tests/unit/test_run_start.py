@@ -10,13 +10,13 @@ from stream.connection.run_identity import RunIdentity
 from stream.durable import create_folder_atomically
 from stream.errors import PenstockError, SettingsError
 from workers.cli import penstock
+from workers.role.exit_codes import ExitCode
 from workers.run.run_start import finished_summary, finished_text, prepare_start, start_lines
 from workers.runs.find import find_run_folder, open_run
 from workers.runs.folder import write_settings
 from workers.runs.identity import flat_settings
 from workers.runs.live_run import LiveRun, write_live
 from workers.runs.summary import RunSummary, Staleness
-from workers.runtime.exit_codes import ExitCode
 from workers.settings.estimator_options import Grpo
 from workers.settings.toml_file import dump_settings, load_settings, parse_settings
 from workers.terminal.queues import _wait_for_run

@@ -21,7 +21,7 @@ from stream.validity import Measured, Reward, RewardReason, Unmeasured
 from workers.check.environment import CheckedEnvironment
 from workers.check.report import Checker, RewardTrial, SampleReward, Subject
 from workers.check.user_code import load_user_code, missing_column, named_parameters, required_parameters
-from workers.runtime.reward_functions import load_reward_function, measure_completions
+from workers.role.rewards import load_reward_function, measure_completions
 from workers.settings import RewardSettings
 
 _OUTSIDE: Final = (RewardReason.UNAVAILABLE, RewardReason.TIMEOUT, RewardReason.MISSING, RewardReason.COMPONENT)

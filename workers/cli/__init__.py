@@ -1,7 +1,7 @@
 """The command `penstock`.
 
 Every command imports its modules when it runs, so `penstock --help` is fast and `penstock queues` needs neither torch
-nor a model. Exit codes are those of `workers.runtime.exit_codes.ExitCode`.
+nor a model. Exit codes are those of `workers.role.exit_codes.ExitCode`.
 
 ==========================  ===================================================================
 `start_commands.py`         start a demo, a run, one of its roles, an engine; write a base model

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import click
 
-from workers.runtime.exit_codes import ExitCode
+from workers.role.exit_codes import ExitCode
 
 _REMEDIES: Final = {
     errno.ENOSPC: "make room on its disk",

@@ -54,7 +54,7 @@ class CommandGroup(click.Group):
 
 def log_errors_only(command: str) -> None:
     """Log errors only, for commands whose output is a table."""
-    from workers.runtime.log_setup import configure_logging
+    from workers.role.log_setup import configure_logging
 
     configure_logging(command, level="error")
 

@@ -59,9 +59,9 @@ def check(
     from stream.durable import write_file_atomically
     from workers.check.check import check as run_check
     from workers.check.report_text import print_report
+    from workers.role.exit_codes import ExitCode
+    from workers.role.log_setup import configure_logging
     from workers.runs.export import encode_json
-    from workers.runtime.exit_codes import ExitCode
-    from workers.runtime.log_setup import configure_logging
 
     configure_logging("check", level="warning")
     given = {"--call": map(options.parse_call, chosen["call"]), "--say": iter(chosen["say"])}

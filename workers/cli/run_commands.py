@@ -130,8 +130,8 @@ def export(target: str, out: Path, which: str) -> None:
     """Copy a run's trained model to OUT, in Hugging Face form. RUN is its folder, settings file or name."""
     if which not in {"latest", "best"} and not which.isdigit():
         raise click.UsageError(f"--which {which}: write latest, best, or the number of a step")
+    from workers.role import log_setup as logs
     from workers.runs.find import find_run_folder
-    from workers.runtime import log_setup as logs
     from workers.train.checkpointing.export import export
 
     logs.configure_logging("export")

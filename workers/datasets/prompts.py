@@ -14,7 +14,7 @@ from stream.records import Prompt
 from workers.datasets.environment_rows import write_evaluation_rows
 from workers.datasets.mix import DatasetMix, open_dataset_mix
 from workers.datasets.row_mapping import row_to_prompt
-from workers.runtime.context import WorkerContext
+from workers.role.context import WorkerContext
 from workers.settings import Settings
 
 

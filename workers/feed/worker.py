@@ -17,8 +17,8 @@ from stream.trainer.ledger_records import read_contents
 from stream.waiting import cancel_on
 from workers.datasets.mix import DatasetMix, open_dataset_mix
 from workers.datasets.prompts import upload_evaluation_prompts
-from workers.runtime.context import WorkerContext
-from workers.runtime.trainer_wait import wait_for_trainer
+from workers.role.context import WorkerContext
+from workers.role.work_loop import wait_for_trainer
 
 log = structlog.get_logger()
 

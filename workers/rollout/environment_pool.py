@@ -10,8 +10,8 @@ import anyio
 from envs.call import CallRunner
 from envs.factory import EnvironmentFactory
 from stream.errors import DataError
+from workers.role.concurrency import ConcurrencyLimit
 from workers.rollout.environment_slot import EnvironmentSlot
-from workers.runtime.concurrency import ConcurrencyLimit
 
 
 class EnvironmentPool:

@@ -11,12 +11,12 @@ from envs.contract import Observation
 from stream.queue.in_flight import Activity
 from stream.records import MAX_INTERVALS, Completion, Failure, Interval, Message, Prompt, Row
 from stream.validity import TruncationReason
+from workers.role.in_flight_reporter import CompletionProgress
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.sampling import Sampler, SamplingOptions, turn_seed
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.tool_formats.parsed_turn import ToolFormat
-from workers.runtime.in_flight import CompletionProgress
 from workers.settings import Rollout
 
 EpisodeEnd = TruncationReason | Failure | None

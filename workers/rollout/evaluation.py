@@ -10,11 +10,11 @@ from stream.queue.evaluation import create_evaluation_streams
 from stream.queue.in_flight import Activity
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
+from workers.role.concurrency import ConcurrencyLimit
+from workers.role.context import WorkerContext
+from workers.role.in_flight_reporter import InFlightReporter
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner, with_attempt
-from workers.runtime.concurrency import ConcurrencyLimit
-from workers.runtime.context import WorkerContext
-from workers.runtime.in_flight import InFlightReporter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

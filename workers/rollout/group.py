@@ -15,6 +15,8 @@ from envs.rewards import RewardFunction
 from stream.errors import DataError, PenstockError
 from stream.queue.lease import Lease
 from stream.records import Completion, Group, Message, Prompt
+from workers.role.in_flight_reporter import CompletionProgress, GroupProgress
+from workers.role.rewards import add_reward_parts, describe_functions, open_reward_functions
 from workers.rollout.agent_endpoint.agent_episode import run_agent_episode
 from workers.rollout.agent_endpoint.endpoint import AgentEndpoint, serve_endpoint_if_needed
 from workers.rollout.chat.chat_setup import ChatSetup
@@ -22,8 +24,6 @@ from workers.rollout.engine_client.sampling import Sampler
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import run_episode
 from workers.rollout.episode_base import EpisodeContext
-from workers.runtime.in_flight import CompletionProgress, GroupProgress
-from workers.runtime.reward_functions import add_reward_parts, describe_functions, open_reward_functions
 from workers.settings import Rollout, Settings
 
 

@@ -10,8 +10,8 @@ import anyio
 import structlog
 
 from stream.connection.model_files import download_model_files
-from workers.runtime.context import WorkerContext
-from workers.runtime.trainer_wait import wait_for_trainer
+from workers.role.context import WorkerContext
+from workers.role.work_loop import wait_for_trainer
 
 log = structlog.get_logger()
 

@@ -16,19 +16,18 @@ from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from stream.waiting import cancel_on
 from workers.engine_api.discovery import EngineDiscovery
+from workers.role import prometheus
+from workers.role.concurrency import ConcurrencyLimit, Isolation
+from workers.role.context import WorkerContext
+from workers.role.in_flight_reporter import InFlightReporter
+from workers.role.rewards import load_factories
+from workers.role.work_loop import work_loop
 from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.evaluation import open_evaluation
 from workers.rollout.group import GroupRunner, open_group_runner, with_attempt
 from workers.rollout.model_folder import open_model_folder
 from workers.rollout.stale_canceller import StaleCanceller
-from workers.runtime import metrics
-from workers.runtime.concurrency import ConcurrencyLimit
-from workers.runtime.context import WorkerContext
-from workers.runtime.in_flight import InFlightReporter
-from workers.runtime.isolation import Isolation
-from workers.runtime.reward_functions import load_factories
-from workers.runtime.work_loop import work_loop
 from workers.settings import Settings
 
 log = structlog.get_logger()
@@ -61,7 +60,7 @@ class TrainingRollout:
                 progress=progress,
             )
             progress.activity = Activity.COMPLETE
-            metrics.count_group(group.completions)
+            prometheus.count_group(group.completions)
             await self.stage.complete(
                 lease, "groups", with_attempt(group, lease, worker=self.stage.consumer, claimed_at=claimed_at)
             )
@@ -99,8 +98,8 @@ async def rollout(context: WorkerContext) -> None:
         if not is_ready:  # stopped while it waited for an engine
             return
         context.readiness.find_problem = lambda: "" if engines.healthy_count else "no engine answers"
-        metrics.engines_known.set_function(lambda: engines.known_count)
-        metrics.engines_healthy.set_function(lambda: engines.healthy_count)
+        prometheus.engines_known.set_function(lambda: engines.known_count)
+        prometheus.engines_healthy.set_function(lambda: engines.healthy_count)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_stop_without_engine, context.stopping, engines, tasks.cancel_scope)
             await _work(context, runner, concurrency, with_greedy=with_greedy)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import anyio
 
 from stream.errors import SettingsError
+from workers.role.exit_codes import ExitCode
+from workers.role.log_setup import configure_logging
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
-from workers.runtime.exit_codes import ExitCode
-from workers.runtime.log_setup import configure_logging
 from workers.settings import Settings
 from workers.settings.cross_checks import ENGINE_CHECKS
 from workers.settings.toml_file import load_settings, settings_for_model

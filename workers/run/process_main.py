@@ -20,8 +20,8 @@ from stream.errors import (
     RunMismatchError,
     SettingsError,
 )
-from workers.runtime.error_text import find_cause
-from workers.runtime.exit_codes import ExitCode
+from workers.role.context import find_cause
+from workers.role.exit_codes import ExitCode
 
 log = structlog.get_logger()
 

@@ -14,6 +14,8 @@ from stream.connection.run_connection import RunConnection
 from stream.errors import RunFailedError, ServerError
 from stream.operator.control import HeldEntry, release_worker
 from stream.operator.status import read_status
+from workers.role.exit_codes import ExitCode
+from workers.role.prometheus import process_restarts
 from workers.run.child_processes import ChildProcess
 from workers.run.death_lines import DeathLines
 from workers.run.restart_policy import (
@@ -27,8 +29,6 @@ from workers.run.restart_policy import (
 )
 from workers.run.role_specs import ENGINE
 from workers.run.run_ending import RunEnding
-from workers.runtime.exit_codes import ExitCode
-from workers.runtime.metrics import process_restarts
 from workers.settings import Queue
 
 log = structlog.get_logger()

@@ -10,7 +10,7 @@ from typing import Final
 from msgspec import Struct
 
 from stream.waiting import Backoff
-from workers.runtime.exit_codes import ExitCode
+from workers.role.exit_codes import ExitCode
 from workers.settings import Queue
 
 MAX_RESTARTS: Final = 5

@@ -20,15 +20,13 @@ from stream.disk_space import limit_waits
 from stream.errors import PenstockError, SettingsError
 from stream.parent_death import die_with_parent
 from workers.datasets.environment_rows import temporary_folder
+from workers.role.context import RoleMain, WorkerContext
+from workers.role.exit_codes import ExitCode
+from workers.role.log_setup import configure_logging, drop_output_when_full
+from workers.role.watchdogs import HangGuard, LoopWatchdog, WorkerRecycler
 from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.runs.folder import lock_folder
 from workers.runs.identity import join_run
-from workers.runtime.context import RoleMain, WorkerContext
-from workers.runtime.exit_codes import ExitCode
-from workers.runtime.hang_guard import HangGuard
-from workers.runtime.log_setup import configure_logging, drop_output_when_full
-from workers.runtime.loop_watchdog import LoopWatchdog
-from workers.runtime.recycling import WorkerRecycler
 from workers.settings import Settings
 from workers.settings.secrets import REDIS, read_secret
 from workers.settings.toml_file import display_source, load_settings
@@ -190,6 +188,6 @@ def _serve_metrics(role: str, context: WorkerContext) -> AbstractAsyncContextMan
     """Serve `/metrics`, `/health` and `/ready` if the run has an address for them."""
     if not context.settings.run.metrics_address:
         return nullcontext("")
-    from workers.runtime.metrics_server import serve_metrics
+    from workers.role.metrics_server import serve_metrics
 
     return serve_metrics(role, context.settings, context.readiness, context.connection)

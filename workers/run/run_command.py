@@ -13,6 +13,8 @@ from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
 from stream.operator.status import RunStatus
 from workers.check.report_text import print_report
+from workers.role import log_setup as logs
+from workers.role.exit_codes import ExitCode
 from workers.run.preflight_process import run_preflight_process
 from workers.run.run_start import finished_summary, finished_text, prepare_start, print_start, start_lines
 from workers.run.sampled_completion import newest_archived_group, sample_lines
@@ -30,8 +32,6 @@ from workers.runs.summary import (
     nothing_learned,
     summarize,
 )
-from workers.runtime import log_setup as logs
-from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 from workers.terminal.progress import choose_display, format_duration
 from workers.train.checkpointing.object_store import find_copy, restore

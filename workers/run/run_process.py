@@ -16,8 +16,8 @@ import msgspec
 
 from stream import parent_death
 from stream.errors import PenstockError, RunFailedError, SettingsError
+from workers.role.exit_codes import ExitCode
 from workers.runs.summary import RunSummary
-from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings, write_overrides
 

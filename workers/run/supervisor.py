@@ -38,6 +38,8 @@ from stream.operator.dead_letters import dead_letter_causes
 from stream.operator.status import RunStatus, read_status
 from stream.private_server import private_server
 from stream.queue.in_flight import groups_in_flight
+from workers.role import prometheus
+from workers.role.context import Readiness
 from workers.run.bottleneck_log import BottleneckLog
 from workers.run.child_processes import ChildProcess, ChildProcesses
 from workers.run.dashboard_process import DashboardProcess
@@ -54,8 +56,6 @@ from workers.runs.folder import replace_last_start
 from workers.runs.identity import FolderCheck, begin_run
 from workers.runs.live_run import LiveRun, remove_live, write_live
 from workers.runs.warnings import read_warnings, warnings_size
-from workers.runtime import metrics
-from workers.runtime.context import Readiness
 from workers.settings import Settings
 from workers.terminal.progress import ProgressDisplay, SupervisorState
 
@@ -195,10 +195,10 @@ class Supervisor:
     def _serve_metrics(self) -> AbstractAsyncContextManager[str]:
         if not self._settings.run.metrics_address:
             return nullcontext("")
-        from workers.runtime.metrics_server import serve_metrics
+        from workers.role.metrics_server import serve_metrics
 
         for role in (*_ROLES, ENGINE):
-            metrics.processes.labels(role).set_function(partial(self._children.count_running, role))
+            prometheus.processes.labels(role).set_function(partial(self._children.count_running, role))
         readiness = Readiness()
         readiness.find_problem = lambda: "" if self._phase == _RUNNING else f"the run is {self._phase}"
         return serve_metrics("supervisor", self._settings, readiness)

@@ -19,18 +19,17 @@ from stream.queue.in_flight import Activity
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from stream.records import Group
-from workers.runtime.concurrency import ConcurrencyLimit
-from workers.runtime.context import WorkerContext
-from workers.runtime.in_flight import GroupProgress, InFlightReporter
-from workers.runtime.isolation import Isolation
-from workers.runtime.metrics import count_rewards
-from workers.runtime.reward_functions import (
+from workers.role.concurrency import ConcurrencyLimit, Isolation
+from workers.role.context import WorkerContext
+from workers.role.in_flight_reporter import GroupProgress, InFlightReporter
+from workers.role.prometheus import count_rewards
+from workers.role.rewards import (
     add_reward_parts,
     describe_functions,
     load_factories,
     open_reward_functions,
 )
-from workers.runtime.work_loop import work_loop
+from workers.role.work_loop import work_loop
 from workers.score.evaluation import evaluate_group
 
 

@@ -22,8 +22,8 @@ from anyio.abc import TaskGroup
 from stream.errors import EngineUnavailableError, RunFailedError
 from stream.records import Group
 from stream.trainer.leased_group import LeasedGroup, ResumePoint
+from workers.role.prometheus import count_publication
 from workers.runs.progress import Progress
-from workers.runtime.metrics import count_publication
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.evaluation.scheduler import EvaluationScheduler

@@ -28,11 +28,11 @@ from stream.trainer.folder_lock import RunFolderLock
 from stream.trainer.leased_group import ResumePoint
 from stream.trainer.trainer_lease import TrainerLease
 from workers.engine_api.discovery import EngineDiscovery
+from workers.role.context import WorkerContext
+from workers.role.prometheus import count_step
 from workers.runs.identity import flat_settings
 from workers.runs.progress import Progress
 from workers.runs.warnings import TrainingWarning, write_warnings
-from workers.runtime.context import WorkerContext
-from workers.runtime.metrics import count_step
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.checkpointing.object_store import RESTORED, Bucket, Uploader

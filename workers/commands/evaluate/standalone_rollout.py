@@ -7,11 +7,11 @@ import anyio
 
 from envs.factory import EnvironmentFactory
 from stream.records import Group, Prompt
+from workers.role.concurrency import ConcurrencyLimit
+from workers.role.rewards import load_factories, open_reward_functions
 from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.group import open_group_runner
-from workers.runtime.concurrency import ConcurrencyLimit
-from workers.runtime.reward_functions import load_factories, open_reward_functions
 from workers.score.worker import score_group
 from workers.settings import Settings
 

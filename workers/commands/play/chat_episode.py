@@ -10,6 +10,7 @@ from stream.errors import EngineError
 from stream.records import Completion, Failure, Group, Message, Prompt, Row
 from stream.validity import RolloutReason, TruncationReason
 from workers.commands.play.chat_endpoint import ChatEndpoint, ChatTurn
+from workers.role.rewards import add_reward_parts, load_factories, open_reward_functions
 from workers.rollout.engine_client.sampling import end_after_error, turn_seed
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.environment_replies import EnvironmentReplies
@@ -18,7 +19,6 @@ from workers.rollout.episode_base import BaseEpisode, EnvironmentContext, Episod
 from workers.rollout.messages import append_observation
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn
 from workers.rollout.tool_formats.reasoning import reasoning_end
-from workers.runtime.reward_functions import add_reward_parts, load_factories, open_reward_functions
 from workers.score.worker import score_group
 from workers.settings import Settings
 

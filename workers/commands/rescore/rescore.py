@@ -30,9 +30,9 @@ from stream.records import Completion, Group, Message, RewardPart
 from stream.trainer.ledger_records import LedgerRecord, encode_outcome
 from stream.validity import Reward
 from workers.commands.rescore.rescore_summary import RescoreSummary, RewardComparison, summarize
+from workers.role.rewards import load_factories, load_reward_function
 from workers.runs.find import open_run
 from workers.runs.groups import ArchivedRunGroups
-from workers.runtime.reward_functions import load_factories, load_reward_function
 from workers.score.worker import score_group
 from workers.settings import Settings
 from workers.settings.toml_file import parse_rewards

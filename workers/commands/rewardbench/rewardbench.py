@@ -13,7 +13,7 @@ from stream.records import Message
 from stream.validity import Measured, Unmeasured
 from workers.commands.rewardbench.accuracy import BenchReport, PreferencePair, summarize
 from workers.datasets.sources import open_source
-from workers.runtime.exit_codes import ExitCode
+from workers.role.exit_codes import ExitCode
 from workers.settings import Data
 from workers.terminal.output import print_json
 

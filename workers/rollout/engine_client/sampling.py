@@ -12,8 +12,8 @@ from stream.errors import EngineError, EngineRefusedError
 from stream.records import Failure
 from stream.validity import RolloutReason, TruncationReason
 from workers.engine_api.wire import SamplingParams
+from workers.role.in_flight_reporter import CompletionProgress
 from workers.rollout.engine_client.sampled_turn import SampledTurn
-from workers.runtime.in_flight import CompletionProgress
 from workers.settings import Rollout
 
 _UNWATCHED = CompletionProgress()

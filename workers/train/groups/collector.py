@@ -16,8 +16,8 @@ from stream.operator.control import read_last_error
 from stream.operator.status import describe_stages, read_status
 from stream.queue.stage import Claim, inflight_versions
 from stream.trainer.consumer import Consumer
+from workers.role.work_loop import IdleLogger
 from workers.runs.warnings import write_warnings
-from workers.runtime.idle_log import IdleLogger
 from workers.settings import Settings
 from workers.train.groups.group_checker import GroupChecker
 from workers.train.groups.step_plan import StepPlan, VersionSchedule, plan_step

@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from workers.runtime.exit_codes import ExitCode
+from workers.role.exit_codes import ExitCode
 
 log = structlog.get_logger()
 

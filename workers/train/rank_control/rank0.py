@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stream.validity import DropReason
-from workers.runtime.context import WorkerContext
+from workers.role.context import WorkerContext
 from workers.settings import Settings
 from workers.train.distributed.ranks import Ranks, destroy_process_group, init_process_group
 from workers.train.rank_control.commands import (

@@ -15,33 +15,38 @@ the worker is asked to stop         no new claims; work that is not finished wit
 its workers died twice              it is worked on alone, so that nothing else dies with it again; each further death
                                     counts as a failure of the infrastructure
 ==================================  =================================================================================
+
+Log lines for workers without work.
+
+Waiting for what the trainer writes to the server when it starts.
 """
 
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TypeVar
 
 import anyio
 import structlog
 from anyio.abc import TaskGroup
 
 from stream.connection.keys import EVALUATION_STAGES
+from stream.connection.run_connection import MAX_BLOCK_S
 from stream.errors import (
     DataError,
     EngineUnavailableError,
     LeaseLostError,
     NewerSchemaError,
     RecordError,
+    RunFailedError,
     ServerError,
 )
 from stream.queue.lease import Lease
 from stream.queue.stage import Claim, ReleaseReason, Stage
 from stream.waiting import cancel_on
-from workers.runtime import metrics
-from workers.runtime.concurrency import ConcurrencyLimit
-from workers.runtime.error_text import error_text
-from workers.runtime.idle_log import IdleLogger
-from workers.runtime.isolation import Isolation
+from workers.role import prometheus
+from workers.role.concurrency import ConcurrencyLimit, Isolation
+from workers.role.context import WorkerContext, error_text
 
 log = structlog.get_logger()
 
@@ -71,7 +76,7 @@ async def work_loop(
         describe: says what user code the work on a lease runs.
     """
     isolation = isolation or Isolation()
-    metrics.watch_leases(stage.name, lambda: len(stage.leases), stage.oldest_lease_age_s)
+    prometheus.watch_leases(stage.name, lambda: len(stage.leases), stage.oldest_lease_age_s)
     limit = concurrency if isinstance(concurrency, ConcurrencyLimit) else ConcurrencyLimit(concurrency)
     async with anyio.create_task_group() as background:
         background.start_soon(stage.renew_leases)
@@ -157,11 +162,11 @@ async def _run_job(stage: Stage, lease: Lease, work: Callable[[], Awaitable[None
         with lease.cancel_on_loss() as scope:
             await work()
         if lease.lost:
-            metrics.entries.labels(stage.name, _LOST).inc()
+            prometheus.entries.labels(stage.name, _LOST).inc()
         elif lease.stale and scope.cancelled_caught:
             await _release(stage, lease, "stale", "")
         else:
-            metrics.entries.labels(stage.name, "completed").inc()
+            prometheus.entries.labels(stage.name, "completed").inc()
     except NewerSchemaError as error:
         await _release(stage, lease, "none", str(error))
     except RecordError as error:
@@ -172,7 +177,7 @@ async def _run_job(stage: Stage, lease: Lease, work: Callable[[], Awaitable[None
         await _release(stage, lease, "none", str(error))
     except LeaseLostError as error:
         log.warning("result.discarded", stage=stage.name, why=str(error))
-        metrics.entries.labels(stage.name, _LOST).inc()
+        prometheus.entries.labels(stage.name, _LOST).inc()
     except anyio.get_cancelled_exc_class():
         with anyio.CancelScope(shield=True):
             await _release(stage, lease, "none", "")
@@ -183,7 +188,7 @@ async def _run_job(stage: Stage, lease: Lease, work: Callable[[], Awaitable[None
         await _release(stage, lease, "infra", await anyio.to_thread.run_sync(error_text, error))
     finally:
         limit.release()
-        metrics.entry_duration.labels(stage.name).observe(anyio.current_time() - started)
+        prometheus.entry_duration.labels(stage.name).observe(anyio.current_time() - started)
 
 
 def _format_traceback(error: Exception) -> str:
@@ -197,7 +202,7 @@ async def _release(stage: Stage, lease: Lease, reason: ReleaseReason, error: str
     except LeaseLostError as lost:
         log.warning("lease.lost", why=str(lost))
         outcome = _LOST
-    metrics.entries.labels(stage.name, outcome).inc()
+    prometheus.entries.labels(stage.name, outcome).inc()
 
 
 async def _dead_letter(stage: Stage, lease: Lease, error: str) -> None:
@@ -208,4 +213,66 @@ async def _dead_letter(stage: Stage, lease: Lease, error: str) -> None:
     except LeaseLostError as lost:
         log.warning("lease.lost", why=str(lost))
         outcome = _LOST
-    metrics.entries.labels(stage.name, outcome).inc()
+    prometheus.entries.labels(stage.name, outcome).inc()
+
+
+class IdleLogger:
+    """Logs one line when a worker has waited long for entries of a stage, and one when it has work again.
+
+    Short waits are normal in a healthy run and are not logged.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._waited_s = 0.0
+        self._logged = False
+
+    def add_wait(self, seconds: float, claim: Claim) -> None:
+        """Add to the waiting time; `claim` is the claim that returned nothing."""
+        self._waited_s += seconds
+        if self._logged or self._waited_s < MAX_BLOCK_S:
+            return
+        self._logged = True
+        log.info(
+            "work.waiting",
+            stage=self._stage,
+            unfinished_prompts=claim.unfinished_prompts,
+            feed_done=claim.feed_done,
+            paused=claim.paused,
+        )
+
+    def end_wait(self) -> None:
+        """Note that there is work."""
+        if self._logged:
+            log.info("work.available", stage=self._stage)
+        self._waited_s, self._logged = 0.0, False
+
+
+T = TypeVar("T")
+
+
+async def wait_for_trainer(context: WorkerContext, read: Callable[[], Awaitable[T | None]], why: str) -> T:
+    """Return what `read` returns as soon as it is not None; tries again after every change of the run.
+
+    Args:
+        context: of this worker.
+        read: reads from the server; None: the trainer has not written it yet.
+        why: what this worker lacks, for the log and the error.
+
+    Raises:
+        RunFailedError: no trainer has written it within `abort.stall_timeout_s`.
+    """
+    timeout_s = context.settings.abort.stall_timeout_s
+    deadline, logged = anyio.current_time() + timeout_s, False
+    while (found := await read()) is None:
+        if anyio.current_time() > deadline:
+            raise RunFailedError(
+                f"{why}, and no trainer has written it to the server within abort.stall_timeout_s = {timeout_s:g} s; "
+                "start a trainer"
+            )
+        if not logged:
+            log.info("trainer.waiting", why=why)
+            logged = True
+        await context.connection.wait_for_change("$", MAX_BLOCK_S)
+        await context.connection.poll_stop()
+    return found

@@ -17,7 +17,7 @@ from stream.errors import RecordError
 from stream.queue.in_flight import Activity
 from stream.records import Completion, Group
 from stream.validity import Reward, RewardReason, Unmeasured, worst_reward
-from workers.runtime.in_flight import GroupProgress
+from workers.role.in_flight_reporter import GroupProgress
 from workers.settings import RewardSettings, Settings
 
 _LONG_GROUP_BYTES = 400_000

@@ -4,7 +4,7 @@ Each role has a registry of its own, because a process serves only what it measu
 trained groups would be wrong. Names and units follow Prometheus' conventions (base units, `_total` for counters). A
 label's values are few and known in advance; a prompt's id is never one.
 
-The run's own figures (queues, pacing, outcomes) are in `workers.runtime.run_metrics`.
+The run's own figures (queues, pacing, outcomes) are in `workers.role.run_metrics`.
 """
 
 import math

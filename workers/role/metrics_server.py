@@ -21,9 +21,9 @@ from stream.connection.run_connection import RunConnection
 from stream.errors import EngineError, PenstockError
 from stream.operator.status import read_status
 from workers.engine_api.http_server import listen
-from workers.runtime.context import Readiness
-from workers.runtime.metrics import REGISTRIES
-from workers.runtime.run_metrics import RunMetrics
+from workers.role.context import Readiness
+from workers.role.prometheus import REGISTRIES
+from workers.role.run_metrics import RunMetrics
 from workers.settings import Settings
 
 log = structlog.get_logger()
