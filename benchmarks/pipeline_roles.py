@@ -36,7 +36,7 @@ async def serve_scripted(port: int, seconds: float, slots: int) -> None:
 
 async def serve_paced(file: Path, port: int, seconds: float) -> None:
     """Serve the settings' model with the local engine; each decode step takes at least the given number of seconds."""
-    from workers.local_engine import server
+    from workers.local_engine import local_server
     from workers.local_engine.scheduler import Scheduler
     from workers.run.model_server import choose_server
 
@@ -49,7 +49,7 @@ async def serve_paced(file: Path, port: int, seconds: float) -> None:
             if self._running or self._finished:
                 time.sleep(max(0.0, began + seconds - time.perf_counter()))
 
-    server.Scheduler = PacedScheduler  # type: ignore[attr-defined]
+    local_server.Scheduler = PacedScheduler  # type: ignore[attr-defined]
     serve = choose_server(file, (), "generate", "", "127.0.0.1")
     await serve(port=port, ready=lambda url: print(f"listening on {url}", flush=True))
 

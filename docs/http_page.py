@@ -66,11 +66,15 @@ waits, too. The log says so once a minute at most (`http.connections_limited`)."
 SERVERS = {
     "Local engine (`penstock serve`)": (
         "Compatible with vLLM's routes of the same names, whose answers it copies. Errors have OpenAI's form.",
-        ("workers/local_engine/server.py", "workers/local_engine/info_routes.py", "workers/run/chat_api/routes.py"),
+        (
+            "workers/local_engine/local_server.py",
+            "workers/local_engine/local_server.py",
+            "workers/run/chat_api/routes.py",
+        ),
     ),
     "Reward model (`penstock serve --runner pooling`)": (
         "As vLLM with `--runner pooling`: [reward models](reward-models.md).",
-        ("workers/local_engine/pooling/server.py", "workers/local_engine/info_routes.py"),
+        ("workers/local_engine/pooling/pooling_server.py", "workers/local_engine/local_server.py"),
     ),
     "Environments with an own loop": (
         "Each episode has a URL of its own, and takes requests of OpenAI's clients there until it ends.",

@@ -20,8 +20,8 @@ from tests.unit.test_episode import Scripted
 from tests.unit.test_recorder import recorder_of
 from workers.dashboard.access import Access
 from workers.dashboard.server import serve_dashboard
-from workers.local_engine.pooling.server import serve_pooling
-from workers.local_engine.server import EngineLimits, serve_local_engine
+from workers.local_engine.local_server import EngineLimits, serve_local_engine
+from workers.local_engine.pooling.pooling_server import serve_pooling
 from workers.role.context import Readiness
 from workers.role.metrics_server import serve_metrics
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
@@ -33,8 +33,8 @@ from workers.train.publishing.http_transfer import serve_weights
 TOKEN = "the token of the dashboard"
 
 SERVERS = {
-    "local engine": "workers/local_engine/server.py",
-    "reward model": "workers/local_engine/pooling/server.py",
+    "local engine": "workers/local_engine/local_server.py",
+    "reward model": "workers/local_engine/pooling/pooling_server.py",
     "agent endpoint": "workers/rollout/agent_endpoint/endpoint.py",
     "weights": "workers/train/publishing/http_transfer.py",
     "dashboard": "workers/dashboard/server.py",

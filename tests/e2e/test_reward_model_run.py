@@ -19,7 +19,7 @@ from stream.trainer.archive import scan_archive
 from stream.validity import Measured
 from tests.e2e.harness import balanced, environment
 from tests.reward_server import reward_server
-from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
+from workers.local_engine.pooling.classifier import ReferenceClassifier
 from workers.role.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from workers.base_models.shipped import write_base_model
 from workers.demo.task import training_rows
 from workers.demo.warm_start import warm_start
 from workers.engine_api.discovery import EngineDiscovery
-from workers.local_engine.server import EngineLimits, serve_local_engine
+from workers.local_engine.local_server import EngineLimits, serve_local_engine
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.client import EngineClient

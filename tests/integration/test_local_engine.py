@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from stream.errors import EngineError, SettingsError
 from workers.demo.model import make_model
 from workers.engine_api.http_server import listen
+from workers.local_engine.local_server import EngineLimits, EngineRoutes, serve_local_engine
 from workers.local_engine.scheduler import Scheduler
-from workers.local_engine.server import EngineLimits, EngineRoutes, serve_local_engine
 from workers.local_engine.slot_model import SlotModel
-from workers.local_engine.stop_strings import load_tokenizer
-from workers.local_engine.weight_paths import EngineAccess
+from workers.local_engine.token_sampling import load_tokenizer
+from workers.local_engine.weights import EngineAccess
 from workers.train.model.policy_folder import load_policy
 
 pytestmark = pytest.mark.models

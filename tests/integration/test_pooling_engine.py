@@ -13,9 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification, Qwen3ForSequ
 from examples.reward_model.make_models import make_reward_model
 from stream.errors import SettingsError
 from workers.demo.model import make_model, make_tokenizer
-from workers.local_engine.pooling.classifier import Classifier, is_classifier
-from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
-from workers.local_engine.pooling.server import serve_pooling
+from workers.local_engine.pooling.classifier import Classifier, ReferenceClassifier, is_classifier
+from workers.local_engine.pooling.pooling_server import serve_pooling
 
 pytestmark = pytest.mark.models
 

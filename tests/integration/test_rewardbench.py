@@ -18,7 +18,7 @@ from tests.reward_server import reward_server
 from workers.cli import penstock
 from workers.commands.rewardbench.accuracy import SECTIONS, PreferencePair, summarize
 from workers.commands.rewardbench.rewardbench import read_pairs
-from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
+from workers.local_engine.pooling.classifier import ReferenceClassifier
 
 pytestmark = pytest.mark.models
 

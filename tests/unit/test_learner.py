@@ -14,7 +14,7 @@ from stream.errors import RunMismatchError, SettingsError
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
 from tests.cases.models import loaded_once, write_small_qwen3
-from workers.local_engine.weight_loader import load_weights
+from workers.local_engine.weights import load_weights
 from workers.runs.tokens import annotated_row, token_columns
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.schedule import learning_rate_factor

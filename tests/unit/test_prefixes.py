@@ -2,7 +2,7 @@
 
 from array import array
 
-from workers.local_engine.prefix_cache import PrefixCache
+from workers.local_engine.kv_cache import PrefixCache
 
 
 def tokens(*ids: int) -> bytes:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.engine_api.wire import UNKNOWN_LOGPROB, SamplingParams
-from workers.local_engine.sampling import sample, truncate
+from workers.local_engine.token_sampling import sample, truncate
 from workers.rollout.engine_client.sampling import turn_seed
 
 pytestmark = pytest.mark.models

@@ -13,11 +13,16 @@ from stream.errors import EngineError, SettingsError
 from workers.engine_api.discovery import normalize_engine_url
 from workers.engine_api.http_server import listen
 from workers.settings.toml_file import parse_settings
-from workers.vllm import server
-from workers.vllm.interpreter import VllmInstallation, check_interpreter, find_interpreter, resolve_interpreter
-from workers.vllm.launch_command import build_command, build_environment
-from workers.vllm.output_tail import OutputTail
-from workers.vllm.server import serve_vllm
+from workers.vllm import process as server
+from workers.vllm.launch_command import (
+    VllmInstallation,
+    build_command,
+    build_environment,
+    check_interpreter,
+    find_interpreter,
+    resolve_interpreter,
+)
+from workers.vllm.process import OutputTail, serve_vllm
 
 
 def settings_with(**engine):
@@ -259,7 +264,7 @@ def lives(pid: int) -> bool:
 
 
 async def test_a_server_that_stopped_listening_without_exiting_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("workers.vllm.server._CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr("workers.vllm.process._CHECK_EVERY_S", 0.1)
     urls = []
     with (
         anyio.fail_after(60),

@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.error import URLError
 
 from workers.vllm.launch_command import CPU_FLAGS, SERVER_MODULE, build_environment
-from workers.vllm.output_tail import OutputTail
+from workers.vllm.process import OutputTail
 
 ROOT = Path(__file__).parents[2]
 START_S = 500

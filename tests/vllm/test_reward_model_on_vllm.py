@@ -15,7 +15,7 @@ from tests.integration.test_pooling_engine import conversations
 from tests.integration.test_rewardbench import rows, write
 from workers.cli import penstock
 from workers.engine_api.http_server import listen
-from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
+from workers.local_engine.pooling.classifier import ReferenceClassifier
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 CLOSE = 1e-4

@@ -22,7 +22,7 @@ from workers.engine_api.http_server import free_port
 from workers.settings import Settings
 from workers.settings.settings import RUNS
 from workers.settings.training import DNS_PREFIX
-from workers.vllm.interpreter import check_interpreter, resolve_interpreter
+from workers.vllm.launch_command import check_interpreter, resolve_interpreter
 
 _DASHBOARD_HOST: Final = "127.0.0.1"
 _CONNECT_TIMEOUT_S: Final = 2.0

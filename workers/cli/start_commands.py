@@ -40,7 +40,7 @@ def demo(
 ) -> None:
     """Train a small model on this machine, in a few minutes."""
     from workers.demo.demo import prepare_demo, run_demo
-    from workers.vllm.interpreter import find_interpreter
+    from workers.vllm.launch_command import find_interpreter
 
     if vllm_python and engine != "vllm":
         raise click.UsageError("--vllm-python is for --engine vllm")

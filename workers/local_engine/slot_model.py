@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stream.errors import EngineError
 from workers.local_engine.kv_cache import SlotKVCache
-from workers.local_engine.model_folder import load_model
+from workers.local_engine.weights import load_model
 
 log = structlog.get_logger()
 

@@ -78,7 +78,7 @@ def choose_server(
     if settings.engine.server == "vllm":
         if runner == "pooling":
             raise SettingsError("--runner pooling is for the local engine; start vLLM yourself (docs/reward-models.md)")
-        from workers.vllm.server import serve_vllm
+        from workers.vllm.process import serve_vllm
 
         return partial(serve_vllm, settings, host=host)
     from workers.local_engine.pooling.classifier import is_classifier
@@ -86,7 +86,7 @@ def choose_server(
     model, dtype, engine = Path(settings.model.path), dtype or settings.model.dtype, settings.engine
     if runner == "pooling" or (runner == "auto" and is_classifier(model)):
         from workers.engine_api.http_access import AccessRules
-        from workers.local_engine.pooling.server import serve_pooling
+        from workers.local_engine.pooling.pooling_server import serve_pooling
 
         # A reward model uses all its positions, unless the settings limit the length.
         return partial(
@@ -107,8 +107,8 @@ def choose_server(
 
 def _policy_server(target: Path, settings: Settings, dtype: str, host: str) -> Callable[..., Awaitable[None]]:
     """Return what serves a policy by the local engine: the arguments are those of `choose_server`."""
-    from workers.local_engine.server import EngineLimits, EngineRoutes, serve_local_engine
-    from workers.local_engine.weight_paths import EngineAccess
+    from workers.local_engine.local_server import EngineLimits, EngineRoutes, serve_local_engine
+    from workers.local_engine.weights import EngineAccess
     from workers.run.chat_api.routes import ChatRoutes
 
     def chat_routes(engine: EngineRoutes) -> "Iterable[web.RouteDef]":

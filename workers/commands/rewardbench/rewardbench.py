@@ -30,7 +30,7 @@ def run_rewardbench(file: Path, urls: Sequence[str], reference: Path | None, *, 
     rows = read_pairs(file)
     score = None
     if reference is not None:
-        from workers.local_engine.pooling.reference_classifier import ReferenceClassifier
+        from workers.local_engine.pooling.classifier import ReferenceClassifier
 
         score = ReferenceClassifier(reference).score
     pairs = anyio.run(score_pairs, rows, urls)

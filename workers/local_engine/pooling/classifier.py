@@ -2,6 +2,8 @@
 
 The score of a decoder is the head's output at the last token. Padding is on the right, where causal attention ignores
 it. The last token is found by length, not by the padding token, which may also end a turn.
+
+Scores one conversation at a time with transformers' forward pass, as the reference for served scores.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,8 @@ from transformers import AutoTokenizer
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from stream.errors import EngineError, EngineRefusedError
-from workers.local_engine.model_folder import load_model
+from stream.records import Message
+from workers.local_engine.weights import load_model
 
 log = structlog.get_logger()
 
@@ -171,3 +174,26 @@ def is_classifier(path: Path) -> bool:
         return False  # loading the model reports the error
     architectures = config.get("architectures") if isinstance(config, dict) else None
     return any(str(name).endswith(ARCHITECTURE_SUFFIX) for name in architectures or ())
+
+
+class ReferenceClassifier:
+    """A sequence classifier with one class, in float32."""
+
+    def __init__(self, path: Path) -> None:
+        """Load a model folder.
+
+        Raises:
+            SettingsError: the folder holds no classifier, or an incomplete one.
+            EngineError: the classifier has more than one class, or no tokenizer.
+        """
+        model, self._tokenizer = load_classifier(path, "float32")
+        if model.config.num_labels != 1:
+            raise EngineError(f"{path}: a reward model has one class, this one has {model.config.num_labels}")
+        self._model: Any = model.eval()
+
+    @torch.inference_mode()
+    def score(self, messages: Sequence[Message]) -> float:
+        """Return the logit of a conversation."""
+        text = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
+        ids = self._tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        return float(self._model(input_ids=ids).logits[0, 0])

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from stream.records import Message
-from workers.local_engine.messages import Generation
+from workers.local_engine.model_thread import Generation
 from workers.rollout.agent_endpoint.openai_messages import Reply, to_openai_message, to_template_message
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolFormat

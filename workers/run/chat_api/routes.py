@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from stream.errors import DataError, EngineError, EngineRefusedError, PenstockError
-from workers.local_engine.server import EngineRoutes
+from workers.local_engine.local_server import EngineRoutes
 from workers.rollout.chat.chat_setup import ChatSetup, template_kwargs
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.format_detection import choose_tool_format

@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from workers.local_engine.model_folder import load_model
+from workers.local_engine.weights import load_model
 
 TOKENIZER_FILES: Final = (
     "tokenizer*",

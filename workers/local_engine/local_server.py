@@ -1,8 +1,12 @@
-"""HTTP routes of the local engine, compatible with vLLM's."""
+"""HTTP routes of the local engine, compatible with vLLM's.
+
+Routes of every model server: health, metrics, model name and version.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -11,11 +15,13 @@ import anyio.to_thread
 import msgspec
 import structlog
 from aiohttp import web
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from tokenizers import Tokenizer
 
 from stream.errors import EngineRefusedError
-from workers.engine_api.http_server import MAX_BODY_BYTES, Handler, error_middleware, listen
+from workers.engine_api.http_server import MAX_BODY_BYTES, Handler, error_middleware, error_response, listen
 from workers.engine_api.wire import (
     WEIGHT_TRANSFER_BACKEND,
     FinishUpdateRequest,
@@ -26,14 +32,112 @@ from workers.engine_api.wire import (
     build_response,
     decode_generate_request,
 )
-from workers.local_engine.info_routes import MAX_WAITING, EngineFigure, InfoRoutes, json_response
-from workers.local_engine.messages import Generation, ModelCommand, TokenNotice
-from workers.local_engine.model_thread import LoopBridge, run_model_thread
+from workers.local_engine.model_thread import (
+    Generation,
+    LoopBridge,
+    ModelCommand,
+    ModelThread,
+    TokenNotice,
+    run_model_thread,
+)
 from workers.local_engine.scheduler import Scheduler
 from workers.local_engine.slot_model import SlotModel
-from workers.local_engine.stop_strings import load_tokenizer
-from workers.local_engine.weight_download import download_weights
-from workers.local_engine.weight_paths import EngineAccess, check_path
+from workers.local_engine.token_sampling import load_tokenizer
+from workers.local_engine.weights import EngineAccess, check_path, download_weights
+
+MAX_WAITING = 4096
+"""Largest number of requests that wait for the model's thread; further requests get status 429."""
+
+_VERSION = version("penstock")
+_encoder = msgspec.json.Encoder()
+
+EngineFigure = GaugeMetricFamily | CounterMetricFamily
+"""One figure of an engine; names are the same as vLLM's."""
+
+
+class _EngineCollector(Collector):
+    """Reports the figures of an engine at each scrape."""
+
+    def __init__(self, read: Callable[[], Iterable[EngineFigure]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the figures."""
+        return self._read()
+
+    def describe(self) -> list[Metric]:
+        """Return nothing, so that registering reads nothing."""
+        return []
+
+
+class InfoRoutes:
+    """Handlers of read-only routes.
+
+    Args:
+        model_thread: thread that runs the model.
+        read_metrics: returns the current metrics.
+        model_name: name of the model in `/v1/models`.
+        max_length: largest number of tokens in a sequence.
+    """
+
+    def __init__(
+        self,
+        model_thread: ModelThread[Any],
+        read_metrics: Callable[[], Iterable[EngineFigure]],
+        model_name: str,
+        max_length: int,
+    ) -> None:
+        self._model_thread = model_thread
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(read_metrics))
+        self._model_name = model_name
+        self._max_length = max_length
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes for an application."""
+        return [
+            web.get("/health", self.health),
+            web.get("/metrics", self.metrics),
+            web.get("/v1/models", self.models),
+            web.get("/version", self.version),
+        ]
+
+    def overload_response(self) -> web.Response | None:
+        """Return a response with status 429 if `MAX_WAITING` requests wait, else None."""
+        if self._model_thread.waiting < MAX_WAITING:
+            return None
+        return error_response(429, f"{MAX_WAITING} requests are waiting")
+
+    async def health(self, _: web.Request) -> web.Response:
+        """Answer 200 while the thread works; 503 with the error after it failed."""
+        failure = self._model_thread.failure
+        if failure is None:
+            return web.Response()
+        return error_response(503, f"{self._model_thread.activity} has failed: {failure!r}")
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Return the metrics in Prometheus' text format."""
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def models(self, _: web.Request) -> web.Response:
+        """List the served model."""
+        model = {
+            "id": self._model_name,
+            "object": "model",
+            "owned_by": "penstock",
+            "max_model_len": self._max_length,
+        }
+        return json_response({"object": "list", "data": [model]})
+
+    async def version(self, _: web.Request) -> web.Response:
+        """Return the name and version of the server."""
+        return json_response({"version": f"penstock-{_VERSION}"})
+
+
+def json_response(answer: object) -> web.Response:
+    """Return a response with status 200."""
+    return web.Response(body=_encoder.encode(answer), content_type="application/json")
+
 
 log = structlog.get_logger()
 T = TypeVar("T")
