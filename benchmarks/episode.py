@@ -54,13 +54,11 @@ from stream.codec import encode
 from stream.records import Group, Message, Prompt, Span
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
-from workers.rollout.engine_client.generate_api import GenerateApi
-from workers.rollout.engine_client.sampled_turn import SampledTurn
-from workers.rollout.engine_client.sampling import SamplingOptions
-from workers.rollout.engine_client.sampling_api import SamplingRequest
+from workers.rollout.engine_client.sampling import SampledTurn, SamplingOptions
+from workers.rollout.engine_client.sampling_apis import GenerateApi, SamplingRequest
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Rollout
 
 EPISODES, ENGINE_S, ROUND = 64, 0.05, 32

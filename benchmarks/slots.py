@@ -23,11 +23,10 @@ from envs.factory import EnvironmentFactory
 from stream.records import Prompt, Span
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
-from workers.rollout.engine_client.sampled_turn import SampledTurn
-from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.rollout.engine_client.sampling import SampledTurn, SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Rollout
 
 SLOTS, RESET_S, ENGINE_S, LIMIT = 64, 0.1, 0.03, 0.8

@@ -27,7 +27,7 @@ from envs.builtin.guess import Guess
 from envs.tools import ToolArgumentError, bind_arguments, tool_specs
 from workers.base_models.shipped import write_base_model
 from workers.base_models.tool_transcripts import Difficulty, conversations
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 
 ROOT = Path(__file__).parents[1]
 RANDOM_SETS = 40

@@ -17,7 +17,7 @@ from tests.conformance.cases import Case, cases_of, family, named, read
 from tests.conformance.families_advantages import estimator_of
 from tests.conformance.families_correction import check_correction
 from tests.conformance.families_losses import check_policy_loss
-from workers.rollout.engine_client import sampled_turn as answer
+from workers.rollout.engine_client import sampling as answer
 from workers.train.algorithms.advantages import ESTIMATORS, estimate
 from workers.train.algorithms.completion_layout import CompletionLayout
 from workers.train.algorithms.grouping import Grouping

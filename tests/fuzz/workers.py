@@ -23,11 +23,10 @@ from tests.fuzz.samples import VOCABULARY
 from workers.role.rewards import load_factories, load_reward_functions
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
-from workers.rollout.engine_client.sampled_turn import SampledTurn
-from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.rollout.engine_client.sampling import SampledTurn, SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.runs.progress import Progress
 from workers.score.worker import score_group
 from workers.settings.toml_file import parse_settings

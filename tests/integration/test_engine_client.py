@@ -14,8 +14,8 @@ from tests.cases.ports import free_port
 from tests.scripted_engine.answers import scripted_logprob
 from tests.scripted_engine.engine import ScriptedEngine
 from workers.rollout.engine_client.client import EngineClient
-from workers.rollout.engine_client.generate_api import GenerateApi
 from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.rollout.engine_client.sampling_apis import GenerateApi
 
 SAMPLING = SamplingOptions(temperature=1.0, max_tokens=8, stop_token_ids=(2,), seed=4)
 

@@ -19,12 +19,12 @@ from tests.scripted_engine.answers import Fault
 from tests.scripted_engine.engine import ScriptedEngine
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
-from workers.rollout.engine_client.affinity import rank_engines
 from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.router import rank_engines
 from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Rollout
 
 FAULTS = get_args(Fault)

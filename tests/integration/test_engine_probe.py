@@ -20,9 +20,8 @@ from tests.scripted_engine.answers import Fault
 from tests.scripted_engine.engine import ScriptedEngine
 from workers.engine_api.http_server import listen
 from workers.rollout.engine_client.client import EngineClient
-from workers.rollout.engine_client.completions_api import CompletionsApi
-from workers.rollout.engine_client.generate_api import GenerateApi
 from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.rollout.engine_client.sampling_apis import CompletionsApi, GenerateApi
 from workers.settings import Eval, Rollout
 from workers.settings.toml_file import parse_settings
 

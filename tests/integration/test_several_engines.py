@@ -14,8 +14,8 @@ from stream.records import Span
 from tests.scripted_engine.engine import ScriptedEngine
 from tests.scripted_engine.routes import ScriptedRoutes
 from workers.engine_api.discovery import EngineDiscovery
-from workers.rollout.engine_client.affinity import rank_engines
 from workers.rollout.engine_client.client import EngineClient
+from workers.rollout.engine_client.router import rank_engines
 from workers.rollout.engine_client.sampling import SamplingOptions
 
 

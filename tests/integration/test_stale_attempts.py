@@ -22,8 +22,7 @@ from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from tests.chaos.project import END, write_project
 from tests.scripted_engine.engine import ScriptedEngine
 from workers.role.context import WorkerContext
-from workers.rollout.stale_canceller import StaleCanceller, should_cancel
-from workers.rollout.worker import rollout
+from workers.rollout.worker import StaleCanceller, rollout, should_cancel
 from workers.runs.status import queue_report
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.rollout.engine_client.affinity import (
+from workers.rollout.engine_client.router import (
     LATER_TURN_FACTOR,
     SLACK,
     Candidate,

@@ -5,14 +5,15 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.rollout.engine_client.adaptive_limit import (
+from workers.rollout.engine_client.load import (
     DECREASE,
     INCREASE,
     OVERLOADED_POLLS,
     QUEUE_FRACTION,
     AdaptiveLimit,
+    EngineMetrics,
+    parse_metrics,
 )
-from workers.rollout.engine_client.engine_metrics import EngineMetrics, parse_metrics
 
 LEAST, MOST = 8, 512
 counts = st.integers(0, 2000).map(float)

@@ -19,7 +19,7 @@ from stream.records import Completion, Failure, Group, Prompt, RewardPart, ToolR
 from stream.validity import RewardReason, RolloutReason, Unmeasured
 from workers.role.context import find_cause
 from workers.rollout.environment_slot import EnvironmentSlot
-from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.rollout.tool_formats.parsing import ToolCall
 from workers.run.child_processes import ChildProcess
 from workers.run.role_specs import RoleSpec
 from workers.run.stall_detector import describe_longest

@@ -8,7 +8,7 @@ from envs.references import Reference
 from stream.errors import SettingsError
 from tests.cases.chats import TEMPLATE, model_folder
 from workers.rollout.chat.chat_setup import load_chat_setups
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings.toml_file import parse_settings
 
 CALLING = TEMPLATE.replace(

@@ -9,7 +9,7 @@ from stream.errors import DataError
 from stream.validity import Measured, RolloutReason
 from tests.cases.families import chat_of, template_of
 from tests.unit.test_episode import TEMPLATE, Box, call, completion_of, group_of, make_chat, make_prompt, text_of
-from workers.rollout.chat.content_parts import ContentAdapter
+from workers.rollout.chat.renderer import ContentAdapter
 from workers.rollout.chat.template import ChatTemplate
 from workers.rollout.tool_result import to_tool_result
 

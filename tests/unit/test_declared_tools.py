@@ -14,7 +14,7 @@ from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.records import Failure
 from tests.cases.checks import tried
 from workers.rollout.environment_slot import EnvironmentSlot
-from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.rollout.tool_formats.parsing import ToolCall
 from workers.rollout.tool_result import ToolResult
 
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}

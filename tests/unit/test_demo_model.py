@@ -17,7 +17,7 @@ from workers.demo.transcripts import Behavior, build_transcript, transcripts
 from workers.demo.warm_start import CONTEXT_WEIGHT, tokenize, warm_start
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.history_check import check_history
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 
 pytestmark = pytest.mark.models
 

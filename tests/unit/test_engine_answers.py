@@ -7,10 +7,8 @@ from stream.errors import EngineError, EngineRefusedError
 from stream.records import Failure, Span
 from stream.validity import RolloutReason, TruncationReason
 from workers.engine_api.wire import WeightInfo, policy_version
-from workers.rollout.engine_client.completions_api import CompletionsApi
-from workers.rollout.engine_client.generate_api import GenerateApi
 from workers.rollout.engine_client.sampling import SamplingOptions, end_after_error
-from workers.rollout.engine_client.sampling_api import SamplingRequest
+from workers.rollout.engine_client.sampling_apis import CompletionsApi, GenerateApi, SamplingRequest
 
 URL = "http://engine"
 CONTENT = [{"token_id": 7, "logprob": -0.5, "rank": 1, "top_logprobs": []}, {"token_id": 2, "logprob": -1.5}]

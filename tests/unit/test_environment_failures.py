@@ -140,7 +140,7 @@ def test_an_instance_is_not_used_after_a_timeout():
 
 
 def _call(name, **arguments):
-    from workers.rollout.tool_formats.parsed_turn import ToolCall
+    from workers.rollout.tool_formats.parsing import ToolCall
 
     return ToolCall(name, arguments, "")
 

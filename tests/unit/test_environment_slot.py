@@ -16,7 +16,7 @@ from stream.records import Failure
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.environment_slot import EnvironmentSlot
-from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.rollout.tool_formats.parsing import ToolCall
 from workers.rollout.tool_result import ToolResult, to_text
 
 

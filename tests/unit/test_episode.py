@@ -37,13 +37,13 @@ from workers.role.in_flight_reporter import GroupProgress
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.template import ChatTemplate
+from workers.rollout.conversation import run_episode
 from workers.rollout.engine_client.client import EngineClient
-from workers.rollout.engine_client.sampled_turn import SampledTurn
+from workers.rollout.engine_client.sampling import SampledTurn
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.episode import run_episode
-from workers.rollout.episode_base import EpisodeContext
+from workers.rollout.episode import EpisodeContext
 from workers.rollout.group import GroupRunner
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Rollout
 from workers.train.step.collation import collate
 

@@ -12,7 +12,7 @@ from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.datasets.prompts import read_evaluation_prompts
 from workers.run.stall_detector import StallDetector
 from workers.runs.status import evaluation_report, format_result
-from workers.score.evaluation import evaluate_group
+from workers.score.worker import evaluate_group
 from workers.settings.toml_file import parse_settings
 from workers.train.evaluation.results import EvaluationLog, EvaluationResult, summarize
 

@@ -24,10 +24,10 @@ from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.format_detection import choose_tool_format
 from workers.rollout.chat.history_check import check_history
 from workers.rollout.engine_client.client import EngineClient
-from workers.rollout.engine_client.sampled_turn import SampledTurn
+from workers.rollout.engine_client.sampling import SampledTurn
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Rollout
 from workers.train.step.collation import collate
 

@@ -16,11 +16,11 @@ from tests.cases.families import chat_of
 from tests.unit.test_hot_path_costs import CallCounter
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.text_encoder import TextEncoder
-from workers.rollout.engine_client.sampled_turn import SampledTurn
+from workers.rollout.engine_client.sampling import SampledTurn
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner, with_attempt
-from workers.rollout.token_ids import TokenIds
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.rows import TokenIds
+from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Rollout
 
 OWN = tuple(f"{Path(__file__).parents[2] / name}/" for name in ("stream", "envs", "workers"))

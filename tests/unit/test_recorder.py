@@ -12,9 +12,9 @@ from tests.cases.families import template_of
 from tests.unit.test_episode import Scripted, make_chat
 from workers.rollout.agent_endpoint.openai_messages import parse_messages, to_openai_message
 from workers.rollout.agent_endpoint.recorder import Recorder
-from workers.rollout.episode_base import EpisodeContext
+from workers.rollout.episode import EpisodeContext
 from workers.rollout.episode_clock import EpisodeClock
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Rollout
 
 ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]

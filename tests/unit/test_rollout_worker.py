@@ -8,8 +8,7 @@ from stream.codec import encode
 from stream.queue.lease import Lease
 from stream.records import Group, Prompt
 from workers.role.in_flight_reporter import InFlightReporter
-from workers.rollout.stale_canceller import StaleCanceller
-from workers.rollout.worker import TrainingRollout
+from workers.rollout.worker import StaleCanceller, TrainingRollout
 
 
 class FakeStage:

@@ -10,8 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from stream.errors import DataError
 from tests.cases.chats import ADD
-from workers.rollout.chat.template import ChatTemplate
-from workers.rollout.chat.template_language import plain_value
+from workers.rollout.chat.template import ChatTemplate, plain_value
 
 FAMILIES = sorted((Path(__file__).parents[1] / "cases/templates").glob("*.jinja"))
 CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "zwei ü <b>"}}}

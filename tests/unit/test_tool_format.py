@@ -2,9 +2,8 @@ import json
 
 import pytest
 
-from workers.rollout.tool_formats.parsed_turn import ToolCall
-from workers.rollout.tool_formats.parsing import MAX_ERRORS
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
+from workers.rollout.tool_formats.parsing import MAX_ERRORS, ToolCall
 
 parse = TOOL_FORMATS["hermes"].parse
 

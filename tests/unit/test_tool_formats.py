@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
-from workers.rollout.tool_formats.parsing import MAX_ERRORS
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
+from workers.rollout.tool_formats.parsing import MAX_ERRORS, ParsedTurn, ToolCall
 
 ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
 LLAMA = '{"name": "add", "parameters": {"a": 1, "b": 2}}'

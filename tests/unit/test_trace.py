@@ -11,7 +11,7 @@ from stream.errors import PenstockError
 from stream.records import Completion, Group, Interval, Prompt, ToolRun
 from stream.trainer.archive import Archive
 from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
-from workers.rollout.episode_base import timed
+from workers.rollout.episode import timed
 from workers.runs.find import open_run
 from workers.runs.opentelemetry_export import export_spans
 from workers.runs.phases import StepTimes, group_phase, read_steps, trace_id

@@ -22,7 +22,7 @@ from workers.check.scripted import ScriptedSampler, call, play, scripted_chat
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.score.worker import score_group
 from workers.settings import Rollout
 

@@ -7,7 +7,7 @@ import pytest
 from stream.validity import TruncationReason
 from workers.check.scripted import call, play
 from workers.rollout import environment_slot as slots
-from workers.rollout.tool_formats.hermes import Hermes
+from workers.rollout.tool_formats.json_formats import Hermes
 from workers.rollout.tool_result import MAX_CHARACTERS_PER_TOKEN, truncate_result
 from workers.settings import Rollout
 

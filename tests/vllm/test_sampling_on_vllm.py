@@ -21,9 +21,8 @@ from tests.vllm.served import CLOSE
 from workers.demo.model import make_tokenizer
 from workers.engine_api.http_server import listen
 from workers.rollout.engine_client.client import EngineClient
-from workers.rollout.engine_client.completions_api import CompletionsApi
-from workers.rollout.engine_client.generate_api import GenerateApi
 from workers.rollout.engine_client.sampling import SamplingOptions, end_after_error, turn_seed
+from workers.rollout.engine_client.sampling_apis import CompletionsApi, GenerateApi
 from workers.train.model.logprobs import LogprobModel, token_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]

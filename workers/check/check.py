@@ -27,7 +27,7 @@ from workers.check.rewards import check_rewards
 from workers.check.scripted import Call, run_in_daemon_thread
 from workers.check.user_code import named_parameters, required_parameters
 from workers.role.watchdogs import HangGuard, LoopWatchdog
-from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.rollout.tool_formats.parsing import ToolCall
 from workers.settings import EnvironmentSettings, RewardSettings, Settings
 from workers.settings.toml_file import load_settings, settings_for_model, write_overrides
 

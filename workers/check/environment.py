@@ -28,7 +28,7 @@ from workers.check.episode import EpisodeCheck
 from workers.check.instances import MUTABLE, InstanceComparison
 from workers.check.report import Checker, EnvironmentTrial
 from workers.check.user_code import load_user_code, missing_column, missing_reset_fields
-from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.rollout.tool_formats.parsing import ToolCall
 
 
 class CheckedEnvironment(Struct, kw_only=True):

@@ -21,7 +21,7 @@ from workers.check.report import EnvironmentTrial, Subject, ToolTrial, TurnTrial
 from workers.check.scripted import UNLIMITED, ScriptedSampler, play_script
 from workers.check.user_code import missing_column
 from workers.rollout.environment_slot import EnvironmentSlot
-from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.rollout.tool_formats.parsing import ToolCall
 
 SAMPLE_TEXT = "I do not know."
 """What the model says where nothing else is given."""

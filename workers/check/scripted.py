@@ -33,11 +33,10 @@ from workers.rollout.agent_endpoint.endpoint import serve_endpoint
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.template import ChatTemplate
-from workers.rollout.engine_client.sampled_turn import SampledTurn
-from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.rollout.engine_client.sampling import SampledTurn, SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Rollout
 
 T = TypeVar("T")

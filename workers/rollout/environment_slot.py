@@ -39,7 +39,7 @@ from stream.causes import ErrorCause
 from stream.errors import EnvironmentFailure
 from stream.records import Failure, Message, RewardPart
 from stream.validity import RolloutReason, TruncationReason, Unmeasured
-from workers.rollout.tool_formats.parsed_turn import ToolCall
+from workers.rollout.tool_formats.parsing import ToolCall
 from workers.rollout.tool_result import ToolResult, call_async_tool, call_tool
 
 log = structlog.get_logger()

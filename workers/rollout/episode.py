@@ -1,167 +1,296 @@
-"""One conversation between the policy and its environment, which makes one completion.
+"""The steps of every episode: reset the environment, run the turns, measure the reward, freeze the environment.
 
-::
-
-    reset ─► prompt ids ─► sample ─► parse ─► no call ─► respond ─► None, or no such method ─► reward, snapshot
-                             ▲         └► calls ─► tools ─┐  │
-                             │                            ▼  ▼
-                             │                          replies ─► done, or a limit is reached ─►
-                             └──── continuation ids ◄─────┘   or, if the template rewrites history, the whole context
-
-An episode ends with a value: None (the model or the environment was done), a `TruncationReason`, or a `Failure`. Only
-what concerns all completions of the group is raised: no engine answers, or the chat template refuses the prompt.
+What an environment says after a turn: tool results, or its `respond`; and the limits that end an episode.
 """
 
-from functools import partial
+import copy
+import time
+from abc import ABC, abstractmethod
+from typing import Any, Final
 
-import anyio
+from msgspec import Struct, field
 
 from envs.contract import Observation
-from envs.messages import is_empty_prompt
-from stream.errors import EngineError, EngineUnavailableError
 from stream.queue.in_flight import Activity
-from stream.records import Completion, Failure, Message, Row
-from stream.validity import RolloutReason, TruncationReason
-from workers.rollout.chat.renderer import AssistantTurn
-from workers.rollout.engine_client.sampled_turn import SampledTurn
-from workers.rollout.engine_client.sampling import end_after_error
-from workers.rollout.environment_replies import EnvironmentReplies
-from workers.rollout.episode_base import BaseEpisode, EpisodeContext, EpisodeEnd, timed
-from workers.rollout.messages import (
-    append_observation,
-    assistant_message,
-    storable_arguments,
-    tool_call_entry,
-)
-from workers.rollout.row_builder import MultiRowBuilder
-from workers.rollout.token_ids import TokenIds
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn
-from workers.rollout.tool_formats.reasoning import reasoning_end
+from stream.records import MAX_INTERVALS, Completion, Failure, Interval, Message, Prompt, Row, ToolRun
+from stream.validity import TruncationReason
+from workers.role.in_flight_reporter import CompletionProgress
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.engine_client.sampling import Sampler, SamplingOptions, turn_seed
+from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.episode_clock import EpisodeClock
+from workers.rollout.messages import call_id, tool_message
+from workers.rollout.tool_formats.parsing import ParsedTurn, ToolFormat
+from workers.rollout.tool_result import ToolResult, truncate_result
+from workers.settings import Rollout
 
-_LONG_TURN_CHARACTERS = 20_000
-"""Turns of this length and more are parsed in a thread, so that they do not block the event loop."""
+EpisodeEnd = TruncationReason | Failure | None
+"""How an episode ends; None: the model or the environment finished it."""
 
-EMPTY_PROMPT = (
-    "the prompt is empty: without a prompt column (data.prompt is empty) reset has to return the "
-    "prompt, as text or as messages with roles"
-)
+_ATOMS: Final = frozenset((str, int, float, bool, type(None)))
 
 
-async def run_episode(context: EpisodeContext) -> Completion:
-    """Run one conversation; see `BaseEpisode.run`."""
-    return await ConversationEpisode(context).run()
+class EnvironmentContext(Struct, frozen=True, kw_only=True):
+    """Everything that one episode needs besides a model."""
+
+    prompt: Prompt
+    index: int
+    """Position within the group, from 0; part of the episode's seed. The group size itself: the greedy episode."""
+    slot: EnvironmentSlot | None
+    """The environment, for this episode alone; None for prompts without one."""
+    limits: Rollout
+    """Limits of tokens, turns, tool calls and time, and the sampling distribution."""
+    progress: CompletionProgress = field(default_factory=CompletionProgress)
+    """Where the episode notes what it is doing."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of what the model samples in this episode; the environment gets it as `completion_seed`."""
+        return self.prompt.seed + self.index
 
 
-class ConversationEpisode(BaseEpisode):
-    """An episode whose turns this worker drives: sample, parse, call tools or `respond`, append what they return."""
+class EpisodeContext(EnvironmentContext, frozen=True, kw_only=True):
+    """Everything that one episode needs whose turns this worker samples."""
 
-    context: EpisodeContext
+    chat: ChatTokenizer
+    """The model's tokenizer and chat template, with the tools of the prompt's environment."""
+    tool_format: ToolFormat
+    """How the model writes tool calls."""
+    sampler: Sampler
+    min_policy_version: int = 0
+    """Oldest policy version that may sample."""
 
-    def __init__(self, context: EpisodeContext) -> None:
-        super().__init__(context)
-        self._chat, self._tool_format = context.chat, context.tool_format
-        self._limits = context.limits
-        self._builder = MultiRowBuilder()
-        self._turns: list[AssistantTurn] = []
-        self._is_rewritten = False
-        self._replies = EnvironmentReplies(context, self.completion, self.clock)
+    def sampling_options(self, turn: int, *, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingOptions:
+        """Make the options for sampling one turn, counted from 0."""
+        return SamplingOptions.from_settings(
+            self.limits,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            seed=turn_seed(self.seed, turn),
+            group=self.prompt.id,
+            completion=self.index,
+            progress=self.progress,
+        )
 
-    def prompt_messages(self, observation: Observation) -> list[Message]:
-        """Return the prompt with the observation appended."""
-        return append_observation(self.context.prompt.messages, observation)
 
-    async def run_turns(self) -> EpisodeEnd:
-        """Sample and call tools, turn by turn, until the episode ends or its time is up."""
-        if not self.context.prompt.is_plain_text and is_empty_prompt(self.completion.prompt_messages):
-            return Failure(reason=RolloutReason.ENV_RESET, detail=EMPTY_PROMPT)
-        self._builder = MultiRowBuilder(await self._chat.encode_prompt(self.completion.prompt_messages))
-        with self.clock:
-            return await self._converse()
-        return self.clock.running
+class BaseEpisode(ABC):
+    """One episode, which makes one completion."""
 
-    def rows(self) -> list[Row]:
-        """Return the rows that were sampled."""
-        return self._builder.rows()
+    context: EnvironmentContext
+
+    def __init__(self, context: EnvironmentContext) -> None:
+        self.context = context
+        self.completion = Completion(
+            index=context.index,
+            prompt_messages=context.prompt.messages,
+            seconds=dict.fromkeys(("reset", "engine", "tools", "reward", "total"), 0.0),
+            greedy=context.index == context.prompt.group_size,
+        )
+        context.progress.episode = self
+        self.clock = EpisodeClock(context.limits.episode_timeout_s)
+
+    async def run(self) -> Completion:
+        """Run the episode. Everything that ends it alone is recorded in its completion.
+
+        Raises:
+            EngineUnavailableError: no engine answers.
+            DataError: the chat template refuses the prompt.
+        """
+        with timed(self.completion, "total"):
+            end: EpisodeEnd = await self.reset()
+            if end is None:
+                end = await self.run_turns()
+            if isinstance(end, Failure):
+                self.completion.failure = end
+            else:
+                self.completion.truncated = end
+            self.completion.rows = self.rows()
+            await self.measure_and_freeze()
+        return self.completion
+
+    async def reset(self) -> Failure | None:
+        """Reset the environment, if there is one."""
+        context = self.context
+        if context.slot is None:
+            return None
+        context.progress.activity = Activity.RESET
+        with timed(self.completion, "reset"):
+            observation = await context.slot.reset(
+                _reset_fields(context.prompt), context.prompt.seed, context.index, context.limits.call_timeout_s
+            )
+        if isinstance(observation, Failure):
+            return observation
+        self.completion.prompt_messages = self.prompt_messages(observation)
+        return None
+
+    @property
+    def turn(self) -> int:
+        """The model's turn, from 0."""
+        return self.completion.turns
 
     def versions(self) -> set[int]:
         """Return the policy versions that sampled so far."""
-        return self._builder.versions()
+        return set()
 
-    async def _converse(self) -> EpisodeEnd:
-        while True:
-            context = self._builder.context()
-            budget = min(self._limits.max_tokens_per_turn, self._limits.max_tokens - self._builder.token_count)
-            open_reasoning = self._chat.open_reasoning(context)
-            sampled = await self._sample(context, budget)
-            if not isinstance(sampled, SampledTurn):
-                return sampled
-            text = await self._chat.decode_turn(sampled.token_ids)
-            turn = AssistantTurn(sampled.token_ids, text, open_reasoning=open_reasoning)
-            parsed = await self._parse(turn)
-            self.completion.messages.append(turn_message(parsed))
-            if sampled.is_truncated:
-                return TruncationReason.LENGTH if len(sampled.token_ids) >= budget else TruncationReason.CONTEXT
-            replies = await self._replies.after(parsed, _text_after_reasoning(turn))
+    @abstractmethod
+    def prompt_messages(self, observation: Observation) -> list[Message]:
+        """Return the messages that the episode starts with, given what the environment returned from `reset`."""
+
+    @abstractmethod
+    async def run_turns(self) -> EpisodeEnd:
+        """Sample and act until the episode ends."""
+
+    @abstractmethod
+    def rows(self) -> list[Row]:
+        """Return the rows that were sampled."""
+
+    async def measure_and_freeze(self) -> None:
+        """Take the environment's own reward, and a snapshot before the next episode resets it; not if it failed."""
+        slot, completion, progress = self.context.slot, self.completion, self.context.progress
+        if slot is None or completion.failure is not None:
+            return
+        reward_time = timed(completion, "reward") if slot.has_reward else None
+        progress.activity = Activity.REWARD if slot.has_reward else Activity.SNAPSHOT
+
+        def begin_snapshot() -> None:
+            if reward_time is not None:
+                reward_time.stop()
+            progress.activity = Activity.SNAPSHOT
+
+        limits = self.context.limits
+        parts, snapshot = await slot.measure_and_freeze(
+            completion.messages, limits.max_snapshot_bytes, limits.call_timeout_s, begin_snapshot
+        )
+        completion.parts = parts
+        if isinstance(snapshot, Failure):
+            completion.failure = snapshot
+        else:
+            completion.snapshot = snapshot
+
+
+class timed:  # noqa: N801  (used like a function)
+    """Add the time spent in the body, or until `stop`, to `completion.seconds[activity]`, and note when it was."""
+
+    __slots__ = ("_activity", "_began_at", "_completion", "_started")
+
+    def __init__(self, completion: Completion, activity: str) -> None:
+        self._completion, self._activity = completion, activity
+        self._began_at, self._started = time.time(), time.perf_counter()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._started
+        self._completion.seconds[self._activity] += seconds
+        if len(self._completion.intervals) < MAX_INTERVALS:
+            self._completion.intervals.append(Interval(self._activity, self._began_at, seconds))
+
+    def stop(self) -> None:
+        """Note the time since this was made."""
+        self.__exit__()
+
+
+def _reset_fields(prompt: Prompt) -> dict[str, Any]:
+    """Return the arguments that `reset` may ask for: the data row's fields and the prompt.
+
+    They are copies, since an environment may change them.
+    """
+    shown: Any = prompt.messages[-1].get("content") if prompt.is_plain_text else prompt.messages
+    fields = {"prompt": shown, **prompt.fields}
+    return {name: _copied(value) for name, value in fields.items()}
+
+
+def _copied(value: Any) -> Any:
+    """Return a deep copy. A row mostly has JSON's types, which `copy.deepcopy` takes several times as long for."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is list:
+        return [_copied(each) for each in value]
+    if kind is dict:
+        return {_copied(key): _copied(each) for key, each in value.items()}
+    return copy.deepcopy(value)
+
+
+class EnvironmentReplies:
+    """Runs the calls of one episode's turns, or has the environment answer them, and counts both in its completion.
+
+    Args:
+        context: of the episode.
+        completion: receives messages and counts.
+        clock: of the episode.
+    """
+
+    def __init__(self, context: EnvironmentContext, completion: Completion, clock: EpisodeClock) -> None:
+        self._slot, self._limits, self._progress = context.slot, context.limits, context.progress
+        self._completion, self._clock = completion, clock
+        self._generated_ids = 0
+        self._calls_refused = False
+
+    def new_call_id(self) -> str:
+        """Make an id for a call that has none."""
+        self._generated_ids += 1
+        return call_id(self._generated_ids)
+
+    async def after(self, parsed: ParsedTurn, text: str) -> list[Message] | Failure | None:
+        """Return what follows a turn, which is then part of the completion's messages; None: the episode is over.
+
+        Args:
+            parsed: the turn.
+            text: what `respond` reads of it: its text without the reasoning.
+        """
+        with timed(self._completion, "tools"), self._clock.tools:
+            replies = await self._replies(parsed, text)
             if replies is None or isinstance(replies, Failure):
                 return replies
-            self._turns.append(AssistantTurn(turn.token_ids, text, replies, open_reasoning))
-            end = self._replies.limit_reached() or await self._extend_context()
-            if end is not None:
-                return end
+            self._completion.messages += replies
+            done = self._slot is not None and await self._slot.is_done(self._limits.call_timeout_s)
+            return done if isinstance(done, Failure) else None if done else replies
 
-    async def _sample(self, context: TokenIds, max_tokens: int) -> SampledTurn | Failure | TruncationReason:
-        turn = self.completion.turns
-        options = self.context.sampling_options(turn, max_tokens=max_tokens, stop_token_ids=self._chat.stop_token_ids)
-        self.context.progress.activity = Activity.SAMPLING
-        try:
-            with timed(self.completion, "engine"):
-                sampled = await self.context.sampler.sample(
-                    context, options, min_policy_version=self.context.min_policy_version
-                )
-        except EngineUnavailableError:
-            raise
-        except EngineError as error:
-            return end_after_error(error, turn)
-        self._builder.append_sample(sampled)
-        self.completion.turns += 1
-        return sampled
-
-    async def _parse(self, turn: AssistantTurn) -> ParsedTurn:
-        """Read the tool calls of a turn; every call gets an id."""
-        if self.context.slot is None or not self.context.slot.has_tools:
-            return ParsedTurn(turn.text)
-        parse = partial(self._tool_format.parse, turn.text, starts_in_reasoning=bool(turn.open_reasoning))
-        parsed = parse() if len(turn.text) < _LONG_TURN_CHARACTERS else await anyio.to_thread.run_sync(parse)
-        for call in parsed.calls:
-            call.id = call.id or self._replies.new_call_id()
-        return parsed
-
-    async def _extend_context(self) -> TruncationReason | None:
-        """Append the last turn's replies to the context, if a token is left for the model's next turn."""
-        chat, last = self._chat, self._turns[-1]
-        left = self._limits.max_tokens - self._builder.token_count
-        prompt = self.completion.prompt_messages
-        self._is_rewritten = self._is_rewritten or not await chat.continues(prompt, self._turns)
-        if self._is_rewritten:
-            whole, new_count = await chat.encode_conversation(prompt, self._turns)
-            if new_count >= left:
-                return TruncationReason.LENGTH
-            self._builder.set_context(whole, new_count)
-            return None
-        ended_with_eos = list(last.token_ids[-1:]) == [chat.end_of_turn_id]
-        ids = await chat.encode_continuation(last.replies, ended_with_eos)
-        if len(ids) >= left:
-            return TruncationReason.LENGTH
-        self._builder.append_context(ids)
+    def limit_reached(self) -> TruncationReason | None:
+        """Return the limit that denies the model another turn. A limit allows exactly its number."""
+        if self._calls_refused:
+            return TruncationReason.TOOL_CALLS
+        if self._completion.tool_errors > self._limits.max_tool_errors:
+            return TruncationReason.TOOL_ERRORS
+        if self._completion.turns >= self._limits.max_turns:
+            return TruncationReason.MAX_TURNS
         return None
 
+    async def _replies(self, parsed: ParsedTurn, text: str) -> list[Message] | Failure | None:
+        if parsed.calls or parsed.errors:
+            return await self._call_tools(parsed)
+        if self._slot is None or not self._slot.responds:
+            return None
+        self._progress.activity = Activity.RESPOND
+        messages = await self._slot.respond(text, self._completion.messages, self._limits.call_timeout_s)
+        if messages is None or isinstance(messages, Failure):
+            return messages
+        return [
+            message | {"content": truncate_result(message["content"], self._limits.max_tokens)} for message in messages
+        ]
 
-def _text_after_reasoning(turn: AssistantTurn) -> str:
-    end = reasoning_end(turn.text, starts_in_reasoning=bool(turn.open_reasoning))
-    return turn.text[end:].lstrip() if end else turn.text
-
-
-def turn_message(turn: ParsedTurn) -> Message:
-    """Return a turn as a message."""
-    calls = (tool_call_entry(call.id, call.name, storable_arguments(call.arguments, call.raw)) for call in turn.calls)
-    return assistant_message(turn.content, calls)
+    async def _call_tools(self, turn: ParsedTurn) -> list[Message] | Failure:
+        """Run the calls that the limit allows, concurrently; return their results in the order of the calls."""
+        completion = self._completion
+        allowed = turn.calls[: max(0, self._limits.max_tool_calls - completion.tool_calls)]
+        self._calls_refused = len(allowed) < len(turn.calls)
+        completion.tool_calls += len(allowed)
+        results: list[ToolResult | Failure] = []
+        if self._slot is not None and allowed:
+            self._progress.calls, self._progress.activity = allowed, Activity.TOOL
+            results = await self._slot.call_tools(allowed, self._limits.call_timeout_s)
+        messages, runs = [], []
+        for call, result in zip(allowed, results, strict=True):
+            if isinstance(result, Failure):
+                return result
+            content = truncate_result(result.content, self._limits.max_tokens)
+            messages.append(tool_message(content, call.id, call.name))
+            runs.append(ToolRun(result.seconds, result.is_error, result.cause))
+        for text in turn.errors:
+            messages.append(tool_message(text, self.new_call_id()))
+            runs.append(ToolRun(0.0, is_error=True))
+        completion.tool_errors += sum(run.is_error for run in runs)
+        completion.tool_runs += runs
+        return messages

@@ -17,13 +17,12 @@ from stream.queue.lease import Lease
 from stream.records import Completion, Group, Message, Prompt
 from workers.role.in_flight_reporter import CompletionProgress, GroupProgress
 from workers.role.rewards import add_reward_parts, describe_functions, open_reward_functions
-from workers.rollout.agent_endpoint.agent_episode import run_agent_episode
-from workers.rollout.agent_endpoint.endpoint import AgentEndpoint, serve_endpoint_if_needed
+from workers.rollout.agent_endpoint.endpoint import AgentEndpoint, run_agent_episode, serve_endpoint_if_needed
 from workers.rollout.chat.chat_setup import ChatSetup
+from workers.rollout.conversation import run_episode
 from workers.rollout.engine_client.sampling import Sampler
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.episode import run_episode
-from workers.rollout.episode_base import EpisodeContext
+from workers.rollout.episode import EpisodeContext
 from workers.settings import Rollout, Settings
 
 

@@ -1,19 +1,26 @@
-"""The rollout worker: claims prompts, rolls out many groups concurrently, and completes them."""
+"""The rollout worker: claims prompts, rolls out many groups concurrently, and completes them.
+
+Roll out the prompts of evaluations, next to the run's own prompts.
+
+`pacing.stale_policy = "cancel"`: cancel attempts that newer policies made too old, and start them again.
+"""
 
 import gc
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 import anyio
 import structlog
 
 from envs.factory import EnvironmentFactory
-from stream.errors import SettingsError
+from stream.errors import RecordError, SettingsError
+from stream.queue.evaluation import create_evaluation_streams
 from stream.queue.in_flight import Activity
 from stream.queue.lease import Lease
-from stream.queue.stage import Stage
+from stream.queue.stage import Stage, watch_versions
 from stream.waiting import cancel_on
 from workers.engine_api.discovery import EngineDiscovery
 from workers.role import prometheus
@@ -22,13 +29,116 @@ from workers.role.context import WorkerContext
 from workers.role.in_flight_reporter import InFlightReporter
 from workers.role.rewards import load_factories
 from workers.role.work_loop import work_loop
-from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
+from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups, open_model_folder
 from workers.rollout.engine_client.client import EngineClient
-from workers.rollout.evaluation import open_evaluation
+from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner, open_group_runner, with_attempt
-from workers.rollout.model_folder import open_model_folder
-from workers.rollout.stale_canceller import StaleCanceller
 from workers.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRollout:
+    """Rolls out prompts of evaluations, each at the policy version that its entry names."""
+
+    stage: Stage
+    runner: GroupRunner
+    in_flight: InFlightReporter
+    concurrency: ConcurrencyLimit
+    """Within the worker's own limit."""
+
+    async def work(self, lease: Lease, _version: int) -> None:
+        """Roll out one prompt, and complete its lease.
+
+        Raises:
+            RecordError: the entry names no policy version.
+        """
+        if lease.evaluated_version is None:
+            raise RecordError("the entry does not name the policy version to evaluate")
+        claimed_at, prompt = time.time(), lease.prompt()
+        with self.in_flight.group(lease, prompt.environment) as progress:
+            group = await self.runner.run(prompt, min_policy_version=lease.evaluated_version, progress=progress)
+            progress.activity = Activity.COMPLETE
+            await self.stage.complete(
+                lease, "eval:groups", with_attempt(group, lease, worker=self.stage.consumer, claimed_at=claimed_at)
+            )
+
+
+@asynccontextmanager
+async def open_evaluation(
+    context: WorkerContext, runner: GroupRunner, concurrency: ConcurrencyLimit
+) -> AsyncIterator[EvaluationRollout | None]:
+    """Open what evaluations need; None if the settings have no `[eval]` prompts.
+
+    Evaluations use separate environment instances, so none of their episodes affects one that is trained. They
+    never take the last place of the worker's limit, so training continues.
+
+    Args:
+        context: of the worker.
+        runner: of the run's own prompts.
+        concurrency: the worker's limit of groups in flight.
+    """
+    settings = context.settings
+    if not settings.eval.source:
+        yield None
+        return
+    await create_evaluation_streams(context.connection)
+    max_groups = settings.evaluation_groups_in_flight(concurrency.limit)
+    limits = settings.for_evaluation.rollout
+    async with EnvironmentPool(runner.factories, size=max_groups * limits.group_size) as pool:
+        stage = Stage(context.connection, "eval:prompts", context.consumer, context.retry_policy)
+        yield EvaluationRollout(
+            stage=stage,
+            in_flight=InFlightReporter(stage),
+            runner=replace(runner, pool=pool, limits=limits),
+            concurrency=ConcurrencyLimit(max_groups, parent=concurrency if max_groups < concurrency.limit else None),
+        )
+
+
+MAX_CANCELLATIONS = 2
+"""Per prompt; after that the prompt is finished, however old it gets."""
+
+
+def should_cancel(claimed_version: int, version: int, max_staleness: int, cancellations: int) -> bool:
+    """Return whether to cancel an attempt.
+
+    Args:
+        claimed_version: policy version when the attempt started.
+        version: newest policy version.
+        max_staleness: allowed difference of the two.
+        cancellations: earlier attempts at the same prompt that were cancelled.
+    """
+    return version - claimed_version > max_staleness and cancellations < MAX_CANCELLATIONS
+
+
+class StaleCanceller:
+    """Cancels attempts of one worker as soon as they are too old, which also aborts their requests at the engines.
+
+    Args:
+        stage: with the worker's leases.
+        max_staleness: policy versions that an attempt may be behind.
+    """
+
+    def __init__(self, stage: Stage, max_staleness: int) -> None:
+        self._stage = stage
+        self._max_staleness = max_staleness
+        self.version = -1
+        """The newest published version; -1 unless `watch` runs."""
+
+    async def watch(self) -> None:
+        """Check every lease at each new version; runs forever."""
+        async for version in watch_versions(self._stage.connection):
+            self.version = version
+            for lease in list(self._stage.leases.values()):
+                self.cancel_if_stale(lease)
+
+    def cancel_if_stale(self, lease: Lease) -> None:
+        """Cancel one attempt if it is too old. Call it when work starts: a version may be newer than the claim."""
+        if should_cancel(lease.claimed_version, self.version, self._max_staleness, len(lease.cancelled_attempts_s)):
+            log.info(
+                "attempt.cancelled", prompt=lease.prompt_id, claimed_version=lease.claimed_version, version=self.version
+            )
+            lease.cancel_stale()
+
 
 log = structlog.get_logger()
 

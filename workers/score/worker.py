@@ -1,9 +1,13 @@
 """The scorer process: groups in, groups with rewards out.
 
 An unmeasured reward stays unmeasured; it is never replaced by 0.0.
+
+The result of an evaluation's group: how many completions are valid, successful, or invalid for which reason.
 """
 
+import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -14,11 +18,12 @@ from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from envs.rewards.parts import merge_parts
 from stream.errors import RecordError
-from stream.queue.evaluation import create_evaluation_streams
+from stream.queue.evaluation import PromptEvaluation, create_evaluation_streams
 from stream.queue.in_flight import Activity
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
-from stream.records import Group
+from stream.records import Completion, Group
+from stream.validity import Unmeasured
 from workers.role.concurrency import ConcurrencyLimit, Isolation
 from workers.role.context import WorkerContext
 from workers.role.in_flight_reporter import GroupProgress, InFlightReporter
@@ -30,7 +35,7 @@ from workers.role.rewards import (
     open_reward_functions,
 )
 from workers.role.work_loop import work_loop
-from workers.score.evaluation import evaluate_group
+from workers.settings import Settings
 
 
 async def score(context: WorkerContext) -> None:
@@ -93,3 +98,44 @@ async def score_group(
     for completion in group.completions:
         if completion.failure is None:
             completion.reward = merge_parts(completion.parts)
+
+
+def evaluate_group(group: Group, version: int, settings: Settings) -> PromptEvaluation:
+    """Classify each completion of a scored group.
+
+    Args:
+        group: with its rewards.
+        version: the evaluated policy version. Spans prove which version sampled each token; a completion with a token
+        of
+            another version counts as `mixed_versions`, whatever its reward.
+        settings: of the run: the success threshold, and which truncated completions are invalid.
+    """
+    mixed, rewards, invalid = 0, list[float](), Counter[str]()
+    for completion in group.completions:
+        reward = completion.reward
+        if any(span.version != version for row in completion.rows for span in row.spans):
+            mixed += 1
+        elif (state := _invalid_reason(completion, settings)) or reward is None or isinstance(reward, Unmeasured):
+            invalid[state] += 1
+        else:
+            rewards.append(reward.value)
+    return PromptEvaluation(
+        environment=group.prompt.environment or "",
+        valid=len(rewards),
+        successes=sum(reward >= settings.algorithm.success_threshold for reward in rewards),
+        reward_sum=math.fsum(rewards),
+        invalid=dict(invalid),
+        mixed_versions=mixed,
+    )
+
+
+def _invalid_reason(completion: Completion, settings: Settings) -> str:
+    """Return why the reward is unknown, as in the training metrics (`failed:engine`); empty if it is known."""
+    reward, truncation = completion.reward, completion.truncated
+    if completion.failure is not None:
+        return f"failed:{completion.failure.reason}"
+    if reward is None or isinstance(reward, Unmeasured):
+        return f"reward:{reward.reason if reward else 'missing'}"
+    if truncation is not None and settings.truncation_policy(truncation) == "exclude":
+        return f"truncated:{truncation}"
+    return ""

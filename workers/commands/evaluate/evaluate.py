@@ -18,7 +18,7 @@ from workers.datasets.environment_rows import temporary_folder, write_evaluation
 from workers.datasets.prompts import read_evaluation_prompts
 from workers.role.exit_codes import ExitCode
 from workers.run.process_main import run_async
-from workers.score.evaluation import evaluate_group
+from workers.score.worker import evaluate_group
 from workers.settings import Lora, Settings
 from workers.settings.toml_file import load_settings
 from workers.terminal.output import print_json

@@ -10,7 +10,7 @@ import anyio
 from stream.durable import write_file_atomically
 from stream.errors import EngineUnavailableError, RunFailedError
 from workers.engine_api.discovery import EngineDiscovery
-from workers.rollout.engine_client.sampled_turn import UNVERSIONED
+from workers.rollout.engine_client.sampling import UNVERSIONED
 from workers.run.child_processes import ChildProcess
 from workers.run.role_specs import engine_spec
 from workers.settings import Settings

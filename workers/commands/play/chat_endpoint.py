@@ -17,8 +17,7 @@ from envs.remote.service_client import ClientOptions, RewardServiceClient, error
 from stream.errors import EngineError, EngineRefusedError, ServiceError, ServiceRefusedError, SettingsError
 from stream.records import Message
 from workers.rollout.messages import storable_arguments
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall, ToolFormat
-from workers.rollout.tool_formats.parsing import parse_error
+from workers.rollout.tool_formats.parsing import ParsedTurn, ToolCall, ToolFormat, parse_error
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 """Environment variable with the endpoint's key, as OpenAI's client reads it."""

@@ -11,14 +11,12 @@ from stream.records import Completion, Failure, Group, Message, Prompt, Row
 from stream.validity import RolloutReason, TruncationReason
 from workers.commands.play.chat_endpoint import ChatEndpoint, ChatTurn
 from workers.role.rewards import add_reward_parts, load_factories, open_reward_functions
+from workers.rollout.conversation import EMPTY_PROMPT, turn_message
 from workers.rollout.engine_client.sampling import end_after_error, turn_seed
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.environment_replies import EnvironmentReplies
-from workers.rollout.episode import EMPTY_PROMPT, turn_message
-from workers.rollout.episode_base import BaseEpisode, EnvironmentContext, EpisodeEnd, timed
+from workers.rollout.episode import BaseEpisode, EnvironmentContext, EnvironmentReplies, EpisodeEnd, timed
 from workers.rollout.messages import append_observation
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn
-from workers.rollout.tool_formats.reasoning import reasoning_end
+from workers.rollout.tool_formats.parsing import ParsedTurn, reasoning_end
 from workers.score.worker import score_group
 from workers.settings import Settings
 

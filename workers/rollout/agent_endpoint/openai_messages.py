@@ -9,7 +9,7 @@ from envs.messages import content_text
 from stream.errors import EngineRefusedError
 from stream.records import Message
 from workers.rollout.messages import assistant_message, call_id, storable_arguments, tool_call_entry
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn
+from workers.rollout.tool_formats.parsing import ParsedTurn
 
 
 @dataclass(slots=True)

@@ -26,10 +26,10 @@ from workers.rollout.agent_endpoint.openai_messages import Reply, parse_messages
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampling import end_after_error
-from workers.rollout.episode_base import EpisodeContext, timed
+from workers.rollout.episode import EpisodeContext, timed
 from workers.rollout.episode_clock import EpisodeClock
-from workers.rollout.row_builder import RowBuilder
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn
+from workers.rollout.rows import RowBuilder
+from workers.rollout.tool_formats.parsing import ParsedTurn
 
 _MAX_EMPTY_REPLIES = 3
 """Empty replies after a limit is reached, so that the program can finish by itself; then requests are refused."""

@@ -1,16 +1,26 @@
-"""Load the chat tokenizer and the tool-call format of each environment, and check both when a worker starts."""
+"""Load the chat tokenizer and the tool-call format of each environment, and check both when a worker starts.
 
-from collections.abc import Mapping
+The folder with the model's tokenizer and chat template: `model.path`, or a copy of what the trainer has.
+"""
+
+import os
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import anyio
 import structlog
 
 from envs.factory import EnvironmentFactory
+from stream.connection.model_files import download_model_files
 from stream.errors import SettingsError
+from workers.role.context import WorkerContext
+from workers.role.work_loop import wait_for_trainer
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.format_detection import choose_tool_format
-from workers.rollout.tool_formats.parsed_turn import ToolFormat
+from workers.rollout.tool_formats.parsing import ToolFormat
 from workers.settings import Settings
 
 log = structlog.get_logger()
@@ -86,3 +96,35 @@ def _for_own_loop(settings: Settings, model_path: Path) -> ChatSetup:
 def template_kwargs(settings: Settings) -> dict[str, Any]:
     """Return the extra arguments of the chat template; `tools` says whether schemas are passed, not which."""
     return {name: value for name, value in settings.data.chat_template_kwargs.items() if name != "tools"}
+
+
+@asynccontextmanager
+async def open_model_folder(context: WorkerContext) -> AsyncIterator[Path]:
+    """Yield `model.path`; if this machine has no such folder, a temporary one with the files that the trainer uploaded.
+
+    Raises:
+        RunFailedError: no trainer has started within `abort.stall_timeout_s`.
+        RecordError: a file on the server is not the one that the trainer uploaded.
+    """
+    path = Path(context.settings.model.path)
+    if await anyio.to_thread.run_sync(os.path.isdir, path):
+        yield path
+        return
+
+    async def download() -> Mapping[str, bytes] | None:
+        return await download_model_files(context.connection) or None
+
+    files = await wait_for_trainer(
+        context, download, f"model.path = {str(path)!r} is not on this machine, so its tokenizer comes from the trainer"
+    )
+    with tempfile.TemporaryDirectory(prefix="penstock-model-") as temporary:
+        folder = Path(temporary, path.name)  # messages about the chat template name the folder
+        await anyio.to_thread.run_sync(_write, folder, files)
+        log.info("model.downloaded", files=sorted(files), bytes=sum(map(len, files.values())))
+        yield folder
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)

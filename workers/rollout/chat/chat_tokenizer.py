@@ -25,13 +25,12 @@ import msgspec
 from envs.messages import content_text
 from stream.errors import DataError, PenstockError
 from stream.records import Message
-from workers.rollout.chat.conversation_check import ConversationCheck
-from workers.rollout.chat.history_check import HistoryCheck, check_history
+from workers.rollout.chat.history_check import ConversationCheck, HistoryCheck, check_history
 from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer, Piece
 from workers.rollout.chat.template import ChatTemplate, read_json
 from workers.rollout.chat.text_encoder import TextEncoder
-from workers.rollout.token_ids import TokenIds
-from workers.rollout.tool_formats.reasoning import open_reasoning
+from workers.rollout.rows import TokenIds
+from workers.rollout.tool_formats.parsing import open_reasoning
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -7,8 +7,8 @@ from typing import Any
 from stream.errors import DataError, SettingsError
 from stream.records import Message
 from workers.rollout.chat.template import ChatTemplate, text_after_common_prefix
-from workers.rollout.tool_formats.parsed_turn import ToolFormat
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
+from workers.rollout.tool_formats.parsing import ToolFormat
 
 _TAGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "pythonic": "<|tool_call_start|>"}
 """Tags that identify the format of a template that only describes calls to the model."""

@@ -32,8 +32,7 @@ from workers.rollout.engine_client.engine_state import EngineState
 from workers.rollout.engine_client.health import HealthMonitor
 from workers.rollout.engine_client.probe import EngineProbe
 from workers.rollout.engine_client.router import Router, RouteRequest
-from workers.rollout.engine_client.sampled_turn import UNVERSIONED, IncompatibleEngineError, SampledTurn
-from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.rollout.engine_client.sampling import UNVERSIONED, IncompatibleEngineError, SampledTurn, SamplingOptions
 from workers.settings import Settings
 
 log = structlog.get_logger()

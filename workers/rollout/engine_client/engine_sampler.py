@@ -16,9 +16,8 @@ from workers.role.prometheus import engine_failures, engine_latency, sampled_tok
 from workers.rollout.engine_client.engine_state import EngineState
 from workers.rollout.engine_client.health import HealthMonitor
 from workers.rollout.engine_client.probe import ABSENT, Capabilities
-from workers.rollout.engine_client.sampled_turn import UNVERSIONED, IncompatibleEngineError, SampledTurn
-from workers.rollout.engine_client.sampling import SamplingOptions
-from workers.rollout.engine_client.sampling_api import SamplingRequest
+from workers.rollout.engine_client.sampling import UNVERSIONED, IncompatibleEngineError, SampledTurn, SamplingOptions
+from workers.rollout.engine_client.sampling_apis import SamplingRequest
 
 _LONG_ANSWER_BYTES = 200_000
 """Some 4,000 tokens. Longer answers are decoded in a thread: 100,000 tokens take more than 0.1 s, in which the event

@@ -10,11 +10,10 @@ import anyio
 
 from stream.errors import EngineError
 from workers.engine_api.engine_queries import EngineAvailability
-from workers.rollout.engine_client.adaptive_limit import AdaptiveLimit
-from workers.rollout.engine_client.affinity import Candidate
-from workers.rollout.engine_client.engine_metrics import EngineMetrics
+from workers.rollout.engine_client.load import AdaptiveLimit, EngineMetrics
 from workers.rollout.engine_client.probe import Capabilities
-from workers.rollout.engine_client.sampled_turn import UNVERSIONED
+from workers.rollout.engine_client.router import Candidate
+from workers.rollout.engine_client.sampling import UNVERSIONED
 
 _VERSION_FRESH_S: Final = 1.0
 """How long the last reported version counts as current: the engine may have restarted since."""

@@ -25,12 +25,11 @@ from stream.waiting import Backoff
 from workers.engine_api.connection_pool import QUERY_TIMEOUT_S, ConnectionPool, EngineBusyError, UnreachableError
 from workers.engine_api.discovery import EngineDiscovery
 from workers.engine_api.engine_queries import check_health, fetch_weight_name
-from workers.rollout.engine_client.adaptive_limit import MAX_CONCURRENCY, MIN_CONCURRENCY
-from workers.rollout.engine_client.engine_metrics import parse_metrics
 from workers.rollout.engine_client.engine_state import EngineState, VersionQuery
+from workers.rollout.engine_client.load import MAX_CONCURRENCY, MIN_CONCURRENCY, parse_metrics
 from workers.rollout.engine_client.probe import EngineProbe
 from workers.rollout.engine_client.router import Router
-from workers.rollout.engine_client.sampled_turn import UNVERSIONED, IncompatibleEngineError, version_from_name
+from workers.rollout.engine_client.sampling import UNVERSIONED, IncompatibleEngineError, version_from_name
 
 log = structlog.get_logger()
 

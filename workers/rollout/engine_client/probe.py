@@ -18,11 +18,8 @@ from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.connection_pool import QUERY_TIMEOUT_S, ConnectionPool
 from workers.engine_api.engine_queries import WEIGHT_INFO_PATH
 from workers.engine_api.wire import PROBE_PREFIX
-from workers.rollout.engine_client.completions_api import CompletionsApi
-from workers.rollout.engine_client.generate_api import GenerateApi
-from workers.rollout.engine_client.sampled_turn import UNVERSIONED, IncompatibleEngineError
-from workers.rollout.engine_client.sampling import SamplingOptions
-from workers.rollout.engine_client.sampling_api import SamplingApi, SamplingRequest
+from workers.rollout.engine_client.sampling import UNVERSIONED, IncompatibleEngineError, SamplingOptions
+from workers.rollout.engine_client.sampling_apis import CompletionsApi, GenerateApi, SamplingApi, SamplingRequest
 
 log = structlog.get_logger()
 

@@ -1,14 +1,66 @@
-"""Parsing that the formats share: JSON that raises only ValueError, and error messages for the model."""
+"""Parsing that the formats share: JSON that raises only ValueError, and error messages for the model.
+
+What parsing a turn yields: its text, its tool calls, and errors for malformed calls.
+
+Locate a turn's reasoning. Tool calls inside it are not executed, in any format.
+"""
 
 import json
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import msgspec
+from msgspec import Struct
 
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
-from workers.rollout.tool_formats.reasoning import reasoning_end
+
+class ToolCall(Struct):
+    """One well-formed call.
+
+    Attributes:
+        name: as the model wrote it; there may be no such tool.
+        arguments: by name.
+        raw: the call's text, without its tags.
+        id: the model's own id of nine letters and digits; None if it gave none, until it is given one.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    raw: str
+    id: str | None = None
+
+
+class ParsedTurn(Struct):
+    """One turn of the model.
+
+    Attributes:
+        content: the text without its well-formed calls; the whole text if there are none.
+        calls: in order.
+        errors: one message per malformed call, for the model to read.
+    """
+
+    content: str
+    calls: list[ToolCall] = []
+    errors: list[str] = []
+
+
+class ToolFormat(Protocol):
+    """A syntax of tool calls.
+
+    Attributes:
+        openings: texts with which calls may begin; what comes before the first one is content.
+    """
+
+    openings: ClassVar[tuple[str, ...]]
+
+    def parse(self, text: str, *, starts_in_reasoning: bool = False) -> ParsedTurn:
+        """Parse a turn. Never raises.
+
+        Args:
+            text: the sampled text, including special tokens except for the one that ended the turn.
+            starts_in_reasoning: the prompt ended inside a reasoning block, so the text starts with reasoning.
+        """
+
 
 _encoder = msgspec.json.Encoder()
 _SPACE = re.compile(r"\s*")
@@ -146,3 +198,35 @@ def json_type_name(value: object) -> str:
 def parse_error(problem: str) -> str:
     """Return an error message for the model."""
     return f"Error: this tool call could not be read: {problem}"[:_MAX_ERROR]
+
+
+REASONING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Opening and closing tags."""
+
+
+def reasoning_end(text: str, *, starts_in_reasoning: bool = False) -> int:
+    """Return how many characters of reasoning a turn starts with, including the closing tag; 0 if it has none.
+
+    An unclosed block extends to the end of the turn. Everything before a closing tag is reasoning, even if the block
+    was opened in the prompt or after some words: losing a call is better than executing one that was only considered.
+
+    Args:
+        text: the turn.
+        starts_in_reasoning: the prompt opened the block.
+    """
+    if "think>" not in text and "THINK]" not in text:  # as in most turns
+        return len(text) if starts_in_reasoning else 0
+    start = text.lstrip()
+    opened = [closing for opening, closing in REASONING_TAGS if start.startswith(opening)]
+    closings = opened or [closing for _, closing in REASONING_TAGS]
+    ends = [found + len(closing) for closing in closings if (found := text.find(closing)) >= 0]
+    if ends:
+        return min(ends)
+    return len(text) if opened or starts_in_reasoning else 0
+
+
+def open_reasoning(prompt: str) -> str:
+    """Return the opening tag, with the white space after it, that a prompt ends with; empty if it does not."""
+    end = prompt.rstrip()
+    opening = next((opening for opening, _ in REASONING_TAGS if end.endswith(opening)), "")
+    return prompt[len(end) - len(opening) :] if opening else ""

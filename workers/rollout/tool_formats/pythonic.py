@@ -6,9 +6,14 @@ import re
 import warnings
 from typing import Any, ClassVar
 
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolCall
-from workers.rollout.tool_formats.parsing import limit_errors, make_tool_call, parse_error
-from workers.rollout.tool_formats.reasoning import reasoning_end
+from workers.rollout.tool_formats.parsing import (
+    ParsedTurn,
+    ToolCall,
+    limit_errors,
+    make_tool_call,
+    parse_error,
+    reasoning_end,
+)
 
 _TAGS = (("<|tool_call_start|>", "<|tool_call_end|>"), ("<|python_start|>", "<|python_end|>"))
 _BEGINNING = re.compile(r"<\|tool_call_start\|>|<\|python_start\|>|^[ \t]*(?=\[\s*[A-Za-z_][\w.]*\s*\()", re.MULTILINE)

@@ -7,7 +7,7 @@ from stream.records import Message
 from workers.local_engine.model_thread import Generation
 from workers.rollout.agent_endpoint.openai_messages import Reply, to_openai_message, to_template_message
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
-from workers.rollout.tool_formats.parsed_turn import ParsedTurn, ToolFormat
+from workers.rollout.tool_formats.parsing import ParsedTurn, ToolFormat
 
 
 class ChatPrompt(NamedTuple):

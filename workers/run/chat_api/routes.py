@@ -17,7 +17,7 @@ from workers.local_engine.local_server import EngineRoutes
 from workers.rollout.chat.chat_setup import ChatSetup, template_kwargs
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.format_detection import choose_tool_format
-from workers.rollout.tool_formats.registry import TOOL_FORMATS
+from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.run.chat_api.choice import ChatChoice, ChatPrompt
 from workers.run.chat_api.request import ChatRequest, decode_chat_request
 from workers.settings import Settings
