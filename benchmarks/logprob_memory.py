@@ -23,8 +23,7 @@ from pathlib import Path
 
 import torch
 
-from workers.train.model.chunked import chunked_logprobs
-from workers.train.model.logit_blocks import LogitTransform
+from workers.train.model.logit_blocks import LogitTransform, chunked_logprobs
 
 WAYS = ("blockwise", "at once")
 NEAR = 1e-5

@@ -51,7 +51,7 @@ from stream.validity import Measured
 from workers import settings
 from workers.train.step import learner as learner_module
 from workers.train.step import model_runner
-from workers.train.step.collation import merge_batches
+from workers.train.step.batch import merge_batches
 from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
 

@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Iterable
 
-from workers.train.evaluation.results import EVALUATION_METRICS
-from workers.train.groups.reward_log import REWARD_LOG_METRICS
-from workers.train.step.metrics import COLLECTION_METRICS, STEP_METRICS, TRAINER_METRICS
+from workers.train.evaluations import EVALUATION_METRICS
+from workers.train.groups.group_checker import REWARD_LOG_METRICS
+from workers.train.step.step_metrics import COLLECTION_METRICS, STEP_METRICS, TRAINER_METRICS
 
 METRICS = STEP_METRICS | COLLECTION_METRICS | REWARD_LOG_METRICS | EVALUATION_METRICS | TRAINER_METRICS
 """Every key of `metrics.jsonl` with what it is measured over."""

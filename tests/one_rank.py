@@ -20,10 +20,10 @@ from stream.validity import Measured, RewardReason, Unmeasured
 from tests.cases.rows import sampled_row
 from tests.forked import ended, fork, import_ahead
 from workers.settings.toml_file import parse_settings
-from workers.train.distributed.ranks import Ranks
 from workers.train.model.logprobs import LogprobModel
+from workers.train.ranks import Ranks
 from workers.train.step import model_runner
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 
 CASES = {

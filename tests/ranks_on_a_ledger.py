@@ -21,11 +21,10 @@ from workers.runs.progress import Progress
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
-from workers.train.distributed.ranks import Ranks, destroy_process_group, init_process_group
 from workers.train.rank_control.commands import RankCommands
-from workers.train.rank_control.follower import run_follower
-from workers.train.rank_control.rank0 import Rank0Learner
-from workers.train.step.collation import collate
+from workers.train.rank_control.rank0 import Rank0Learner, run_follower
+from workers.train.ranks import Ranks, destroy_process_group, init_process_group
+from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 
 

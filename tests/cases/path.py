@@ -17,17 +17,16 @@ from transformers import PretrainedConfig
 
 from tests.cases.completions import VERSION, VOCABULARY, Made
 from workers.settings import Settings
+from workers.train.algorithms.correction import Rejection
 from workers.train.algorithms.masks import NONE, Masks
-from workers.train.algorithms.rejection import Rejection
-from workers.train.distributed.ranks import Ranks
 from workers.train.model.logprobs import LogprobModel
+from workers.train.ranks import Ranks
 from workers.train.step.batch import Batch, ForwardStatistics
 from workers.train.step.estimation import Advantages, estimate_advantages
 from workers.train.step.group_checks import drop_groups, filter_reasons, mask_batch
-from workers.train.step.metrics import Metrics, correction_step_metrics, step_metrics
 from workers.train.step.model_runner import ModelRunner
-from workers.train.step.policy_comparison import compare_policies
-from workers.train.step.prepared_batch import PreparedBatch, prepare, weigh_tokens
+from workers.train.step.prepared_batch import PreparedBatch, compare_policies, prepare, weigh_tokens
+from workers.train.step.step_metrics import Metrics, correction_step_metrics, step_metrics
 
 torch.set_num_threads(1)
 

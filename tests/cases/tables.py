@@ -12,11 +12,10 @@ from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.aggregation import AGGREGATIONS
+from workers.train.algorithms.correction import IMPORTANCE_LEVELS, REJECTIONS
 from workers.train.algorithms.divergence import DIVERGENCES
-from workers.train.algorithms.importance import IMPORTANCE_LEVELS
 from workers.train.algorithms.losses import LOSSES
 from workers.train.algorithms.normalization import NORMALIZERS
-from workers.train.algorithms.rejection import REJECTIONS
 from workers.train.algorithms.shaping import REWARD_SHAPINGS
 from workers.train.algorithms.token_selection import SELECTORS
 

@@ -17,7 +17,7 @@ from tests.chaos.ends import VOCABULARY
 from workers.datasets.sources import open_source
 from workers.settings import Settings
 from workers.train.step.batch import Batch
-from workers.train.step.metrics import StepReport
+from workers.train.step.step_metrics import StepReport
 
 FILE = "model.safetensors"
 

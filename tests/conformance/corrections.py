@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from tests.conformance.cases import Case, NotMappedError, named
+from workers.train.algorithms.correction import (
+    IMPORTANCE_LEVELS,
+    REJECTIONS,
+    ImportanceWeights,
+    RejectionRule,
+    importance_weights,
+    reject,
+)
 from workers.train.algorithms.correction_metrics import correction_metrics
-from workers.train.algorithms.importance import IMPORTANCE_LEVELS, ImportanceWeights, importance_weights
-from workers.train.algorithms.ratios import log_ratios
-from workers.train.algorithms.rejection import REJECTIONS, RejectionRule, reject
-from workers.train.algorithms.sequences import Sequences
+from workers.train.algorithms.sequences import Sequences, log_ratios
 
 PEER_NOISE: Final = 1e-4
 """The file's standard deviations are sqrt(E[x^2] - E[x]^2) with 1e-8 added to the number of tokens: that of equal

@@ -8,14 +8,12 @@ from torch import Tensor
 from tests.conformance.cases import Case, NotMappedError, family, named
 from tests.conformance.policies import loss_of
 from workers.train.algorithms.advantages import ESTIMATORS
+from workers.train.algorithms.correction import RejectionRule, importance_weights, reject
 from workers.train.algorithms.grouping import Grouping
-from workers.train.algorithms.importance import importance_weights
 from workers.train.algorithms.losses import LossInputs, token_loss
 from workers.train.algorithms.normalization import normalize, normalize_tokens
 from workers.train.algorithms.proximal import interpolate_logprobs
-from workers.train.algorithms.ratios import log_ratios
-from workers.train.algorithms.rejection import RejectionRule, reject
-from workers.train.algorithms.sequences import Sequences
+from workers.train.algorithms.sequences import Sequences, log_ratios
 from workers.train.algorithms.shaping import shape_overlong
 
 LOSS_NAMES: Final = {"ppo": "clipped", "grpo": "clipped", "gspo": "clipped", "sapo": "sapo", "cispo": "cispo"}

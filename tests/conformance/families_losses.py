@@ -10,8 +10,7 @@ from tests.conformance.cases import Case, family, named
 from tests.conformance.corrections import Corrected, correct, expect_metrics
 from tests.conformance.policies import LOSS_NAMES, case_row_factors, loss_of, loss_options
 from workers.train.algorithms.divergence import DIVERGENCES
-from workers.train.algorithms.losses import LossOutput
-from workers.train.algorithms.value import value_loss
+from workers.train.algorithms.losses import LossOutput, value_loss
 
 METRIC_NAMES: Final = {
     "actor/pg_clipfrac": "clip_fraction",

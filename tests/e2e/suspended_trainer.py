@@ -19,7 +19,7 @@ from tests.chaos.witness import Witness
 from workers.run.role_process import ROLE_MAINS, run_role
 from workers.settings import Settings
 from workers.train.step.batch import Batch
-from workers.train.step.metrics import StepReport
+from workers.train.step.step_metrics import StepReport
 from workers.train.worker import train
 
 

@@ -31,7 +31,7 @@ from workers.runs.progress import Progress
 from workers.score.worker import score_group
 from workers.settings.toml_file import parse_settings
 from workers.train.groups.group_checker import GroupChecker
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
 from workers.train.step.group_checks import mask_batch
 

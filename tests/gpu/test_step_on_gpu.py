@@ -9,13 +9,12 @@ from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured
 from workers.settings import Train
 from workers.settings.toml_file import parse_settings
-from workers.train.model.activation_checkpointing import checkpoint_layers
-from workers.train.model.chunked import chunked_logprobs
+from workers.train.model.attention import set_attention
 from workers.train.model.lm_head import find_lm_head
-from workers.train.model.logit_blocks import LogitTransform
+from workers.train.model.logit_blocks import LogitTransform, chunked_logprobs
 from workers.train.model.logprobs import LogprobModel, token_logprobs
-from workers.train.model.packing import set_attention
-from workers.train.step.collation import collate
+from workers.train.model.trainable_model import checkpoint_layers
+from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 
 pytestmark = [

@@ -28,8 +28,7 @@ from tests.cases.records import assert_records_are_owned
 from workers.role.concurrency import ConcurrencyLimit
 from workers.role.work_loop import work_loop
 from workers.settings.toml_file import parse_settings
-from workers.train.evaluation.results import EvaluationLog
-from workers.train.evaluation.scheduler import EvaluationScheduler
+from workers.train.evaluations import EvaluationLog, EvaluationScheduler
 
 PROMPTS = [Prompt(id=f"held:0:{number}", messages=[], environment="e", group_size=2) for number in range(12)]
 OF = "these settings"

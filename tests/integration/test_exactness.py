@@ -24,10 +24,9 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Algorithm, Data, Model, RewardSettings, Rollout, Settings
-from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.publisher import WeightPublisher
-from workers.train.publishing.shared_folder import SharedFolderTransfer
-from workers.train.step.collation import collate
+from workers.train.publishing.transport import PausedUpdate, SharedFolderTransfer
+from workers.train.step.batch import collate
 from workers.train.step.group_checks import mask_batch
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(120)]

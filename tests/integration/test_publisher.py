@@ -13,9 +13,8 @@ from tests.cases.ports import free_port
 from tests.scripted_engine.engine import ScriptedEngine
 from workers.engine_api.discovery import EngineDiscovery
 from workers.engine_api.http_server import listen
-from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.publisher import WeightPublisher
-from workers.train.publishing.shared_folder import SharedFolderTransfer
+from workers.train.publishing.transport import PausedUpdate, SharedFolderTransfer
 
 WHOLE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 

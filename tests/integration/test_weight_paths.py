@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.cases.models import write_small_qwen3
 from tests.integration.test_local_engine import serving
 from workers.train.publishing.engine_control import EngineControlClient
-from workers.train.publishing.shared_folder import SharedFolderTransfer
+from workers.train.publishing.transport import SharedFolderTransfer
 
 
 @pytest.fixture

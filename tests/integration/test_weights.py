@@ -14,10 +14,9 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.trainer_lease import TrainerLease
 from tests.scripted_engine.engine import ScriptedEngine
 from workers.engine_api.discovery import EngineDiscovery
-from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.policy_versions import PolicyVersions
 from workers.train.publishing.publisher import WeightPublisher
-from workers.train.publishing.shared_folder import SharedFolderTransfer
+from workers.train.publishing.transport import PausedUpdate, SharedFolderTransfer
 
 
 def write(path) -> None:

@@ -13,8 +13,8 @@ from tests.integration.test_local_engine import build, logprobs_of, serving, tea
 from workers.engine_api.discovery import EngineDiscovery
 from workers.train.publishing.engine_control import EngineControlClient
 from workers.train.publishing.http_transfer import serve_weights
-from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.publisher import WeightPublisher
+from workers.train.publishing.transport import PausedUpdate
 
 pytestmark = pytest.mark.models
 

@@ -17,11 +17,9 @@ from tests.cases.inputs import RICH
 from tests.cases.options import defaults, drawn, options_of, values_of
 from tests.cases.path import close
 from tests.cases.sheets import Sheet
-from workers.train.algorithms.importance import IMPORTANCE_LEVELS, importance_weights
+from workers.train.algorithms.correction import IMPORTANCE_LEVELS, REJECTIONS, RejectionRule, importance_weights, reject
 from workers.train.algorithms.proximal import METHODS, interpolate_logprobs
-from workers.train.algorithms.ratios import log_ratios
-from workers.train.algorithms.rejection import REJECTIONS, RejectionRule, reject
-from workers.train.algorithms.sequences import Sequences
+from workers.train.algorithms.sequences import Sequences, log_ratios
 from workers.train.algorithms.token_selection import SELECTORS, select_tokens
 
 USUAL = {"lower": 0.5, "upper": 1.5, "out_of_range": "truncate", "normalize": False}

@@ -15,7 +15,7 @@ from tests.cases.completions import JUNK, VERSION, Made, build, cases, completio
 from tests.cases.inputs import RICH, inputs_of, policy
 from tests.cases.options import defaults, drawn, needed, options_of, values_of
 from tests.cases.tables import settings_of
-from workers.train.algorithms.filters import FILTERS
+from workers.train.algorithms.shaping import FILTERS
 from workers.train.step.group_checks import filter_reasons, mask_batch
 
 each = pytest.mark.parametrize("name", FILTERS)

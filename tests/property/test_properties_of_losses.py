@@ -19,10 +19,9 @@ from tests.cases.path import Network, close
 from tests.cases.sheets import Sheet
 from workers.train.algorithms.aggregation import AGGREGATIONS, BatchTotals, row_factors
 from workers.train.algorithms.divergence import DIVERGENCES, divergence
-from workers.train.algorithms.losses import LOSSES, LossInputs, LossOutput, policy_loss, weighted_sum
+from workers.train.algorithms.losses import LOSSES, LossInputs, LossOutput, policy_loss, value_loss, weighted_sum
 from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.token_selection import SELECTORS
-from workers.train.algorithms.value import value_loss
 
 KL = {f"kl {name}": name for name in DIVERGENCES}
 each = pytest.mark.parametrize("name", [*LOSSES, *KL, "value"])

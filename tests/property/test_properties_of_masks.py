@@ -23,7 +23,7 @@ from workers.train.algorithms.masks import (
     only_baseline,
     reject_tokens,
 )
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 from workers.train.step.estimation import _EstimatorInputs
 from workers.train.step.group_checks import mask_batch
 

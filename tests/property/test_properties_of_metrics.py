@@ -21,13 +21,13 @@ from tests.cases.inputs import RICH
 from tests.cases.path import OF_THE_LEARNER, Network, counts, evaluate, measured
 from tests.cases.tables import SOME, TABLES, choosing, settings_of
 from workers.train.algorithms.correction_metrics import rejection_metrics
-from workers.train.algorithms.ratios import log_ratios
-from workers.train.distributed.ranks import Ranks
+from workers.train.algorithms.sequences import log_ratios
 from workers.train.model.logprobs import LogprobModel
+from workers.train.ranks import Ranks
 from workers.train.step.group_checks import GroupRewards, mask_batch
-from workers.train.step.metrics import STEP_METRICS, correction_step_metrics, step_metrics
 from workers.train.step.model_runner import ModelRunner
 from workers.train.step.prepared_batch import prepare
+from workers.train.step.step_metrics import STEP_METRICS, correction_step_metrics, step_metrics
 
 SETTINGS = {name: settings_of(choosing(table, SOME)) for name, table in TABLES.items()}
 POLICY = settings_of(

@@ -11,15 +11,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.twins import correction as twins
+from workers.train.algorithms.correction import (
+    IMPORTANCE_LEVELS,
+    REJECTIONS,
+    ImportanceWeights,
+    Rejection,
+    RejectionRule,
+    importance_weights,
+    reject,
+)
 from workers.train.algorithms.correction_metrics import correction_metrics
-from workers.train.algorithms.filters import FILTERS
 from workers.train.algorithms.grouping import Grouping
-from workers.train.algorithms.importance import IMPORTANCE_LEVELS, ImportanceWeights, importance_weights
 from workers.train.algorithms.pass_at_k import pass_at_k
-from workers.train.algorithms.ratios import log_ratios
-from workers.train.algorithms.rejection import REJECTIONS, Rejection, RejectionRule, reject
-from workers.train.algorithms.sequences import Sequences
-from workers.train.algorithms.shaping import REWARD_SHAPINGS
+from workers.train.algorithms.sequences import Sequences, log_ratios
+from workers.train.algorithms.shaping import FILTERS, REWARD_SHAPINGS
 
 torch.set_num_threads(1)
 

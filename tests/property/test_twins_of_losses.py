@@ -14,10 +14,9 @@ from tests.twins import losses as twins
 from tests.twins import selection as selection_twins
 from tests.twins.losses import Token
 from workers.train.algorithms.divergence import DIVERGENCES, divergence
-from workers.train.algorithms.losses import LOSSES, LossInputs, LossOutput, policy_loss
+from workers.train.algorithms.losses import LOSSES, LossInputs, LossOutput, policy_loss, value_loss
 from workers.train.algorithms.sequences import Sequences
 from workers.train.algorithms.token_selection import SELECTORS, m2po, select_tokens
-from workers.train.algorithms.value import value_loss
 
 torch.set_num_threads(1)
 

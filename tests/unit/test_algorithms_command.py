@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from workers.cli import penstock
 from workers.settings.algorithm import PRESETS
 from workers.train.algorithms.advantages import ESTIMATORS
+from workers.train.algorithms.correction import REJECTIONS
 from workers.train.algorithms.losses import LOSSES
-from workers.train.algorithms.rejection import REJECTIONS
 
 
 def test_json_lists_every_name_with_formula_source_and_defaults():

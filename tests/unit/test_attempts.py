@@ -1,8 +1,8 @@
 """Durations of the attempts that are trained, and of first attempts, including cancelled ones."""
 
 from stream.records import Group, Prompt
-from workers.train.groups.straggler_wait import StragglerWait
-from workers.train.step.metrics import COLLECTION_METRICS
+from workers.train.groups.collector import StragglerWait
+from workers.train.step.step_metrics import COLLECTION_METRICS
 from workers.train.trainer import attempt_metrics
 
 

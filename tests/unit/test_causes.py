@@ -23,7 +23,7 @@ from workers.rollout.tool_formats.parsing import ToolCall
 from workers.run.child_processes import ChildProcess
 from workers.run.role_specs import RoleSpec
 from workers.run.stall_detector import describe_longest
-from workers.train.groups.failure_causes import failure_causes
+from workers.train.groups.group_checker import failure_causes
 
 
 def line_of(text: str) -> int:

@@ -24,7 +24,7 @@ from workers import settings
 from workers.runs.progress import Progress
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.checkpointing.export import export
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 
 pytestmark = pytest.mark.models

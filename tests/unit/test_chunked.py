@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.train.model.chunked import MIN_LOGPROB, chunked_logprobs
-from workers.train.model.logit_blocks import LogitTransform
+from workers.train.model.logit_blocks import MIN_LOGPROB, LogitTransform, chunked_logprobs
 
 pytestmark = pytest.mark.models
 

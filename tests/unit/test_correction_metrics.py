@@ -6,16 +6,14 @@ import statistics
 import pytest
 import torch
 
+from workers.train.algorithms.correction import RejectionRule, importance_weights, reject
 from workers.train.algorithms.correction_metrics import (
     correction_metrics,
     policy_metrics,
     rejection_metrics,
     weight_metrics,
 )
-from workers.train.algorithms.importance import importance_weights
-from workers.train.algorithms.ratios import log_ratios
-from workers.train.algorithms.rejection import RejectionRule, reject
-from workers.train.algorithms.sequences import Sequences
+from workers.train.algorithms.sequences import Sequences, log_ratios
 
 # Two completions, the first in two rows; the last row is masked and holds junk.
 TRAIN = torch.tensor([[-1.0, -3.0], [-2.0, math.nan], [-1.0, -1.0], [math.inf, math.nan]], dtype=torch.float64)

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from workers.settings.algorithm import PRESETS
-from workers.train.algorithms.importance import IMPORTANCE_LEVELS
-from workers.train.algorithms.rejection import REJECTIONS
+from workers.train.algorithms.correction import IMPORTANCE_LEVELS, REJECTIONS
 
 each_preset = pytest.mark.parametrize("name", PRESETS)
 

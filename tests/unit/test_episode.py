@@ -45,7 +45,7 @@ from workers.rollout.episode import EpisodeContext
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Rollout
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 
 TEMPLATE = """\
 {%- for message in messages %}

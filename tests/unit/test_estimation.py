@@ -9,8 +9,7 @@ import torch
 from stream.records import Completion, Group, Prompt, RewardPart, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
 from workers.settings.toml_file import parse_settings
-from workers.train.step.batch import ForwardStatistics
-from workers.train.step.collation import collate
+from workers.train.step.batch import ForwardStatistics, collate
 from workers.train.step.estimation import estimate_advantages
 from workers.train.step.group_checks import filter_reasons, mask_batch
 

@@ -14,7 +14,7 @@ from workers.run.stall_detector import StallDetector
 from workers.runs.status import evaluation_report, format_result
 from workers.score.worker import evaluate_group
 from workers.settings.toml_file import parse_settings
-from workers.train.evaluation.results import EvaluationLog, EvaluationResult, summarize
+from workers.train.evaluations import EvaluationLog, EvaluationResult, summarize
 
 TABLE = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
 

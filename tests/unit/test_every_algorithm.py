@@ -12,11 +12,11 @@ from workers.settings.algorithm import PRESETS, Rule
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.aggregation import AGGREGATIONS
+from workers.train.algorithms.correction import REJECTIONS
 from workers.train.algorithms.divergence import DIVERGENCES
 from workers.train.algorithms.losses import LOSSES
-from workers.train.algorithms.rejection import REJECTIONS
 from workers.train.model.logprobs import token_logprobs
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
 
 VOCABULARY = 24

@@ -29,7 +29,7 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Rollout
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 
 
 class Sums:

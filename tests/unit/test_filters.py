@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from workers.train.algorithms.filters import FILTERS, advantage_bounds, difficulty, min_valid_rows, zero_variance
 from workers.train.algorithms.grouping import Grouping
+from workers.train.algorithms.shaping import FILTERS, advantage_bounds, difficulty, min_valid_rows, zero_variance
 
 # Four groups, interleaved: {1, 0, junk}, {0.9, 0.9, 0.9}, {0.5}, and one without valid completions.
 IDS = torch.tensor([0, 1, 2, 0, 1, 3, 0, 1])

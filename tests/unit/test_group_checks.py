@@ -8,7 +8,7 @@ from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.masks import DROP_REASONS
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 from workers.train.step.group_checks import drop_groups, filter_reasons, mask_batch
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.importance import IMPORTANCE_LEVELS, ImportanceWeights, importance_weights
-from workers.train.algorithms.ratios import log_ratios
-from workers.train.algorithms.sequences import Sequences
+from workers.train.algorithms.correction import IMPORTANCE_LEVELS, ImportanceWeights, importance_weights
+from workers.train.algorithms.sequences import Sequences, log_ratios
 
 E20 = math.exp(20)
 OFF = {"lower": 0.0, "upper": math.inf, "out_of_range": "truncate", "normalize": False}

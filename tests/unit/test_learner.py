@@ -17,12 +17,12 @@ from tests.cases.models import loaded_once, write_small_qwen3
 from workers.local_engine.weights import load_weights
 from workers.runs.tokens import annotated_row, token_columns
 from workers.settings.toml_file import parse_settings
-from workers.train.algorithms.schedule import learning_rate_factor
 from workers.train.model.logprobs import token_logprobs
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
-from workers.train.step.metrics import STEP_METRICS
+from workers.train.step.optimizer import learning_rate_factor
+from workers.train.step.step_metrics import STEP_METRICS
 
 pytestmark = pytest.mark.models
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from stream.errors import SettingsError
 from workers.settings import Train
-from workers.train.model.activation_checkpointing import checkpoint_layers
+from workers.train.model.attention import set_attention
 from workers.train.model.lm_head import find_lm_head
 from workers.train.model.logit_blocks import LogitTransform
 from workers.train.model.logprobs import LogprobModel, token_logprobs
-from workers.train.model.packing import set_attention
+from workers.train.model.trainable_model import checkpoint_layers
 
 pytestmark = pytest.mark.models
 

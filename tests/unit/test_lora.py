@@ -24,7 +24,7 @@ from workers.train.checkpointing.export import export
 from workers.train.model.adapter import merge_adapter
 from workers.train.model.lm_head import find_lm_head
 from workers.train.model.logprobs import LogprobModel, token_logprobs
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 from workers.train.step.model_runner import ModelRunner
 
 pytestmark = pytest.mark.models

@@ -7,7 +7,6 @@ import torch
 
 from tests.unit.test_learner import group
 from workers.settings.toml_file import parse_settings
-from workers.train.distributed.ranks import Ranks
 from workers.train.rank_control.commands import (
     CreateLearner,
     GatherState,
@@ -19,8 +18,8 @@ from workers.train.rank_control.commands import (
     Shutdown,
     TrainStep,
 )
-from workers.train.step.batch import Batch
-from workers.train.step.collation import collate
+from workers.train.ranks import Ranks
+from workers.train.step.batch import Batch, collate
 
 
 class Overheard(Ranks):

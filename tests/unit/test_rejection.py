@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from workers.settings import algorithm as settings_presets
-from workers.train.algorithms.ratios import log_ratios
-from workers.train.algorithms.rejection import REJECTIONS, Rejection, RejectionRule, reject
-from workers.train.algorithms.sequences import Sequences
+from workers.train.algorithms.correction import REJECTIONS, Rejection, RejectionRule, reject
+from workers.train.algorithms.sequences import Sequences, log_ratios
 
 
 def judge(ratios: list[list[float | None]], *rules: RejectionRule, ids: list[int] | None = None) -> Rejection:

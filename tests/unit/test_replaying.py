@@ -27,7 +27,7 @@ from workers.settings import Settings
 from workers.settings.toml_file import dump_settings, parse_settings
 from workers.train.checkpointing.checkpoint import MANIFEST, OPTIMIZER, CheckpointStore, Manifest
 from workers.train.checkpointing.replayer import Replayer
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
 

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from workers.train.algorithms.grouping import Grouping
+from workers.train.algorithms.gradient_losses import kl_cov
+from workers.train.algorithms.grouping import Grouping, tolerant_difference
 from workers.train.algorithms.losses import policy_loss  # noqa: F401  (registers all of them)
 from workers.train.algorithms.normalization import whiten
-from workers.train.algorithms.penalised_losses import kl_cov
-from workers.train.algorithms.rounding import tolerant_difference
 
 
 @pytest.mark.parametrize(("dtype", "noise", "signal"), [(torch.float64, 1e-13, 1e-11), (torch.float32, 3e-7, 1e-5)])

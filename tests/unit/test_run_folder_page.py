@@ -12,7 +12,7 @@ from workers.runs.summary import RunSummary
 from workers.runs.tokens import TokenColumns
 from workers.settings.training import Tracker
 from workers.train.algorithms import correction_metrics
-from workers.train.step.metrics import STEP_METRICS
+from workers.train.step.step_metrics import STEP_METRICS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "run-folder.md").read_text()

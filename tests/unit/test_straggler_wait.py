@@ -2,8 +2,8 @@
 
 import pytest
 
-from workers.train.groups import straggler_wait as stragglers
-from workers.train.groups.straggler_wait import StragglerWait
+from workers.train.groups import collector as stragglers
+from workers.train.groups.collector import StragglerWait
 
 
 @pytest.fixture

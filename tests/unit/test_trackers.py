@@ -13,10 +13,10 @@ from stream.waiting import Backoff
 from workers.check.machine import check_packages
 from workers.check.report import Checker
 from workers.settings.toml_file import parse_settings
+from workers.train import tracker_thread
 from workers.train.metrics_log import MetricsLog
-from workers.train.tracking import tracker_thread
-from workers.train.tracking.tracker_thread import Trackers, TrackerThread, import_early, open_trackers, tracked_run
-from workers.train.tracking.trackers import TRACKERS, MlflowTracker, TrackedRun, WandbTracker, flatten
+from workers.train.tracker_thread import Trackers, TrackerThread, import_early, open_trackers, tracked_run
+from workers.train.trackers import TRACKERS, MlflowTracker, TrackedRun, WandbTracker, flatten
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b", "args": {"key": "secret"}}]}
 
@@ -43,7 +43,7 @@ class Recorder:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr("workers.train.tracking.tracker_thread._BACKOFF", Backoff(0.001, 0.002))
+    monkeypatch.setattr("workers.train.tracker_thread._BACKOFF", Backoff(0.001, 0.002))
 
 
 def tracked(folder, first_step: int = 1) -> TrackedRun:

@@ -10,9 +10,9 @@ from workers import settings
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.advantages import dr_grpo
 from workers.train.algorithms.grouping import Grouping
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 from workers.train.step.group_checks import check_group, count_states, mask_batch
-from workers.train.step.metrics import omit_constants, step_metrics
+from workers.train.step.step_metrics import omit_constants, step_metrics
 
 SETTINGS = settings.Settings(
     model=settings.Model(path="none"),

@@ -15,7 +15,7 @@ from workers.settings.toml_file import parse_settings
 from workers.train import trainer as trainer_module
 from workers.train.groups.collector import CollectedBatch
 from workers.train.groups.group_checker import DroppedGroups
-from workers.train.step.metrics import StepReport
+from workers.train.step.step_metrics import StepReport
 from workers.train.trainer import Trainer
 from workers.train.training_warnings import TrainingWarnings
 

@@ -53,13 +53,12 @@ from tests.cases.rows import sampled_row
 from tests.twins.losses import OPTIONS
 from workers.score.worker import score_group
 from workers.settings.toml_file import parse_settings
-from workers.train.algorithms.importance import importance_weights
+from workers.train.algorithms.correction import importance_weights
 from workers.train.algorithms.losses import LOSSES, LossInputs, policy_loss
 from workers.train.algorithms.masks import reject_tokens
-from workers.train.algorithms.ratios import log_ratios
-from workers.train.algorithms.sequences import Sequences
+from workers.train.algorithms.sequences import Sequences, log_ratios
 from workers.train.groups.no_loss_monitor import NoLossMonitor
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
 from workers.train.step.group_checks import check_group, filter_reasons, mask_batch
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.train.algorithms.aggregation import BatchTotals, row_factors
-from workers.train.algorithms.value import value_loss
+from workers.train.algorithms.losses import value_loss
 
 torch.set_num_threads(1)
 

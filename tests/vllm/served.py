@@ -9,9 +9,8 @@ import msgspec
 from tests.vllm.policies import LENGTH, Judge
 from workers.engine_api.discovery import EngineDiscovery
 from workers.engine_api.wire import GenerateRequest, GenerateResponse, SamplingParams
-from workers.train.publishing.paused_update import PausedUpdate
 from workers.train.publishing.publisher import WeightPublisher
-from workers.train.publishing.shared_folder import SharedFolderTransfer
+from workers.train.publishing.transport import PausedUpdate, SharedFolderTransfer
 
 CLOSE = 1e-4
 

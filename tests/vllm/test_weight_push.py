@@ -20,8 +20,7 @@ from tests.vllm.server import ROOT
 from workers.engine_api.wire import WEIGHT_TRANSFER_BACKEND
 from workers.train.publishing.engine_control import EngineControlClient
 from workers.train.publishing.http_transfer import serve_weights
-from workers.train.publishing.paused_update import PausedUpdate
-from workers.train.publishing.shared_folder import SharedFolderTransfer
+from workers.train.publishing.transport import PausedUpdate, SharedFolderTransfer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 

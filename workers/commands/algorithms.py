@@ -16,14 +16,12 @@ from workers.settings import sections
 from workers.settings.algorithm import PRESETS, Preset
 from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.aggregation import AGGREGATIONS
+from workers.train.algorithms.correction import IMPORTANCE_LEVELS, REJECTIONS
 from workers.train.algorithms.divergence import DIVERGENCES
-from workers.train.algorithms.filters import FILTERS
-from workers.train.algorithms.importance import IMPORTANCE_LEVELS
 from workers.train.algorithms.losses import LOSSES
 from workers.train.algorithms.normalization import NORMALIZERS
 from workers.train.algorithms.registry import Registry, RegistryEntry
-from workers.train.algorithms.rejection import REJECTIONS
-from workers.train.algorithms.shaping import REWARD_SHAPINGS
+from workers.train.algorithms.shaping import FILTERS, REWARD_SHAPINGS
 
 _KINDS: Final[tuple[tuple[str, Registry[Any]], ...]] = (
     ("estimator.name", ESTIMATORS),

@@ -14,7 +14,7 @@ from workers.run.process_main import run_async
 from workers.runs.run import Run
 from workers.terminal.output import print_json, print_line
 from workers.train.checkpointing.replayer import CheckpointMatch, Replayer, ReplayReport
-from workers.train.distributed.ranks import collective_timeout_s, rank_and_world_size
+from workers.train.ranks import collective_timeout_s, rank_and_world_size
 
 
 def show_replay(run: Run, *, as_json: bool = False, command: Sequence[str] = ()) -> int:
@@ -32,7 +32,7 @@ def show_replay(run: Run, *, as_json: bool = False, command: Sequence[str] = ())
     if world_size > 1:
         die_with_parent(os.getppid())  # each rank has its own session, so no signal to the parent's group ends it
     if rank:
-        from workers.train.rank_control.follower import run_follower
+        from workers.train.rank_control.rank0 import run_follower
 
         return run_follower()
     settings, folder = run.files("a replay")

@@ -111,13 +111,13 @@ def run_trainer(
         command: command line that starts each rank.
     """
     configure_logging("train")
-    from workers.train.distributed.ranks import collective_timeout_s, rank_and_world_size
+    from workers.train.ranks import collective_timeout_s, rank_and_world_size
 
     rank, world_size = rank_and_world_size()
     if world_size > 1:
         die_with_parent(os.getppid())  # torchrun starts each rank in its own session, out of reach of our signals
         if rank:
-            from workers.train.rank_control.follower import run_follower
+            from workers.train.rank_control.rank0 import run_follower
 
             return run_follower()
         return run_role("train", file, overrides, redis, engines, main="train as rank 0")

@@ -113,7 +113,7 @@ class Progress(Struct, kw_only=True):
         """Count one optimizer step.
 
         Args:
-            metrics: of the step (`workers.train.step.metrics`).
+            metrics: of the step (`workers.train.step.step_metrics`).
             groups: number of groups trained on.
             seconds: wall time of the step.
         """

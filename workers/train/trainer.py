@@ -26,15 +26,15 @@ from workers.role.prometheus import count_publication
 from workers.runs.progress import Progress
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
-from workers.train.evaluation.scheduler import EvaluationScheduler
+from workers.train.evaluations import EvaluationScheduler
 from workers.train.groups.collector import CollectedBatch, Collector
 from workers.train.groups.group_checker import DroppedGroups
 from workers.train.metrics_log import MetricsLog
 from workers.train.publishing.policy_versions import PolicyVersions
-from workers.train.step.collation import merge_batches
+from workers.train.step.batch import merge_batches
 from workers.train.step.group_checks import CheckedGroup
 from workers.train.step.learner import Learner
-from workers.train.step.metrics import StepReport, add_dropped
+from workers.train.step.step_metrics import StepReport, add_dropped
 
 log = structlog.get_logger()
 

@@ -36,8 +36,7 @@ from workers.runs.warnings import TrainingWarning, write_warnings
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.checkpointing.object_store import RESTORED, Bucket, Uploader
-from workers.train.evaluation.results import EvaluationLog
-from workers.train.evaluation.scheduler import EvaluationScheduler
+from workers.train.evaluations import EvaluationLog, EvaluationScheduler
 from workers.train.groups.collector import Collector
 from workers.train.groups.group_checker import GroupChecker
 from workers.train.metrics_log import MetricsLog
@@ -45,7 +44,7 @@ from workers.train.publishing.policy_versions import PolicyVersions
 from workers.train.publishing.publisher import WeightPublisher, open_publisher
 from workers.train.step.group_checks import CheckedGroup
 from workers.train.step.learner import Learner
-from workers.train.tracking.tracker_thread import import_early, open_trackers
+from workers.train.tracker_thread import import_early, open_trackers
 from workers.train.trainer import Trainer
 
 log = structlog.get_logger()

@@ -23,7 +23,7 @@ from workers.settings import Lora, Settings
 from workers.settings.toml_file import load_settings
 from workers.terminal.output import print_json
 from workers.train.checkpointing.checkpoint import MANIFEST, MODEL, CheckpointStore
-from workers.train.evaluation.results import EvaluationResult, summarize
+from workers.train.evaluations import EvaluationResult, summarize
 from workers.train.model.adapter import is_adapter
 
 

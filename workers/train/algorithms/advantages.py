@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.estimator_registry import ESTIMATORS, EstimatorTraits
-from workers.train.algorithms.grouping import Grouping
+from workers.train.algorithms.grouping import Grouping, tolerant_difference
 from workers.train.algorithms.normalization import whiten_for_completions
-from workers.train.algorithms.rounding import tolerant_difference
+from workers.train.algorithms.registry import ESTIMATORS, EstimatorTraits
 from workers.train.algorithms.token_advantages import TokenAdvantages
 
 __all__ = ["ESTIMATORS", "EstimatorTraits", "TokenAdvantages", "estimate"]

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.loss_registry import LOSSES, LossTraits, TokenLoss
-from workers.train.algorithms.ratios import clamp_log_ratio, ratio
-from workers.train.algorithms.sequences import Sequences
+from workers.train.algorithms.registry import LOSSES, LossTraits, TokenLoss
+from workers.train.algorithms.sequences import Sequences, clamp_log_ratio, ratio
 
 
 @LOSSES.register(

@@ -11,10 +11,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.importance import IMPORTANCE_LEVELS, ImportanceWeights
-from workers.train.algorithms.ratios import LogRatios, clamp_log_ratio
-from workers.train.algorithms.rejection import REJECTIONS, Rejection, RejectionTraits, k3
-from workers.train.algorithms.sequences import Sequences
+from workers.train.algorithms.correction import (
+    IMPORTANCE_LEVELS,
+    REJECTIONS,
+    ImportanceWeights,
+    Rejection,
+    RejectionTraits,
+    k3,
+)
+from workers.train.algorithms.sequences import LogRatios, Sequences, clamp_log_ratio
 
 Metrics = dict[str, Tensor]
 

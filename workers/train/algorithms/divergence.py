@@ -6,9 +6,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.ratios import clamp_log_ratio
+from workers.train.algorithms.grouping import tolerant_difference
 from workers.train.algorithms.registry import Registry
-from workers.train.algorithms.rounding import tolerant_difference
+from workers.train.algorithms.sequences import clamp_log_ratio
 
 K3_BOUND: Final = 10.0
 """Upper bound of k3; the gradient is 0 beyond it."""

@@ -1,9 +1,13 @@
-"""Statistics over the members of each group, found by group id: never by position, never in a loop."""
+"""Statistics over the members of each group, found by group id: never by position, never in a loop.
+
+Differences that are exactly 0 if they are only rounding noise.
+
+A difference of 1e-17 still has a sign, and that sign may decide on which side a loss is clipped or where the gradient
+of a distance points; on another machine, in another order, it is the opposite one.
+"""
 
 import torch
 from torch import Tensor
-
-from workers.train.algorithms.rounding import tolerant_difference
 
 
 class Grouping:
@@ -91,3 +95,16 @@ class Grouping:
     def _sum_by_group(self, masked_C: Tensor) -> Tensor:
         """Sum float64 values that are already 0 for invalid members."""
         return masked_C.new_zeros(self.num_groups, *masked_C.shape[1:]).index_add_(0, self.codes_C, masked_C)
+
+
+def tolerant_difference(values: Tensor, baseline: Tensor) -> Tensor:
+    """Return `values - baseline`, exactly 0 where the two differ by rounding only.
+
+    Args:
+        values: of any shape. A mean of many values in float64 is off by up to 1e-12 of them; a model's float32 output
+            for the same tokens in another batch, by some units in the last place.
+        baseline: broadcast against `values`.
+    """
+    tolerance = 1e-12 if values.dtype == torch.float64 else 8 * torch.finfo(values.dtype).eps
+    difference = values - baseline
+    return torch.where(difference.detach().abs() <= tolerance * values.detach().abs(), 0.0, difference)

@@ -7,6 +7,8 @@ micro-batches adds up to the same loss and gradient.
 
 Values outside the mask are replaced before any arithmetic: a `where` afterwards would leave the loss finite and make
 the gradient NaN.
+
+Value loss of a critic: the squared error of its values.
 """
 
 from collections.abc import Mapping
@@ -16,15 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.train.algorithms import (  # noqa: F401 - importing a module registers its losses
-    clipped_losses,
-    gradient_losses,
-    penalised_losses,
-    sequence_losses,
-)
-from workers.train.algorithms.loss_registry import LOSSES, LossTraits, TokenLoss
-from workers.train.algorithms.ratios import clamp_log_ratio
-from workers.train.algorithms.sequences import Sequences
+from workers.train.algorithms.registry import LOSSES, LossTraits, TokenLoss
+from workers.train.algorithms.sequences import Sequences, clamp_log_ratio
 
 __all__ = ["LOSSES", "LossInputs", "LossOutput", "LossTraits", "TokenLoss", "policy_loss", "token_loss", "weighted_sum"]
 
@@ -174,3 +169,41 @@ def _masked_like(values_RT: Tensor | None, mask_RT: Tensor, fill: float, *, like
 def _masked_max(values_RT: Tensor, mask_RT: Tensor) -> Tensor:
     masked_RT = torch.where(mask_RT, values_RT, 0.0)
     return masked_RT.max() if masked_RT.numel() else values_RT.new_zeros(())
+
+
+def value_loss(
+    values_RT: Tensor,
+    old_values_RT: Tensor,
+    returns_RT: Tensor,
+    mask_RT: Tensor,
+    factors_R: Tensor,
+    *,
+    clip: float,
+) -> LossOutput:
+    """PPO's clipped value loss, 0.5 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2).
+
+    Source: Schulman et al. 2017 as in OpenAI baselines (ppo2); verl core_algos.compute_value_loss.
+
+    Args:
+        values_RT: V, from the critic in training, with gradient; its dtype is used for all arithmetic per token.
+        old_values_RT: V_old, from the critic when the batch was prepared.
+        returns_RT: G, the targets.
+        mask_RT: bool, tokens that bear loss; values of other tokens are ignored.
+        factors_R: float64, from `aggregation.row_factors`; factors of rows without a loss token are ignored.
+        clip: a value gains nothing by moving further than this from its old value; infinity: no clipping.
+
+    Returns:
+        The loss, float64. Sums over loss tokens: `value/mean`, `value/error` (squared error before clipping),
+        `value/clip_fraction`. No maxima.
+    """
+    values = torch.where(mask_RT, values_RT, 0.0)
+    old = torch.where(mask_RT, old_values_RT.detach(), 0.0).to(values.dtype)
+    returns = torch.where(mask_RT, returns_RT.detach(), 0.0).to(values.dtype)
+    plain = (values - returns).square()
+    clipped = (values.clamp(old - clip, old + clip) - returns).square()
+    token_metrics = {"value/mean": values, "value/error": plain, "value/clip_fraction": clipped > plain}
+    return LossOutput(
+        loss=weighted_sum(torch.maximum(plain, clipped) / 2, mask_RT, factors_R),
+        sums={key: value.detach().sum(dtype=torch.float64) for key, value in token_metrics.items()},
+        maxima={},
+    )

@@ -11,9 +11,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.grouping import Grouping
+from workers.train.algorithms.grouping import Grouping, tolerant_difference
 from workers.train.algorithms.registry import Registry
-from workers.train.algorithms.rounding import tolerant_difference
 
 LEVELS: Final = ("none", "group", "batch")
 """Scopes of a mean or a standard deviation."""

@@ -1,9 +1,19 @@
-"""Registries of pure functions by name, with the properties that each function declares."""
+"""Registries of pure functions by name, with the properties that each function declares.
+
+The registry of advantage estimators and the properties that each one declares.
+
+Estimators are defined in `advantages` (one value per completion) and `token_advantages` (one per token); importing
+`advantages` registers all of them.
+
+The registry of policy losses: pure functions from log-probs of a batch's tokens to a loss for each token.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, Literal, TypeVar
+
+from torch import Tensor
 
 Traits = TypeVar("Traits")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -89,3 +99,88 @@ class Registry(Mapping[str, RegistryEntry[Traits]]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorTraits:
+    """Declared properties of an estimator, which the property tests check."""
+
+    level: Literal["completion", "token"]
+    """`completion`: returns float64 (C), one per completion. `token`: returns `TokenAdvantages`."""
+    mean_centred: bool = False
+    """The advantages of a group's completions in B sum to 0."""
+    shift_invariant: bool = False
+    """Adding a constant to all rewards of a group changes nothing."""
+    scale_invariant: bool = False
+    """Multiplying all rewards by a positive number changes nothing, if the estimator divides by the group's standard
+    deviation and that is far above epsilon."""
+    affine: bool = False
+    """Within a group, advantages lie on a straight line over the rewards, so that they are known for the reward 0."""
+    within_group: bool = True
+    """True if a group's advantages depend on that group only; False if they depend on the batch, on values or on a
+    greedy rollout as well."""
+    whitened: bool = False
+    """Ends in whitening over the batch's tokens, or may (option `whiten`)."""
+
+
+ESTIMATORS: Final[Registry[EstimatorTraits]] = Registry(
+    "estimator",
+    {
+        "rewards_C": "float64, reward of each completion; anything outside B",
+        "groups": "Grouping of the completions; its valid members are B",
+        "lengths_C": "int64, tokens of each completion that no rule rejected; anything outside B",
+        "loss_lengths_C": "int64, tokens of each completion that bear loss; 0 outside L",
+        "parts_PC": "float64, parts of the rewards; anything outside B",
+        "has_part_PC": "bool, parts that each completion has; anything outside B",
+        "part_weights_P": "float64, weight of each part",
+        "correct_C": "bool, completions whose reward reaches the success threshold; anything outside B",
+        "token_rewards_CT": "float, reward credited to each token; anything outside the mask",
+        "mask_CT": "bool, tokens that count; a completion's tokens in order, tool tokens between them",
+        "values_CT": "float, the critic's value before each token; anything outside the mask",
+        "bootstrap_C": "float, the critic's value after a truncated end; 0 after a real end",
+        "greedy_C": "float, reward of the greedy rollout of each completion's prompt",
+        "old_logprobs_CT": "float, log-prob of each token under the policy that is differentiated",
+        "sum_pi_squared_CT": "float, sum over the vocabulary of the squared probabilities at each token",
+        "weights_CT": "float, importance weights; 1 where there are none",
+    },
+)
+"""Estimators by the name in `[estimator] name`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossTraits:
+    """Declared properties of a loss."""
+
+    aggregation: str = ""
+    """The only aggregation that the loss is defined with; empty for any."""
+    on_policy: bool = False
+    """True if the loss has no ratio to the proximal policy, so it is correct only for the first update of a batch."""
+    selector: str = ""
+    """Name in `token_selection.SELECTORS` of the function that makes `selected_RT`, once per optimizer batch."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLoss:
+    """Loss of each token before aggregation, and before importance weights unless the loss applies them itself."""
+
+    loss_RT: Tensor
+    """Outside the mask it is finite and ignored."""
+    token_metrics: dict[str, Tensor] = field(default_factory=dict)
+    """(R, T), bool or numbers; their mean over loss tokens is a metric of that name."""
+
+
+LOSSES: Final[Registry[LossTraits]] = Registry(
+    "loss",
+    {
+        "logprobs_RT": "log-probs of the policy in training, with gradient; 0 outside the mask",
+        "proximal_RT": "log-probs that the ratio is taken against; 0 outside the mask",
+        "advantages_RT": "advantages; 0 outside the mask",
+        "weights_RT": "importance weights, 1 outside the mask; a loss that takes them applies them",
+        "sequences": "Sequences over the loss tokens of each completion",
+        "selected_RT": "bool, tokens chosen by the loss's selector; False outside the mask",
+    },
+)
+"""Losses by the name in `[loss] name`. `workers.train.algorithms.losses` fills the registry; import it from there.
+
+In formulas: r = exp(logprobs - proximal), A the advantage, lp the log-prob, sg stops the gradient.
+"""

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from workers.train.algorithms.clipped_losses import clipped_surrogate
-from workers.train.algorithms.loss_registry import LOSSES, LossTraits, TokenLoss
-from workers.train.algorithms.ratios import LOG_RATIO_BOUND, clamp_log_ratio
-from workers.train.algorithms.sequences import Sequences
+from workers.train.algorithms.registry import LOSSES, LossTraits, TokenLoss
+from workers.train.algorithms.sequences import LOG_RATIO_BOUND, Sequences, clamp_log_ratio
 
 SEQUENCE_LOG_RATIO_BOUND: Final = 10.0
 """Upper bound of GSPO's log-ratio, as in verl."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from workers.train.algorithms.completion_layout import LeftPacking
-from workers.train.algorithms.estimator_registry import ESTIMATORS, EstimatorTraits
 from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.normalization import whiten_for_completions
+from workers.train.algorithms.registry import ESTIMATORS, EstimatorTraits
 
 
 class TokenAdvantages(NamedTuple):

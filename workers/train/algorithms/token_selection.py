@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from workers.train.algorithms.ratios import ratio
 from workers.train.algorithms.registry import Registry
+from workers.train.algorithms.sequences import ratio
 
 
 class LossTokens(NamedTuple):

@@ -28,11 +28,11 @@ from stream.trainer.ledger_records import (
 )
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import OPTIMIZER, Checkpoint, CheckpointStore
-from workers.train.step.collation import collate
+from workers.train.step.batch import collate
 from workers.train.step.group_checks import check_group
 from workers.train.step.learner import Learner
-from workers.train.step.metrics import StepReport
 from workers.train.step.reward_parts import with_bounded_rewards
+from workers.train.step.step_metrics import StepReport
 
 
 class CheckpointMatch(Struct, frozen=True, kw_only=True):

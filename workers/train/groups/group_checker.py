@@ -1,17 +1,23 @@
-"""Decides whether a scored group is worth training on, and counts the groups that are not."""
+"""Decides whether a scored group is worth training on, and counts the groups that are not.
+
+Why completions of a group failed: the first exception for each reason.
+
+What reward functions logged, and which answers they could not judge, for the metrics of a step.
+"""
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from stream.records import Group, TrainedCompletion
+import msgspec
+
+from stream.causes import ErrorCause
+from stream.records import Completion, Failure, Group, RewardPart, TrainedCompletion
 from stream.trainer.leased_group import DroppedGroup
-from stream.validity import DropReason
+from stream.validity import DropReason, Measured, Unmeasured
 from workers.runs.progress import Progress
 from workers.settings import Settings
-from workers.train.groups.failure_causes import failure_causes
 from workers.train.groups.no_loss_monitor import NoLossMonitor
-from workers.train.groups.reward_log import RewardLog
 from workers.train.step.group_checks import CheckedGroup, GroupRewards, check_group, unusable_greedy
 from workers.train.training_warnings import TrainingWarnings
 
@@ -102,3 +108,77 @@ class GroupChecker:
         causes = failure_causes(group)
         self._progress.causes.update(causes)
         self._monitor.observe(group.prompt.environment, len(group.completions), counts, causes)
+
+
+TOOL_ERROR = "tool_error"
+"""Key of the cause of a tool's error, which the model reads and which makes no completion invalid."""
+
+
+def failure_causes(group: Group) -> dict[str, ErrorCause]:
+    """Return one cause for each state of the group's completions (`reward:raised`), and one for a tool's error."""
+    causes: dict[str, ErrorCause] = {}
+    for completion in group.completions:
+        if completion.failure is not None:
+            causes.setdefault(f"failed:{completion.failure.reason}", _failure_cause(completion.failure, group))
+        elif isinstance(completion.reward, Unmeasured):
+            causes.setdefault(f"reward:{completion.reward.reason}", _reward_cause(completion, completion.reward, group))
+        for run in completion.tool_runs:
+            if run.cause is not None:
+                causes.setdefault(TOOL_ERROR, run.cause)
+    return causes
+
+
+def _failure_cause(failure: Failure, group: Group) -> ErrorCause:
+    environment = group.prompt.environment
+    source = f"environment {environment}" if environment else "rollout"
+    return failure.cause or ErrorCause(exception=failure.detail or str(failure.reason), source=source)
+
+
+def _reward_cause(completion: Completion, reward: Unmeasured, group: Group) -> ErrorCause:
+    part = next((part for part in completion.parts if isinstance(part.reward, Unmeasured)), None)
+    if part is None:
+        return ErrorCause(exception=reward.detail or str(reward.reason), source="reward")
+    return part_cause(part, group.prompt.environment)
+
+
+def part_cause(part: RewardPart, environment: str | None) -> ErrorCause:
+    """Return the cause of an unmeasured part of a reward, with the name of what should have measured it."""
+    reward = part.reward
+    is_own = part.name == "env" or part.name.startswith("env.")
+    source = f"environment {environment}, get_reward" if is_own and environment else f"reward function {part.name}"
+    if isinstance(reward, Unmeasured) and reward.cause is not None:
+        return msgspec.structs.replace(reward.cause, source=source)
+    detail = f"{reward.reason}: {reward.detail}" if isinstance(reward, Unmeasured) else ""
+    return ErrorCause(exception=detail.rstrip(": "), source=source)
+
+
+REWARD_LOG_METRICS: Final[dict[str, str]] = {
+    "logged/*": "numbers that reward functions passed to `log_metric`: mean over all groups since the previous step",
+    "reward/unjudged/*": "completions of these groups with the worst reward because the answer could not be judged, by "
+    "reason",
+}
+"""Metrics over trained and dropped groups; the trainer adds them."""
+
+
+class RewardLog:
+    """Collects over groups, trained or dropped, until a step pops it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, int]] = {}
+        self._unjudged: Counter[str] = Counter()
+
+    def observe(self, group: Group) -> None:
+        """Add a group's logged numbers, and its rewards with a reason."""
+        for name, values in group.logged_metrics.items():
+            total, count = self._sums.get(name, (0.0, 0))
+            self._sums[name] = (total + sum(values), count + len(values))
+        for completion in group.completions:
+            if isinstance(completion.reward, Measured) and completion.reward.reason is not None:
+                self._unjudged[completion.reward.reason] += 1
+
+    def pop(self) -> dict[str, float]:
+        """Return the metrics since the previous call: means of logged numbers, and counts of unjudged answers."""
+        metrics = {f"logged/{name}": total / count for name, (total, count) in self._sums.items() if count}
+        metrics |= {f"reward/unjudged/{reason}": float(count) for reason, count in self._unjudged.items()}
+        self._sums, self._unjudged = {}, Counter()
+        return metrics

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from stream.errors import RunMismatchError, SettingsError
 from workers.settings import Lora
-from workers.train.distributed.sharding import full_tensor, shard_like
 from workers.train.model.policy_folder import load_policy, save_policy
+from workers.train.ranks import full_tensor, shard_like
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"

@@ -4,6 +4,8 @@ Logits are the largest tensor of a training step (tokens times vocabulary), and 
 states are captured before the output layer, narrowed to the positions that predict a selected token, and turned into
 log-probs block by block. A model whose transform from hidden states to logits is unknown (`lm_head.py`) computes the
 logits itself, of the narrowed positions if its output layer is a separate module.
+
+Model inputs from rows: padded to one length, or packed one after another.
 """
 
 from typing import Any, NamedTuple, Self
@@ -11,10 +13,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from workers.train.model import chunked
-from workers.train.model.chunked import MIN_LOGPROB, EntropyMode
-from workers.train.model.input_layout import lay_out
+from workers.train.model import logit_blocks
 from workers.train.model.lm_head import LMHead, find_lm_head, replace_hidden
+from workers.train.model.logit_blocks import MIN_LOGPROB, EntropyMode
 
 
 class LogprobModel(NamedTuple):
@@ -127,10 +128,10 @@ def _hidden(model: Any, head: LMHead, inputs: dict[str, Any], positions_N: Tenso
 
 def _from_hidden(
     hidden_NH: Tensor, head: LMHead, targets_N: Tensor, temperature: float, entropy: EntropyMode, *, squares: bool
-) -> chunked.ChunkedLogprobs:
+) -> logit_blocks.ChunkedLogprobs:
     """Compute log-probs from hidden states, block by block."""
     transform = head.transform._replace(temperature=temperature)
-    return chunked.chunked_logprobs(
+    return logit_blocks.chunked_logprobs(
         hidden_NH, head.weight_VH, head.bias_V, targets_N, transform, entropy=entropy, sum_pi_squared=squares
     )
 
@@ -165,3 +166,42 @@ def _from_logits(
     with torch.no_grad():
         sum_pi_squared_N = (2 * logprobs_NV).exp().sum(dim=-1) if squares else None
     return TokenLogprobs(logprobs_N, entropy_N, sum_pi_squared_N)
+
+
+class ModelInputs(NamedTuple):
+    """Rows as a model takes them."""
+
+    inputs: dict[str, Any]
+    """Keyword arguments of the model."""
+    starts_M: Tensor
+    """int64, start of each row in the flattened rows."""
+
+
+def lay_out(tokens_MT: Tensor, lengths_M: Tensor, *, packed: bool) -> ModelInputs:
+    """Convert right-padded rows to model inputs.
+
+    Example, rows [1 2 3] and [4 5]::
+
+        padded    input_ids [[1 2 3] [4 5 0]]                                             starts 0 3
+        packed    input_ids [[1 2 3 4 5]]  position_ids [[0 1 2 0 1]]  cu_seq_lens 0 3 5  starts 0 3
+
+    Attention is causal, so right padding needs no mask. Packed rows are separated by positions that restart at 0 and by
+    their bounds; the model's attention uses one of the two.
+    """
+    rows, width = tokens_MT.shape
+    if not packed:
+        return ModelInputs({"input_ids": tokens_MT}, torch.arange(rows, device=tokens_MT.device) * width)
+    positions_MT = torch.arange(width, device=tokens_MT.device).expand(rows, width)
+    real_MT = positions_MT < lengths_M.unsqueeze(1)
+    ends_M = lengths_M.cumsum(0)
+    bounds = torch.nn.functional.pad(ends_M, (1, 0)).to(torch.int32)
+    longest = int(lengths_M.max())
+    inputs = {
+        "input_ids": tokens_MT[real_MT].unsqueeze(0),
+        "position_ids": positions_MT[real_MT].unsqueeze(0),
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    return ModelInputs(inputs, ends_M - lengths_M)

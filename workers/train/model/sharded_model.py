@@ -14,11 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from workers.train.distributed.ranks import Ranks
-from workers.train.distributed.sharding import broadcast_into
 from workers.train.model.lm_head import LMHead, find_lm_head
 from workers.train.model.logit_blocks import LogitTransform
 from workers.train.model.logprobs import LogprobModel
+from workers.train.ranks import Ranks, broadcast_into
 
 
 class ShardedRoot(nn.Module):

@@ -1,22 +1,25 @@
-"""The model in training, whole or as an adapter: in memory, sharded over ranks, and on disk."""
+"""The model in training, whole or as an adapter: in memory, sharded over ranks, and on disk.
+
+Activation checkpointing: layers recompute their activations in the backward pass, for less memory.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from stream.errors import RunMismatchError
+from stream.errors import RunMismatchError, SettingsError
 from workers.settings import Settings
-from workers.train.distributed.ranks import Ranks
-from workers.train.distributed.sharding import gather_full
-from workers.train.model.activation_checkpointing import checkpoint_layers
 from workers.train.model.adapter import Adapter, is_adapter
 from workers.train.model.logprobs import LogprobModel
 from workers.train.model.policy_folder import load_policy, save_policy
 from workers.train.model.sharded_model import shard_model
+from workers.train.ranks import Ranks, gather_full
 
 
 class TrainableModel:
@@ -98,3 +101,24 @@ class TrainableModel:
         dtype = torch.bfloat16 if mixed and self.settings.lora.rank else self.dtype
         whole = load_policy(folder, dtype).requires_grad_(trained) if self.ranks.is_rank0 else None
         return shard_model(whole, self.ranks, mixed=mixed)
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Wrap the forward pass of each layer in `torch.utils.checkpoint`.
+
+    The layers are those that transformers marks for it. The switch of transformers itself works only in training mode,
+    which would turn dropout on; models here stay in evaluation mode. Hooks of the layers, such as FSDP's, stay outside.
+
+    Raises:
+        SettingsError: the model has no such layers.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise SettingsError(
+            f"train.gradient_checkpointing is set, but {type(model).__name__} has no layers that can be "
+            "recomputed; leave it out"
+        )
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -2,14 +2,17 @@
 
 A small server in the trainer serves the files of the last versions under a path that cannot be guessed; each push sends
 that path to the engines.
+
+Names, sizes and digests of the weight files of a policy version, as engines check them.
 """
 
+import hashlib
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import anyio.to_thread
 import structlog
@@ -22,7 +25,6 @@ from workers.engine_api.http_server import listen, server_url
 from workers.engine_api.wire import WEIGHT_TRANSFER_BACKEND
 from workers.settings.training import LOOPBACK_HOSTS
 from workers.train.publishing.engine_control import EngineControlClient
-from workers.train.publishing.weight_manifest import file_manifest
 
 log = structlog.get_logger()
 
@@ -136,3 +138,22 @@ def _bind_address(host: str) -> str:
     if host in LOOPBACK_HOSTS:
         return "::1" if host == "::1" else "127.0.0.1"
     return "::" if ":" in host else "0.0.0.0"  # noqa: S104
+
+
+_WEIGHT_FILES: Final = ("*.safetensors", "*.safetensors.index.json")
+
+
+def file_manifest(folder: Path) -> list[dict[str, Any]]:
+    """Return name, size and digest of each weight file. Blocks: it reads the files.
+
+    Raises:
+        EngineError: there are none.
+    """
+    found = []
+    for file in sorted({file for pattern in _WEIGHT_FILES for file in folder.glob(pattern)}):
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        found.append({"name": file.name, "size": file.stat().st_size, "sha256": digest})
+    if not found:
+        raise EngineError(f"{folder} holds no safetensors files")
+    return found

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stream.errors import PenstockError
 from workers.settings import Settings
-from workers.train.distributed.ranks import Ranks, collective_timeout_s
+from workers.train.ranks import Ranks, collective_timeout_s
 from workers.train.step.batch import Batch
 
 HEARTBEATS_PER_TIMEOUT: Final = 20

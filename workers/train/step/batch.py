@@ -3,16 +3,32 @@
 Rows are right-padded. Rows point to their completion and group by code, so a completion without a row (its rollout
 failed before sampling) counts like any other. A greedy completion is not part of the batch; its reward is a fact of its
 group. `collation` builds batches.
+
+Build batches from groups. Buffers are read in place; no token passes through Python.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from itertools import accumulate
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from workers.train.algorithms.masks import CompletionFacts
-from workers.train.step.reward_parts import PartKey, PartTable
+from stream.errors import RecordError
+from stream.records import Completion, Group, Row
+from stream.validity import Measured, RewardReason
+from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, CompletionFacts
+from workers.train.step.reward_parts import (
+    PartKey,
+    PartTable,
+    greedy_completion,
+    measured_value,
+    merge_tables,
+    part_table,
+    turn_rewards,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -109,3 +125,199 @@ def _to_device(record: Any, device: torch.device) -> Any:
     """Return a dataclass with its tensors on another device."""
     tensors = {f.name: getattr(record, f.name) for f in fields(record) if isinstance(getattr(record, f.name), Tensor)}
     return replace(record, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+def collate(groups: Sequence[Group]) -> Batch:
+    """Build the batch of these groups.
+
+    Raises:
+        RecordError: a row cannot be trained on (its versions do not cover the sampled tokens, or nothing precedes a
+            sampled token), rewards per turn do not match the sampled ranges, or a group has several greedy completions.
+            The message names prompt and completion.
+    """
+    completions = [(code, c) for code, group in enumerate(groups) for c in group.completions if not c.greedy]
+    rows = [(code, row) for code, (_, completion) in enumerate(completions) for row in completion.rows]
+    for code, row in rows:
+        problem = _why_untrainable(row)
+        if problem:
+            group_code, completion = completions[code]
+            prompt = groups[group_code].prompt.id
+            raise RecordError(f"group {prompt}, completion {completion.index}: {problem}; the row cannot be trained")
+    prompt_lengths = [len(row.prompt_ids) // 4 for _, row in rows]
+    lengths = [before + len(row.token_ids) // 4 for before, (_, row) in zip(prompt_lengths, rows, strict=True)]
+    shape = (len(rows), max(lengths, default=0))
+    last_tokens: list[list[int]] = [[] for _ in completions]
+    for position, (before, (code, row)) in enumerate(zip(prompt_lengths, rows, strict=True)):
+        last_tokens[code] += [position * shape[1] + before + end - 1 for _, end in row.sampled_ranges]
+    parts = part_table([completion for _, completion in completions])
+    greedy = [greedy_completion(group) for group in groups]
+    greedy_rewards = [measured_value(c.reward) if c is not None and c.failure is None else None for c in greedy]
+    tokens = _token_tensors([row for _, row in rows], prompt_lengths, lengths, shape)
+    return Batch(
+        tokens_RT=tokens.ids_RT,
+        sampled_RT=tokens.sampled_RT,
+        rollout_logprobs_RT=tokens.rollout_logprobs_RT,
+        versions_RT=tokens.versions_RT,
+        lengths_R=torch.tensor(lengths, dtype=torch.int64),
+        completion_ids_R=torch.tensor([code for code, _ in rows], dtype=torch.int64),
+        facts=_completion_facts(completions, len(groups)),
+        prompt_ids=tuple(group.prompt.id for group in groups),
+        greedy_rewards_G=torch.tensor([reward or 0.0 for reward in greedy_rewards], dtype=torch.float64),
+        greedy_measured_G=torch.tensor([reward is not None for reward in greedy_rewards], dtype=torch.bool),
+        greedy_lengths_G=torch.tensor([_sampled_tokens(c) for c in greedy], dtype=torch.int64),
+        greedy_truncated_G=_codes(TRUNCATION_REASONS, [c and c.truncated for c in greedy]),
+        part_keys=parts.keys,
+        parts_PC=parts.values_PC,
+        has_part_PC=parts.has_part_PC,
+        part_weights_P=parts.weights_P,
+        turn_rewards_RT=turn_rewards([(groups[code].prompt.id, c) for code, c in completions], last_tokens, shape),
+    )
+
+
+def merge_batches(batches: Sequence[Batch]) -> Batch:
+    """Concatenate batches; merging one batch per group equals `collate` of the groups, bit for bit."""
+    if not batches:
+        return collate([])
+    width = max(batch.tokens_RT.shape[1] for batch in batches)
+    first_completion = list(accumulate((len(batch.facts.group_ids_C) for batch in batches), initial=0))
+
+    def rows(name: str, fill: float = 0) -> Tensor:
+        tensors = [getattr(batch, name) for batch in batches]
+        return torch.cat([pad(tensor, (0, width - tensor.shape[1]), value=fill) for tensor in tensors])
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(batch, name) for batch in batches])
+
+    parts = merge_tables([batch.parts for batch in batches])
+    return Batch(
+        tokens_RT=rows("tokens_RT"),
+        sampled_RT=rows("sampled_RT"),
+        rollout_logprobs_RT=rows("rollout_logprobs_RT"),
+        versions_RT=rows("versions_RT", -1),
+        lengths_R=joined("lengths_R"),
+        completion_ids_R=torch.cat(
+            [b.completion_ids_R + start for b, start in zip(batches, first_completion, strict=False)]
+        ),
+        facts=_merge_facts([batch.facts for batch in batches]),
+        prompt_ids=tuple(prompt for batch in batches for prompt in batch.prompt_ids),
+        greedy_rewards_G=joined("greedy_rewards_G"),
+        greedy_measured_G=joined("greedy_measured_G"),
+        greedy_lengths_G=joined("greedy_lengths_G"),
+        greedy_truncated_G=joined("greedy_truncated_G"),
+        part_keys=parts.keys,
+        parts_PC=parts.values_PC,
+        has_part_PC=parts.has_part_PC,
+        part_weights_P=parts.weights_P,
+        turn_rewards_RT=rows("turn_rewards_RT"),
+    )
+
+
+class _TokenTensors(NamedTuple):
+    ids_RT: Tensor
+    sampled_RT: Tensor
+    rollout_logprobs_RT: Tensor
+    versions_RT: Tensor
+
+
+def _token_tensors(
+    rows: Sequence[Row], prompt_lengths: Sequence[int], lengths: Sequence[int], shape: tuple[int, int]
+) -> _TokenTensors:
+    """Return the fields of `Batch` that hold one value per token, except rewards."""
+    starts, ends, spans = [], [], []
+    for position, (before, row) in enumerate(zip(prompt_lengths, rows, strict=True)):
+        base = position * (shape[1] + 1) + before
+        starts += [base + start for start, _ in row.sampled_ranges]
+        ends += [base + end for _, end in row.sampled_ranges]
+        spans += [(base + s.start, base + s.end, s.version) for s in row.spans]
+    real_RT = torch.arange(shape[1]) < torch.tensor(lengths, dtype=torch.int64).unsqueeze(1)
+    tokens_RT = torch.zeros(shape, dtype=torch.int64)
+    tokens_RT[real_RT] = _concat_buffers(
+        [b for row in rows for b in (row.prompt_ids, row.token_ids)], torch.int32
+    ).long()
+    sampled_RT = _fill_ranges(shape, starts, ends, [1] * len(starts)) == 1
+    rollout_logprobs_RT = torch.zeros(shape, dtype=torch.float32)
+    rollout_logprobs_RT[sampled_RT] = _concat_buffers([row.logprobs for row in rows], torch.float32)
+    # Filled with version + 1, so that version 0 differs from no version.
+    versions_RT = _fill_ranges(shape, [s for s, _, _ in spans], [e for _, e, _ in spans], [v + 1 for *_, v in spans])
+    return _TokenTensors(tokens_RT, sampled_RT, rollout_logprobs_RT, (versions_RT - 1).int())
+
+
+def _why_untrainable(row: Row) -> str:
+    """Return why this row cannot be trained on, or an empty string."""
+    if row.sampled_ranges and row.sampled_ranges[0][0] == 0 and not row.prompt_ids:
+        return "its first token was sampled, with no prompt before it"
+    spans = sorted((span.start, span.end) for span in row.spans if span.end > span.start)
+    if _merge_adjacent(spans) != _merge_adjacent(row.sampled_ranges):
+        return "its spans of policy versions do not cover its sampled tokens"
+    if any(span.version < 0 for span in row.spans):
+        return "a policy version is negative"
+    return ""
+
+
+def _merge_adjacent(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join ranges that touch, given ranges in order."""
+    merged: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _concat_buffers(buffers: Sequence[bytes], dtype: torch.dtype) -> Tensor:
+    """Read raw buffers, one after another, as one tensor."""
+    joined = bytearray(b"".join(buffers))
+    return torch.frombuffer(joined, dtype=dtype) if joined else torch.empty(0, dtype=dtype)
+
+
+def _fill_ranges(shape: tuple[int, int], starts: Sequence[int], ends: Sequence[int], values: Sequence[int]) -> Tensor:
+    """Return zeros with each value over its half-open range; ranges count in rows of width + 1 and do not overlap."""
+    rows, width = shape
+    edges = torch.zeros(rows * (width + 1) + 1, dtype=torch.int64)
+    values_ = torch.tensor(values, dtype=torch.int64)
+    edges.index_add_(0, torch.tensor(starts, dtype=torch.int64), values_)
+    edges.index_add_(0, torch.tensor(ends, dtype=torch.int64), -values_)
+    return edges[:-1].cumsum(0).view(rows, width + 1)[:, :width]
+
+
+def _completion_facts(completions: Sequence[tuple[int, Completion]], num_groups: int) -> CompletionFacts:
+    rewards = [completion.reward for _, completion in completions]
+    reasons = [reward_reason(completion) for _, completion in completions]
+    return CompletionFacts(
+        group_ids_C=torch.tensor([code for code, _ in completions], dtype=torch.int64),
+        num_groups=num_groups,
+        rewards_C=torch.tensor([r.value if isinstance(r, Measured) else 0.0 for r in rewards], dtype=torch.float64),
+        measured_C=torch.tensor([isinstance(r, Measured) for r in rewards], dtype=torch.bool),
+        reward_reason_C=_codes(REWARD_REASONS, reasons),
+        rollout_reason_C=_codes(ROLLOUT_REASONS, [c.failure and c.failure.reason for _, c in completions]),
+        truncation_reason_C=_codes(TRUNCATION_REASONS, [c.truncated for _, c in completions]),
+        drop_reason_C=torch.full((len(completions),), NONE, dtype=torch.int64),
+        turns_C=torch.tensor([c.turns for _, c in completions], dtype=torch.int64),
+    )
+
+
+def _merge_facts(facts: Sequence[CompletionFacts]) -> CompletionFacts:
+    first_group = list(accumulate((each.num_groups for each in facts), initial=0))
+    group_ids_C = torch.cat([each.group_ids_C + start for each, start in zip(facts, first_group, strict=False)])
+    others = [f.name for f in fields(CompletionFacts) if f.name not in {"group_ids_C", "num_groups"}]
+    return CompletionFacts(
+        group_ids_C=group_ids_C,
+        num_groups=first_group[-1],
+        **{name: torch.cat([getattr(each, name) for each in facts]) for name in others},
+    )
+
+
+def reward_reason(completion: Completion) -> RewardReason | None:
+    """Return why the reward is unknown; `MISSING` for a completion that was never scored."""
+    if isinstance(completion.reward, Measured):
+        return None
+    return RewardReason.MISSING if completion.reward is None else completion.reward.reason
+
+
+def _sampled_tokens(completion: Completion | None) -> int:
+    return 0 if completion is None else sum(row.sampled_count for row in completion.rows)
+
+
+def _codes(table: Sequence[object], values: Sequence[object]) -> Tensor:
+    return torch.tensor([NONE if value is None else table.index(value) for value in values], dtype=torch.int64)

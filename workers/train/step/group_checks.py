@@ -13,7 +13,6 @@ from stream.errors import RecordError
 from stream.records import Group, TrainedCompletion, TrainedRow
 from stream.validity import DropReason, TruncationReason
 from workers.settings import Settings
-from workers.train.algorithms.filters import FILTERS
 from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.masks import (
     DROP_REASONS,
@@ -27,11 +26,10 @@ from workers.train.algorithms.masks import (
     drop_completions,
     too_old_tokens,
 )
-from workers.train.step.batch import Batch
-from workers.train.step.collation import collate, reward_reason
-from workers.train.step.estimation import estimate_advantages
+from workers.train.algorithms.shaping import FILTERS
+from workers.train.step.batch import Batch, collate, reward_reason
+from workers.train.step.estimation import estimate_advantages, greedy_baseline
 from workers.train.step.reward_parts import PartTable, greedy_completion, measured_value, with_bounded_rewards
-from workers.train.step.shaped_rewards import greedy_baseline
 
 
 class GroupRewards(NamedTuple):

@@ -19,23 +19,21 @@ from stream.records import TrainedCompletion
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.settings.estimator_options import Gae
-from workers.train.distributed.ranks import Ranks
-from workers.train.distributed.sharding import gather_full
-from workers.train.model.critic import Critic, hidden_size
+from workers.train.model.lm_head import Critic, hidden_size
 from workers.train.model.trainable_model import TrainableModel
+from workers.train.ranks import Ranks, gather_full
 from workers.train.step.batch import Batch
 from workers.train.step.group_checks import GroupRewards, count_no_loss, describe_completions
-from workers.train.step.metrics import (
+from workers.train.step.model_runner import ModelRunner
+from workers.train.step.optimizer import Optimizer
+from workers.train.step.prepared_batch import CompleteComparison, PreparedBatch, prepare
+from workers.train.step.step_metrics import (
     StepAccumulator,
     StepReport,
     correction_step_metrics,
     omit_constants,
     step_metrics,
 )
-from workers.train.step.model_runner import ModelRunner
-from workers.train.step.optimizer import Optimizer
-from workers.train.step.policy_comparison import CompleteComparison
-from workers.train.step.prepared_batch import PreparedBatch, prepare
 from workers.train.step.trained_rows import trained_rows
 
 log = structlog.get_logger()

@@ -6,12 +6,10 @@ from torch import Tensor
 from workers.settings import Settings
 from workers.settings.estimator_options import Gae
 from workers.train.algorithms.divergence import DIVERGENCES
-from workers.train.algorithms.losses import LossInputs, LossOutput, policy_loss
+from workers.train.algorithms.losses import LossInputs, LossOutput, policy_loss, value_loss
 from workers.train.algorithms.sequences import Sequences
-from workers.train.algorithms.value import value_loss
 from workers.train.model.logprobs import TokenLogprobs
-from workers.train.step.policy_comparison import CompleteComparison, compare_policies
-from workers.train.step.prepared_batch import PreparedBatch
+from workers.train.step.prepared_batch import CompleteComparison, PreparedBatch, compare_policies
 
 
 def micro_batch_loss(

@@ -1,4 +1,7 @@
-"""Passes of the policy, the reference policy and the critic over rows of a batch."""
+"""Passes of the policy, the reference policy and the critic over rows of a batch.
+
+Partition a batch into micro-batches.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,13 +12,12 @@ from torch import Tensor
 from stream.errors import SettingsError
 from workers.settings import Settings
 from workers.train.algorithms.losses import LossOutput
-from workers.train.distributed.ranks import Ranks
-from workers.train.model.critic import Critic
+from workers.train.model.attention import set_attention
+from workers.train.model.lm_head import Critic
 from workers.train.model.logprobs import LogprobModel, TokenLogprobs, token_logprobs
-from workers.train.model.packing import set_attention
+from workers.train.ranks import Ranks
 from workers.train.step.batch import Batch, ForwardStatistics
 from workers.train.step.loss import micro_batch_loss
-from workers.train.step.micro_batches import split_micro_batches
 from workers.train.step.prepared_batch import PreparedBatch
 
 
@@ -163,3 +165,44 @@ def _required(tensor: Tensor | None) -> Tensor:
     if tensor is None:
         raise ValueError("the model's output layer is not a separate module, so its hidden states cannot be captured")
     return tensor
+
+
+def split_micro_batches(
+    batch: Batch, micro_batch_tokens: int, rows_R: Tensor | None = None, *, packed: bool = False
+) -> list[Tensor]:
+    """Partition rows into micro-batches with a bounded number of tokens.
+
+    All rows of a completion stay together, because some losses look at whole completions. Completions are sorted by
+    their longest row and packed in that order, which keeps padding small; a completion over the bound gets a
+    micro-batch of its own.
+
+    Args:
+        batch: the rows.
+        micro_batch_tokens: maximum, counted with padding: rows times the longest row's length.
+        rows_R: bool, the rows to partition; all by default.
+        packed: True if rows are not padded, so that their own lengths count.
+
+    Returns:
+        Row numbers (int64) of each micro-batch.
+    """
+    everything_R = torch.arange(len(batch.lengths_R), device=batch.lengths_R.device)
+    chosen = everything_R if rows_R is None else everything_R[rows_R]
+    if not len(chosen):
+        return []
+    _, codes, counts_S = torch.unique(batch.completion_ids_R[chosen], return_inverse=True, return_counts=True)
+    longest_S = torch.zeros_like(counts_S).scatter_reduce(0, codes, batch.lengths_R[chosen], "amax")
+    order_S = torch.argsort(longest_S, descending=True, stable=True)
+    totals_S = torch.zeros_like(counts_S).index_add_(0, codes, batch.lengths_R[chosen])
+    sizes: list[int] = []
+    tokens = longest = 0
+    for length, rows, total in zip(*(x[order_S].tolist() for x in (longest_S, counts_S, totals_S)), strict=True):
+        more = total if packed else rows * longest
+        if sizes and tokens + more <= micro_batch_tokens:
+            sizes[-1] += rows
+            tokens += more
+        else:
+            longest = max(length, 1)
+            tokens = total if packed else rows * longest
+            sizes.append(rows)
+    rank_S = torch.argsort(order_S)
+    return list(torch.split(chosen[torch.argsort(rank_S[codes], stable=True)], sizes))

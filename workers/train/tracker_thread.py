@@ -28,7 +28,7 @@ from stream.connection.run_identity import read_identity
 from stream.durable import write_file_atomically
 from stream.waiting import Backoff
 from workers.settings import Settings
-from workers.train.tracking.trackers import TRACKERS, TrackedRun, Tracker
+from workers.train.trackers import TRACKERS, TrackedRun, Tracker
 
 log = structlog.get_logger()
 

@@ -22,8 +22,7 @@ from workers.train.algorithms.masks import NONE, TRUNCATION_REASONS, CompletionF
 from workers.train.algorithms.pass_at_k import pass_at_k
 from workers.train.step.batch import Batch
 from workers.train.step.group_checks import GroupRewards, count_states
-from workers.train.step.policy_comparison import CompleteComparison, compare_policies
-from workers.train.step.prepared_batch import PreparedBatch
+from workers.train.step.prepared_batch import CompleteComparison, PreparedBatch, compare_policies
 from workers.train.step.reward_parts import merge_tables
 
 Metrics = dict[str, float | int]

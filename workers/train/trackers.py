@@ -1,4 +1,6 @@
-"""One class per tracker. Each is made, used and closed by one thread, and may block or raise.
+"""Trackers: services and files that get each step's metrics, besides `metrics.jsonl`.
+
+One class per tracker. Each is made, used and closed by one thread, and may block or raise.
 
 A tracker's project, server and credentials come from its own environment variables, as without Penstock:
 

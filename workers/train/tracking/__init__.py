@@ -1,1 +1,0 @@
-"""Trackers: services and files that get each step's metrics, besides `metrics.jsonl`."""
