@@ -28,9 +28,9 @@ from stream.errors import PenstockError
 from stream.operator.status import RunStatus, read_status
 from tests.chaos import project
 from tests.chaos.ends import GROUP_SIZE, TRAINED, intended
+from workers.launch.specs import ENGINE
+from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.role import log_setup as logs
-from workers.run.role_specs import ENGINE
-from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
 from workers.runs.live_run import read_live
 from workers.settings import Settings

@@ -65,9 +65,9 @@ from workers.commands.evaluate.evaluation_engine import with_started_engine
 from workers.demo.prepare import prepare_run
 from workers.demo.scoring import score_policy
 from workers.demo.task import held_out_rows
-from workers.run.process_main import run_async
-from workers.run.role_specs import COMMANDS, ENGINE
-from workers.run.run_command import raise_for_failure, supervise
+from workers.launch.process import run_async
+from workers.launch.specs import COMMANDS, ENGINE
+from workers.launch.start import raise_for_failure, supervise
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import anyio
 
-from workers.run.process_main import run_async
+from workers.launch.process import run_async
 
 END = 10
 """Token that ends a completion of the scripted engine."""
@@ -36,9 +36,9 @@ async def serve_scripted(port: int, seconds: float, slots: int) -> None:
 
 async def serve_paced(file: Path, port: int, seconds: float) -> None:
     """Serve the settings' model with the local engine; each decode step takes at least the given number of seconds."""
+    from workers.launch.serve import choose_server
     from workers.local_engine import local_server
     from workers.local_engine.scheduler import Scheduler
-    from workers.run.model_server import choose_server
 
     class PacedScheduler(Scheduler):
         """Sleeps at the end of a step for what a model elsewhere would still compute."""
@@ -98,7 +98,7 @@ def main() -> int:
     if given.role == "paced-engine":
         run_async(partial(serve_paced, given.file, given.port, given.seconds))
         return 0
-    from workers.run.role_process import ROLE_MAINS, run_role
+    from workers.launch.role_process import ROLE_MAINS, run_role
     from workers.train.worker import train
 
     learner = partial(make_learner, seconds=given.seconds, has_model=given.role == "paced-trainer")

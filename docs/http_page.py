@@ -69,7 +69,7 @@ SERVERS = {
         (
             "workers/local_engine/local_server.py",
             "workers/local_engine/local_server.py",
-            "workers/run/chat_api/routes.py",
+            "workers/launch/chat_api/routes.py",
         ),
     ),
     "Reward model (`penstock serve --runner pooling`)": (

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from workers.check.check import check
     from workers.check.report import CheckReport
     from workers.commands.play.play import play
-    from workers.run.run_process import run
+    from workers.launch.run_process import run
     from workers.runs.find import open_run
     from workers.runs.run import Run
     from workers.runs.summary import RunSummary
@@ -66,7 +66,7 @@ _HOMES = {
     "workers.check.check": ("check",),
     "workers.check.report": ("CheckReport",),
     "workers.commands.play.play": ("play",),
-    "workers.run.run_process": ("run",),
+    "workers.launch.run_process": ("run",),
     "workers.run.summary": ("RunSummary",),
     "workers.runs.find": ("open_run",),
     "workers.runs.run": ("Run",),

@@ -26,11 +26,11 @@ from workers.demo.prepare import demo_settings, prepare_run
 from workers.demo.scoring import score_policy
 from workers.demo.task import held_out_rows
 from workers.engine_api.discovery import EngineDiscovery
+from workers.launch.children import ChildProcess
+from workers.launch.process import run_async
+from workers.launch.specs import engine_spec
+from workers.launch.start import raise_for_failure, supervise
 from workers.role import log_setup as logs
-from workers.run.child_processes import ChildProcess
-from workers.run.process_main import run_async
-from workers.run.role_specs import engine_spec
-from workers.run.run_command import raise_for_failure, supervise
 from workers.runs.metrics_file import read_metrics
 from workers.settings import RewardSettings, Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore

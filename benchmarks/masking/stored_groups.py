@@ -20,9 +20,9 @@ from workers.demo.prepare import GROUP_SIZE, demo_settings
 from workers.demo.scoring import _play  # the public `evaluate` keeps means alone
 from workers.demo.task import training_rows
 from workers.engine_api.discovery import EngineDiscovery
-from workers.run.child_processes import ChildProcess
-from workers.run.process_main import run_async
-from workers.run.role_specs import engine_spec
+from workers.launch.children import ChildProcess
+from workers.launch.process import run_async
+from workers.launch.specs import engine_spec
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.publishing.publisher import open_publisher

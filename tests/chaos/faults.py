@@ -37,7 +37,7 @@ from tests.chaos.audit import acquitted, audit
 from tests.chaos.ends import intended
 from tests.chaos.recount import recount
 from tests.preload.fixtures import is_used, start_fork_server
-from workers.run.run_command import raise_for_failure, supervise
+from workers.launch.start import raise_for_failure, supervise
 from workers.runs.live_run import read_live
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings

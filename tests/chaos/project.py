@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.chaos.ends import GROUP_SIZE, REFUSED, intended
-from workers.run.role_specs import COMMANDS, ENGINE, RoleSpec, role_specs
+from workers.launch.specs import COMMANDS, ENGINE, RoleSpec, role_specs
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 

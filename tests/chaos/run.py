@@ -31,8 +31,8 @@ from tests.chaos.audit import acquitted, audit
 from tests.chaos.kills import RoleKiller
 from tests.chaos.recount import recount
 from tests.chaos.schedule import schedule
+from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.role import log_setup as logs
-from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
 from workers.settings import Settings
 from workers.terminal.progress import choose_display

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 from torch import Tensor
 
 from tests.chaos.witness import Witness
-from workers.run.role_process import ROLE_MAINS, run_role
+from workers.launch.role_process import ROLE_MAINS, run_role
 from workers.settings import Settings
 from workers.train.step.batch import Batch
 from workers.train.step.step_metrics import StepReport

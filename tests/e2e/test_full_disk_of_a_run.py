@@ -18,8 +18,8 @@ from workers.cli.command_error import as_command_error
 from workers.dashboard.live_view import LiveView
 from workers.dashboard.rendering import load_templates
 from workers.dashboard.run_page import render_state
+from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.role import log_setup as logs
-from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.find import open_run
 from workers.runs.folder import lock_folder, write_settings
 from workers.runs.live_run import read_live

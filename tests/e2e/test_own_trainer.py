@@ -19,7 +19,7 @@ from tests.chaos.engine import reply
 from tests.e2e.dying_trainer import EXAMPLE, MOMENTS
 from tests.e2e.harness import environment
 from tests.scripted_engine.engine import ScriptedEngine
-from workers.run.role_specs import role_specs
+from workers.launch.specs import role_specs
 from workers.runs.folder import write_settings
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("preloaded")]

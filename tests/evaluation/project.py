@@ -17,9 +17,9 @@ from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
 from stream.operator.status import RunStatus, read_status
 from workers.demo.model import make_tokenizer
+from workers.launch.specs import COMMANDS, ENGINE
+from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.role import log_setup as logs
-from workers.run.role_specs import COMMANDS, ENGINE
-from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
 from workers.runs.live_run import read_live
 from workers.settings import Settings

@@ -11,7 +11,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tests.chaos.witness import Witness
-from workers.run.role_process import ROLE_MAINS, run_role
+from workers.launch.role_process import ROLE_MAINS, run_role
 from workers.settings import Settings
 from workers.train.worker import train
 

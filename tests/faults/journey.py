@@ -16,10 +16,10 @@ from tests.chaos import project
 from tests.chaos.audit import Verdict, audit
 from tests.faults import patient_rollout
 from tests.faults.proxy import Plan, Proxy, address_of
+from workers.launch import supervisor
+from workers.launch.specs import RoleSpec, role_specs
+from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.role import log_setup as logs
-from workers.run import supervisor
-from workers.run.role_specs import RoleSpec, role_specs
-from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs import find as live
 from workers.runs.folder import lock_folder, write_settings
 from workers.settings import Settings

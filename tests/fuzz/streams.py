@@ -30,8 +30,8 @@ from stream.operator.dead_letters import DeadLetter, list_dead_letters
 from tests.chaos import project
 from tests.chaos.audit import acquitted, audit
 from tests.fuzz.litter import Litterer
+from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.role import log_setup as logs
-from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.find import open_run
 from workers.runs.folder import lock_folder, write_settings
 from workers.settings import Settings

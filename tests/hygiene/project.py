@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.chaos.project import _write_model
-from workers.run.role_specs import COMMANDS, ENGINE
+from workers.launch.specs import COMMANDS, ENGINE
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 

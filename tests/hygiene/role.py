@@ -19,8 +19,8 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from stream.durable import write_file_atomically
+from workers.launch.role_process import ROLE_MAINS, run_role
 from workers.role.context import RoleMain, WorkerContext
-from workers.run.role_process import ROLE_MAINS, run_role
 
 EVERY_S = 0.25
 ASK = "ask"

@@ -35,8 +35,8 @@ from tests.hygiene import project
 from tests.hygiene.ends import LEAK
 from tests.hygiene.judge import judge
 from tests.hygiene.samples import Sample, sample_folder, sample_inside, sample_processes, sample_server
+from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.role import log_setup as logs
-from workers.run.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
 from workers.runs.live_run import LiveRun, read_live
 from workers.settings import Settings

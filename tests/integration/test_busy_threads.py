@@ -3,8 +3,8 @@
 import json
 import sys
 
+from workers.launch.role_process import ROLE_MAINS, run_role
 from workers.role.exit_codes import ExitCode
-from workers.run.role_process import ROLE_MAINS, run_role
 from workers.settings.toml_file import dump_settings, parse_settings
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from workers.base_models.shipped import write_base_model
 from workers.demo.model import make_model
-from workers.run.model_server import choose_server
+from workers.launch.serve import choose_server
 
 pytestmark = pytest.mark.models
 

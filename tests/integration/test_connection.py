@@ -18,7 +18,7 @@ from stream.operator.status import read_status
 from stream.private_server import find_server
 from tests.cases.authority import Authority
 from tests.cases.ports import free_port
-from workers.run.role_specs import role_specs
+from workers.launch.specs import role_specs
 from workers.runs.find import open_run
 from workers.runs.folder import write_settings
 from workers.runs.live_run import LiveRun, write_live

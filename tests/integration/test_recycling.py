@@ -16,8 +16,8 @@ from tests.e2e.by_hand import send
 from tests.e2e.harness import environment
 from tests.integration.test_supervisor import FINISH, Pipeline
 from tests.scripted_engine.engine import ScriptedEngine
+from workers.launch import children, restarts
 from workers.role.exit_codes import ExitCode
-from workers.run import child_processes, restart_policy
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -52,8 +52,8 @@ def make_pipeline(tmp_path, run_name, redis_url):
 
 
 async def test_a_recycled_worker_is_restarted_and_does_not_count_as_a_crash(make_pipeline, monkeypatch):
-    monkeypatch.setattr(restart_policy, "QUICK_EXIT_S", 0.0)
-    monkeypatch.setattr(restart_policy, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(restarts, "QUICK_EXIT_S", 0.0)
+    monkeypatch.setattr(restarts, "MAX_RESTARTS", 1)
     worn = f"if len(lives('rollout')) < 5: print('worn out'); sys.exit({int(ExitCode.RECYCLE)})\nstay()"
     train = "until(lambda: len(lives('rollout')) == 5);" + FINISH
     outcome = await make_pipeline({"rollout": worn, "train": train}).run()
@@ -66,8 +66,8 @@ async def test_a_worker_that_is_recycled_immediately_every_time_fails_the_run(ma
 
 
 async def test_a_flood_of_output_neither_fills_the_disk_nor_stops_the_role(make_pipeline, monkeypatch):
-    monkeypatch.setattr(child_processes, "_MAX_LOG_BYTES", 1_000_000)
-    monkeypatch.setattr(child_processes, "_TRIMMED_LOG_BYTES", 10_000)
+    monkeypatch.setattr(children, "_MAX_LOG_BYTES", 1_000_000)
+    monkeypatch.setattr(children, "_TRIMMED_LOG_BYTES", 10_000)
     flood = (
         "for i in range(200): print('x' * 50_000)\n"
         "print('error: the last word', flush=True)\n"

@@ -22,9 +22,9 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from workers.commands.control import send_command
+from workers.launch.role_process import _run_connected
 from workers.role.context import WorkerContext
 from workers.role.work_loop import work_loop
-from workers.run.role_process import _run_connected
 from workers.runs.find import open_run
 from workers.runs.progress import Progress
 from workers.runs.run import Run

@@ -21,10 +21,10 @@ from stream.trainer.consume import consume, open_consumer, open_trainer_lease
 from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger_records import read_events, read_ledger
 from workers.feed.worker import feed
+from workers.launch.role_process import run_role
+from workers.launch.start import supervise
 from workers.role.context import WorkerContext
 from workers.role.exit_codes import ExitCode
-from workers.run.role_process import run_role
-from workers.run.run_command import supervise
 from workers.runs.folder import write_settings
 from workers.runs.identity import begin_run, check_folder, flat_settings, join_run
 from workers.runs.summary import RunSummary, Staleness

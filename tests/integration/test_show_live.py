@@ -18,7 +18,7 @@ from stream.trainer.archive import Archive
 from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from workers.cli import penstock
-from workers.run.sampled_completion import SampleSchedule
+from workers.launch.watch import SampleSchedule
 
 
 async def content(connection) -> dict[bytes, bytes]:

@@ -27,20 +27,20 @@ from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group, Prompt
 from stream.waiting import Backoff
-from workers.run import dashboard_process
-from workers.run.dashboard_process import DashboardProcess
-from workers.run.restart_loop import RestartLoop
-from workers.run.restart_policy import (
+from workers.launch import engines
+from workers.launch.engines import DashboardProcess
+from workers.launch.restarts import (
     GiveUp,
     Restart,
+    RestartLoop,
     RestartPolicy,
+    RunEnding,
     count_oom_kills,
     was_killed_from_outside,
 )
-from workers.run.role_specs import COMMANDS, RoleSpec
-from workers.run.run_command import raise_for_failure, supervise
-from workers.run.run_ending import RunEnding
-from workers.run.supervisor import RunOutcome, Supervisor
+from workers.launch.specs import COMMANDS, RoleSpec
+from workers.launch.start import raise_for_failure, supervise
+from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
 from workers.runs.identity import check_folder
 from workers.runs.live_run import LiveRun, process_start, read_live, write_live
@@ -161,8 +161,8 @@ def alive(pid: int) -> bool:
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at the run more often, and give roles less time to notice its end; scripts are quick."""
-    monkeypatch.setattr("workers.run.supervisor._POLL_S", 0.1)
-    monkeypatch.setattr("workers.run.supervisor._FINISH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("workers.launch.supervisor._POLL_S", 0.1)
+    monkeypatch.setattr("workers.launch.supervisor._FINISH_TIMEOUT_S", 1.0)
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_deaths_with_work_in_hand_are_no_crash_loop():
 
 async def test_a_role_that_loses_every_prompt_fails_the_run_long_before_the_data_end(connection, monkeypatch):
     """Each prompt is a dead letter in the end, so without this a broken environment would cost all of them."""
-    monkeypatch.setattr("workers.run.restart_policy.MAX_LOST_IN_A_ROW", 3)
+    monkeypatch.setattr("workers.launch.restarts.MAX_LOST_IN_A_ROW", 3)
     prompts = [Prompt(id=f"d:0:{i}", messages=[{"role": "user", "content": "?"}]) for i in range(9)]
     await Feed(connection, 1000).put(prompts, "", "9")
     loop = RestartLoop(connection, Queue(max_attempts=1), RunEnding())
@@ -625,8 +625,8 @@ def test_a_process_that_got_the_supervisors_id_is_not_taken_for_it(tmp_path):
 DRIVER = """
 import sys
 from pathlib import Path
-from workers.run.run_command import supervise
-from workers.run.role_specs import COMMANDS
+from workers.launch.start import supervise
+from workers.launch.specs import COMMANDS
 from workers.settings.toml_file import load_settings
 
 script = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
@@ -663,10 +663,10 @@ def _until(condition: Callable[[], bool]) -> None:
 
 
 async def test_a_dashboard_that_fails_leaves_the_run_alone_and_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(dashboard_process, "_BACKOFF", Backoff(0.01, 0.01))
+    monkeypatch.setattr(engines, "_BACKOFF", Backoff(0.01, 0.01))
     settings = settings_in(tmp_path / "run", "failing", "", {"urls": ["http://127.0.0.1:1"]}, {})
     failing = RoleSpec(role="dashboard", command=(sys.executable, "-c", "raise SystemExit('error: the port is taken')"))
-    monkeypatch.setattr(dashboard_process, "dashboard_spec", lambda _: failing)
+    monkeypatch.setattr(engines, "dashboard_spec", lambda _: failing)
     shown: list[str] = []
     dashboard = DashboardProcess(settings, tmp_path, shown.append)
     with anyio.fail_after(30):

@@ -27,12 +27,12 @@ from typing import Any, NoReturn
 from stream.parent_death import die_with_parent
 from tests.preload.client import can_be_forked
 from tests.preload.program import run_to_end
-from workers.run import child_processes
-from workers.run.role_specs import RoleSpec
+from workers.launch import children
+from workers.launch.specs import RoleSpec
 
 _PR_SET_CHILD_SUBREAPER = 36
 _NUMBER = struct.Struct(">I")
-_start_new = child_processes.start_process
+_start_new = children.start_process
 
 
 class Forked(subprocess.Popen[bytes]):
@@ -69,7 +69,7 @@ def fork_roles() -> None:
             ours.sendall(request)
             return Forked(_receive_number(ours), spec.command)
 
-    child_processes.start_process = start_process
+    children.start_process = start_process
 
 
 def _serve(connection: socket.socket, parent: int) -> NoReturn:

@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 from stream.operator.bottleneck import Bottleneck, find_bottleneck
 from stream.operator.status import RunStatus, StageStatus
 from stream.queue.in_flight import Activity, CompletionInFlight, GroupInFlight
-from workers.run.bottleneck_log import BottleneckLog
+from workers.launch.watch import BottleneckLog
 
 NOW_MS = 1_000_000.0
 TRAINER = {"owner": "train-1", "owner_until": "1010000", "version": "3"}

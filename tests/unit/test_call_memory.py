@@ -12,7 +12,7 @@ from anyio import CapacityLimiter
 
 from envs.call import CallRunner, Ok, call_subject, describe_subject
 from envs.call.call_memory import CallMemory, make_call_memory, record_calls
-from workers.run.hang_watch import end_hanging
+from workers.launch.hang_watch import end_hanging
 
 DYING = """
 import os, signal, sys, threading, time

@@ -17,12 +17,12 @@ from stream.errors import EngineError, PenstockError, ReferenceNotFoundError
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, ToolRun
 from stream.validity import RewardReason, RolloutReason, Unmeasured
+from workers.launch.children import ChildProcess
+from workers.launch.specs import RoleSpec
+from workers.launch.watch import describe_longest
 from workers.role.context import find_cause
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.tool_formats.parsing import ToolCall
-from workers.run.child_processes import ChildProcess
-from workers.run.role_specs import RoleSpec
-from workers.run.stall_detector import describe_longest
 from workers.train.groups.group_checker import failure_causes
 
 
@@ -141,7 +141,7 @@ def test_an_error_that_our_code_raises_from_another_has_the_first_ones_place():
 
 ENGINE_LOG = """loading
   + Exception Group Traceback (most recent call last):
-  |   File "/p/workers/run/model_server.py", line 3, in run
+  |   File "/p/workers/launch/serve.py", line 3, in run
   | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
   +-+---------------- 1 ----------------
     | Traceback (most recent call last):

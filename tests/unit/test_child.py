@@ -4,8 +4,8 @@ import sys
 
 import anyio
 
-from workers.run.child_processes import ChildProcess
-from workers.run.role_specs import RoleSpec
+from workers.launch.children import ChildProcess
+from workers.launch.specs import RoleSpec
 
 GROUP = "raise ExceptionGroup('', [ExceptionGroup('', [OSError('No space left on device')])])"
 

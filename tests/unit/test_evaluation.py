@@ -10,7 +10,7 @@ from stream.validity import Measured, RewardReason, RolloutReason, TruncationRea
 from tests.cases.evaluations import read_evaluations
 from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.datasets.prompts import read_evaluation_prompts
-from workers.run.stall_detector import StallDetector
+from workers.launch.watch import StallDetector
 from workers.runs.status import evaluation_report, format_result
 from workers.score.worker import evaluate_group
 from workers.settings.toml_file import parse_settings

@@ -3,8 +3,8 @@
 import pytest
 
 from stream.errors import DataError, PenstockError, RunMismatchError, ServerError, SettingsError
+from workers.launch.process import report_error, run_to_exit_code
 from workers.role.exit_codes import ExitCode
-from workers.run.process_main import report_error, run_to_exit_code
 
 
 @pytest.mark.parametrize(

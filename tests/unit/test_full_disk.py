@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
+from workers.launch import start
+from workers.launch.start import RunResult, raise_for_failure
+from workers.launch.supervisor import RunOutcome, _empty_status
 from workers.role.exit_codes import ExitCode
 from workers.role.log_setup import log_to_file
-from workers.run import run_command
-from workers.run.run_command import RunResult, raise_for_failure
-from workers.run.supervisor import RunOutcome, _empty_status
 from workers.runs.progress import Progress
 from workers.runs.summary import summarize
 from workers.settings.toml_file import dump_settings, parse_settings
@@ -32,9 +32,9 @@ def test_drawing_never_ends_a_run(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 1.0}) + "\n")
     (tmp_path / "progress.png").symlink_to("/dev/full")
-    run_command._draw(tmp_path, None)
+    start._draw(tmp_path, None)
     (tmp_path / "progress.png").unlink()
-    run_command._draw(tmp_path, None)
+    start._draw(tmp_path, None)
     assert (tmp_path / "progress.png").stat().st_size > 0, "it is drawn where it can be"
 
 
@@ -42,10 +42,10 @@ def test_a_summary_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(run_command, "write_file_atomically", full)
-    run_command._write_summary(tmp_path, SUMMARY)
-    monkeypatch.setattr(run_command, "write_file_atomically", write_file_atomically)
-    run_command._write_summary(tmp_path, SUMMARY)
+    monkeypatch.setattr(start, "write_file_atomically", full)
+    start._write_summary(tmp_path, SUMMARY)
+    monkeypatch.setattr(start, "write_file_atomically", write_file_atomically)
+    start._write_summary(tmp_path, SUMMARY)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from stream.connection.run_identity import RunIdentity, write_identity
 from stream.errors import PenstockError, RunMismatchError
-from workers.run.run_start import print_start, start_lines
+from workers.launch.start import print_start, start_lines
 from workers.runs.identity import check_folder, flat_settings
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings

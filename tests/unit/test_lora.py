@@ -15,8 +15,8 @@ from stream.validity import Measured
 from tests.cases.models import loaded_once, write_small_qwen3
 from tests.unit.test_learner import VOCABULARY, completion, group, learner
 from workers.commands.evaluate.evaluate import find_policy_folder
+from workers.launch.serve import run_engine
 from workers.role.exit_codes import ExitCode
-from workers.run.model_server import run_engine
 from workers.runs.progress import Progress
 from workers.settings.toml_file import dump_settings, parse_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore

@@ -20,11 +20,11 @@ from stream.records import Completion, Failure, Prompt
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from tests.cases.ports import has_ipv6
 from tests.cases.servers import settings_with_metrics
+from workers.launch.specs import role_specs
 from workers.role import prometheus
 from workers.role.context import Readiness
 from workers.role.metrics_server import ServerAnswer, serve_metrics
 from workers.role.run_metrics import RunMetrics, run_metrics
-from workers.run.role_specs import role_specs
 from workers.settings.toml_file import parse_settings
 
 ROOT = Path(__file__).parents[2]

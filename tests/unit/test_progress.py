@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from stream.operator.status import RunStatus, StageStatus
+from workers.launch.restarts import MAX_RESTARTS, GiveUp, Restart, RestartPolicy
+from workers.launch.watch import StallDetector
 from workers.role.exit_codes import ExitCode
-from workers.run.restart_policy import MAX_RESTARTS, GiveUp, Restart, RestartPolicy
-from workers.run.stall_detector import StallDetector
 from workers.runs.metrics_file import metric_value
 from workers.settings import Queue
 from workers.terminal.progress import (

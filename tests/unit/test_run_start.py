@@ -10,8 +10,8 @@ from stream.connection.run_identity import RunIdentity
 from stream.durable import create_folder_atomically
 from stream.errors import PenstockError, SettingsError
 from workers.cli import penstock
+from workers.launch.start import finished_summary, finished_text, prepare_start, start_lines
 from workers.role.exit_codes import ExitCode
-from workers.run.run_start import finished_summary, finished_text, prepare_start, start_lines
 from workers.runs.find import find_run_folder, open_run
 from workers.runs.folder import write_settings
 from workers.runs.identity import flat_settings
@@ -46,7 +46,7 @@ def begin(start) -> Path:
 
 
 def test_a_file_without_a_name_starts_a_new_run_each_time_and_commands_find_the_newest(file, monkeypatch):
-    monkeypatch.setattr("workers.run.run_start.new_run_name", lambda _file: "my-math-20261122-101500")
+    monkeypatch.setattr("workers.launch.start.new_run_name", lambda _file: "my-math-20261122-101500")
     first = prepare_start(str(file), ())
     assert start_lines(first.settings, None, first.earlier) == [
         "new run my-math-20261122-101500 in runs/my-math-20261122-101500"

@@ -14,7 +14,7 @@ STAGES = {
     "help": "from click.testing import CliRunner; from workers.cli import penstock;"
     " assert 'queues' in CliRunner().invoke(penstock, ['--help']).output",
     "queues": "import workers.terminal.queues",
-    "rollout": "import workers.run.role_process, workers.rollout.worker, tokenizers",
+    "rollout": "import workers.launch.role_process, workers.rollout.worker, tokenizers",
 }
 
 

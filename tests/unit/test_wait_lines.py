@@ -4,7 +4,7 @@ import time
 
 from envs.call.call_memory import RunningCall
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
-from workers.run.wait_lines import WaitLines
+from workers.launch.wait_lines import WaitLines
 
 
 def call(text: str, seconds: float) -> tuple[str, RunningCall]:

@@ -110,7 +110,7 @@ def run(
 
     Ctrl-C drains and stops; `penstock run RUN` resumes. A FILE without run.name starts a new run each time.
     """
-    from workers.run.run_command import run
+    from workers.launch.start import run
 
     sys.exit(run(target, overrides, as_json=as_json, quiet=quiet, check=not no_check))
 
@@ -139,7 +139,7 @@ def serve(target: Path, host: str, port: int, runner: Any, dtype: str | None, ov
 
     Uses the local engine, or vLLM if FILE or --set has engine.server = "vllm".
     """
-    from workers.run.model_server import run_engine
+    from workers.launch.serve import run_engine
 
     exit_process(run_engine(target, host, port, overrides, runner, dtype or ""))
 
@@ -164,7 +164,7 @@ def _role_command(role: str, text: str) -> click.Command:
         engines: tuple[str, ...],
         overrides: tuple[str, ...],
     ) -> None:
-        from workers.run.role_process import run_role, run_trainer
+        from workers.launch.role_process import run_role, run_trainer
 
         if role == "train":
             exit_process(run_trainer(file, overrides, redis, engines, current_command()))

@@ -9,8 +9,8 @@ import anyio.to_thread
 import msgspec
 
 from stream.parent_death import die_with_parent
+from workers.launch.process import run_async
 from workers.role.exit_codes import ExitCode
-from workers.run.process_main import run_async
 from workers.runs.run import Run
 from workers.terminal.output import print_json, print_line
 from workers.train.checkpointing.replayer import CheckpointMatch, Replayer, ReplayReport

@@ -24,9 +24,9 @@ from workers.demo.prepare import STEPS, NegativeControl, demo_settings, prepare_
 from workers.demo.report import conversations, score_table
 from workers.demo.scoring import DemoScore, score_policy
 from workers.demo.task import held_out_rows
+from workers.launch.process import run_async
+from workers.launch.start import raise_for_failure, supervise
 from workers.role import log_setup as logs
-from workers.run.process_main import run_async
-from workers.run.run_command import raise_for_failure, supervise
 from workers.runs.summary import RunSummary
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore

@@ -16,8 +16,8 @@ from workers.commands.evaluate.evaluation_engine import with_existing_engine, wi
 from workers.commands.evaluate.standalone_rollout import roll_out_and_score
 from workers.datasets.environment_rows import temporary_folder, write_evaluation_rows
 from workers.datasets.prompts import read_evaluation_prompts
+from workers.launch.process import run_async
 from workers.role.exit_codes import ExitCode
-from workers.run.process_main import run_async
 from workers.score.worker import evaluate_group
 from workers.settings import Lora, Settings
 from workers.settings.toml_file import load_settings

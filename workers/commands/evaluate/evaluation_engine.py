@@ -10,9 +10,9 @@ import anyio
 from stream.durable import write_file_atomically
 from stream.errors import EngineUnavailableError, RunFailedError
 from workers.engine_api.discovery import EngineDiscovery
+from workers.launch.children import ChildProcess
+from workers.launch.specs import engine_spec
 from workers.rollout.engine_client.sampling import UNVERSIONED
-from workers.run.child_processes import ChildProcess
-from workers.run.role_specs import engine_spec
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings
 from workers.train.publishing.publisher import open_publisher

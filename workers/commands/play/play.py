@@ -22,10 +22,10 @@ from workers.commands.evaluate.standalone_rollout import roll_out_and_score
 from workers.commands.play.chat_endpoint import open_chat_endpoint
 from workers.commands.play.chat_episode import play_group
 from workers.commands.play.summary import describe_summary, summarize_rewards
+from workers.launch.process import run_async
 from workers.role.exit_codes import ExitCode
 from workers.role.log_setup import configure_logging
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.run.process_main import run_async
 from workers.runs.export import completion_record, write_export
 from workers.runs.groups import CompletionView
 from workers.settings import EnvironmentSettings, RewardSettings, Settings

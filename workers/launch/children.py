@@ -23,9 +23,9 @@ from stream.causes import ErrorCause, cause_from_crash, cause_from_traceback, pa
 from stream.disk_space import persist
 from stream.durable import append_all
 from stream.errors import RunFailedError
+from workers.launch.hang_watch import end_hanging, wait_until_hanging
+from workers.launch.specs import RoleSpec
 from workers.role.watchdogs import CALL_MEMORY
-from workers.run.hang_watch import end_hanging, wait_until_hanging
-from workers.run.role_specs import RoleSpec
 
 log = structlog.get_logger()
 

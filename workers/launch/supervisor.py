@@ -38,20 +38,15 @@ from stream.operator.dead_letters import dead_letter_causes
 from stream.operator.status import RunStatus, read_status
 from stream.private_server import private_server
 from stream.queue.in_flight import groups_in_flight
+from workers.launch.children import ChildProcess, ChildProcesses
+from workers.launch.engines import DashboardProcess, EngineProcesses
+from workers.launch.process import unwrap_single_error
+from workers.launch.restarts import RestartLoop, RunEnding
+from workers.launch.specs import DASHBOARD, ENGINE, RoleSpec, role_specs
+from workers.launch.wait_lines import WaitLines
+from workers.launch.watch import BottleneckLog, DiskWatch, SampleSchedule, StallDetector, describe_longest
 from workers.role import prometheus
 from workers.role.context import Readiness
-from workers.run.bottleneck_log import BottleneckLog
-from workers.run.child_processes import ChildProcess, ChildProcesses
-from workers.run.dashboard_process import DashboardProcess
-from workers.run.disk_watch import DiskWatch
-from workers.run.engine_processes import EngineProcesses
-from workers.run.process_main import unwrap_single_error
-from workers.run.restart_loop import RestartLoop
-from workers.run.role_specs import DASHBOARD, ENGINE, RoleSpec, role_specs
-from workers.run.run_ending import RunEnding
-from workers.run.sampled_completion import SampleSchedule
-from workers.run.stall_detector import StallDetector, describe_longest
-from workers.run.wait_lines import WaitLines
 from workers.runs.folder import replace_last_start
 from workers.runs.identity import FolderCheck, begin_run
 from workers.runs.live_run import LiveRun, remove_live, write_live

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import anyio
 
 from stream.errors import SettingsError
+from workers.launch.process import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.role.exit_codes import ExitCode
 from workers.role.log_setup import configure_logging
-from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.settings import Settings
 from workers.settings.cross_checks import ENGINE_CHECKS
 from workers.settings.toml_file import load_settings, settings_for_model
@@ -107,9 +107,9 @@ def choose_server(
 
 def _policy_server(target: Path, settings: Settings, dtype: str, host: str) -> Callable[..., Awaitable[None]]:
     """Return what serves a policy by the local engine: the arguments are those of `choose_server`."""
+    from workers.launch.chat_api.routes import ChatRoutes
     from workers.local_engine.local_server import EngineLimits, EngineRoutes, serve_local_engine
     from workers.local_engine.weights import EngineAccess
-    from workers.run.chat_api.routes import ChatRoutes
 
     def chat_routes(engine: EngineRoutes) -> "Iterable[web.RouteDef]":
         return ChatRoutes(settings, engine).routes()

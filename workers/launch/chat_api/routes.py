@@ -13,13 +13,13 @@ import msgspec
 from aiohttp import web
 
 from stream.errors import DataError, EngineError, EngineRefusedError, PenstockError
+from workers.launch.chat_api.choice import ChatChoice, ChatPrompt
+from workers.launch.chat_api.request import ChatRequest, decode_chat_request
 from workers.local_engine.local_server import EngineRoutes
 from workers.rollout.chat.chat_setup import ChatSetup, template_kwargs
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.format_detection import choose_tool_format
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.run.chat_api.choice import ChatChoice, ChatPrompt
-from workers.run.chat_api.request import ChatRequest, decode_chat_request
 from workers.settings import Settings
 
 _MAX_TOOL_SETS = 16

@@ -9,10 +9,10 @@ import anyio
 import msgspec
 
 from workers.check.report import CheckFinding, CheckReport
+from workers.launch.children import ChildProcess
+from workers.launch.specs import RoleSpec, penstock_command
+from workers.launch.wait_lines import WaitLines
 from workers.role.exit_codes import ExitCode
-from workers.run.child_processes import ChildProcess
-from workers.run.role_specs import RoleSpec, penstock_command
-from workers.run.wait_lines import WaitLines
 
 _TIMEOUT_S: Final = 180.0
 """For all checks together; each call of user code has a shorter deadline of its own."""

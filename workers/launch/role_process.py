@@ -20,11 +20,11 @@ from stream.disk_space import limit_waits
 from stream.errors import PenstockError, SettingsError
 from stream.parent_death import die_with_parent
 from workers.datasets.environment_rows import temporary_folder
+from workers.launch.process import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.role.context import RoleMain, WorkerContext
 from workers.role.exit_codes import ExitCode
 from workers.role.log_setup import configure_logging, drop_output_when_full
 from workers.role.watchdogs import HangGuard, LoopWatchdog, WorkerRecycler
-from workers.run.process_main import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.runs.folder import lock_folder
 from workers.runs.identity import join_run
 from workers.settings import Settings
