@@ -61,10 +61,10 @@ import structlog
 from msgspec.structs import replace
 
 from benchmarks.late import describe, trained_numbers
-from workers.commands.evaluate.evaluation_engine import with_started_engine
 from workers.demo.prepare import prepare_run
 from workers.demo.scoring import score_policy
 from workers.demo.task import held_out_rows
+from workers.evaluate.temporary_engine import with_started_engine
 from workers.launch.process import run_async
 from workers.launch.specs import COMMANDS, ENGINE
 from workers.launch.start import raise_for_failure, supervise

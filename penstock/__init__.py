@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stream.validity import Measured, Unmeasured, measure
     from workers.check.check import check
     from workers.check.report import CheckReport
-    from workers.commands.play.play import play
+    from workers.evaluate.play import play
     from workers.launch.run_process import run
     from workers.runs.find import open_run
     from workers.runs.run import Run
@@ -65,7 +65,7 @@ _HOMES = {
     "stream.validity": ("Measured", "Unmeasured", "measure"),
     "workers.check.check": ("check",),
     "workers.check.report": ("CheckReport",),
-    "workers.commands.play.play": ("play",),
+    "workers.evaluate.play": ("play",),
     "workers.launch.run_process": ("run",),
     "workers.run.summary": ("RunSummary",),
     "workers.runs.find": ("open_run",),

@@ -21,7 +21,7 @@ from tests.e2e.harness import summary_of
 from tests.evaluation.engine import scripted
 from tests.evaluation.project import describe, ended, ledger, run
 from tests.scripted_engine.engine import ScriptedEngine
-from workers.commands.evaluate.evaluate import evaluate
+from workers.evaluate.evaluate import evaluate
 from workers.runs.find import open_run
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("preloaded")]

@@ -15,7 +15,7 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import Dropped, LedgerOutcome, LedgerRecord, Trained, content_hash
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
 from workers.cli import penstock
-from workers.commands.rescore.rescore_summary import RewardComparison, correlation, order_agreement, summarize
+from workers.evaluate.rescore import RewardComparison, correlation, order_agreement, summarize
 
 TRAINED = Trained()
 

@@ -16,8 +16,7 @@ from stream.validity import Measured
 from tests.integration.test_pooling_engine import serving
 from tests.reward_server import reward_server
 from workers.cli import penstock
-from workers.commands.rewardbench.accuracy import SECTIONS, PreferencePair, summarize
-from workers.commands.rewardbench.rewardbench import read_pairs
+from workers.evaluate.rewardbench import SECTIONS, PreferencePair, read_pairs, summarize
 from workers.local_engine.pooling.classifier import ReferenceClassifier
 
 pytestmark = pytest.mark.models

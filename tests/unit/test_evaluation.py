@@ -8,8 +8,8 @@ from stream.queue.evaluation import PromptEvaluation
 from stream.records import Completion, Failure, Group, Prompt, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.evaluations import read_evaluations
-from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.datasets.prompts import read_evaluation_prompts
+from workers.evaluate.evaluate import find_policy_folder
 from workers.launch.watch import StallDetector
 from workers.runs.status import evaluation_report, format_result
 from workers.score.worker import evaluate_group

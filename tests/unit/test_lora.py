@@ -14,7 +14,7 @@ from stream.errors import RunMismatchError, SettingsError
 from stream.validity import Measured
 from tests.cases.models import loaded_once, write_small_qwen3
 from tests.unit.test_learner import VOCABULARY, completion, group, learner
-from workers.commands.evaluate.evaluate import find_policy_folder
+from workers.evaluate.evaluate import find_policy_folder
 from workers.launch.serve import run_engine
 from workers.role.exit_codes import ExitCode
 from workers.runs.progress import Progress

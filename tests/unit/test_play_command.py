@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from stream.errors import PenstockError, SettingsError
 from workers.cli import penstock
-from workers.commands.play.play import PlayOptions, play_and_print
+from workers.evaluate.play import PlayOptions, play_and_print
 
 TILL = "examples/own_env/envs/till.py:Till"
 

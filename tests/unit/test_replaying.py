@@ -20,7 +20,7 @@ from stream.trainer.ledger_records import Dropped, LedgerRecord, Trained, conten
 from stream.validity import Measured
 from tests.cases.models import loaded_once, write_small_qwen3
 from tests.cases.rows import sampled_row
-from workers.commands.replay import show_replay
+from workers.evaluate.replay import show_replay
 from workers.runs.find import open_run
 from workers.runs.progress import Progress
 from workers.settings import Settings

@@ -11,9 +11,9 @@ from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from envs.rewards.loading import CallOptions
 from stream.errors import DataError, ReferenceNotFoundError, SettingsError
-from workers.commands.rescore.rescore import _load_functions
 from workers.datasets.mix import open_dataset_mix
 from workers.datasets.prompts import read_evaluation_prompts
+from workers.evaluate.rescore import _load_functions
 from workers.settings import sections
 from workers.settings.toml_file import dump_settings, load_settings, parse_settings
 

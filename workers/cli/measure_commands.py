@@ -112,7 +112,7 @@ def play(fields: tuple[str, ...], arguments: tuple[str, ...], as_json: bool, **c
     """
     from msgspec import convert
 
-    from workers.commands.play.play import PlayOptions, play_and_print
+    from workers.evaluate.play import PlayOptions, play_and_print
 
     log_errors_only("play")
     pairs = {"args": options.parse_pairs(arguments, "--args"), "fields": options.parse_pairs(fields, "--field")}
@@ -143,7 +143,7 @@ def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str,
 
     Without --engine, an engine is started for it. Scores are over valid completions / over all completions.
     """
-    from workers.commands.evaluate.evaluate import evaluate_and_print
+    from workers.evaluate.evaluate import evaluate_and_print
 
     log_errors_only("eval")
     exit_process(evaluate_and_print(file, overrides, policy, engine, as_json=as_json))
@@ -162,7 +162,7 @@ def rewardbench(file: Path, urls: tuple[str, ...], reference: Path | None, as_js
     FILE is JSONL or Parquet with the columns prompt, chosen, rejected and subset. A pair that could not be scored
     counts as neither correct nor wrong; the exit code is then 1.
     """
-    from workers.commands.rewardbench.rewardbench import run_rewardbench
+    from workers.evaluate.rewardbench import run_rewardbench
 
     log_errors_only("rewardbench")
     sys.exit(run_rewardbench(file, urls, reference, as_json=as_json))
@@ -185,7 +185,7 @@ def rescore(target: str, file: Path | None, refs: tuple[str, ...], name: str, ou
     RUN is its folder, settings file or name; its files are not changed. Reward functions see the environments' frozen
     snapshots; rewards that environments measured themselves are kept.
     """
-    from workers.commands.rescore.rescore import rescore_and_print
+    from workers.evaluate.rescore import rescore_and_print
 
     if (file is None) == (not refs):
         raise click.UsageError("give either --rewards FILE or --reward REF")

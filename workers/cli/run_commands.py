@@ -115,7 +115,7 @@ def replay(target: str | None, as_json: bool) -> None:
     RUN is its folder, settings file or name. The groups come from its archive (archive.keep = "all"); the weights are
     compared with its checkpoints bit for bit. The run is not changed.
     """
-    from workers.commands.replay import show_replay
+    from workers.evaluate.replay import show_replay
     from workers.runs.find import open_run
 
     log_errors_only("replay")

@@ -19,11 +19,11 @@ from rich.console import Console
 
 from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
-from workers.commands.evaluate.evaluation_engine import with_started_engine
 from workers.demo.prepare import STEPS, NegativeControl, demo_settings, prepare_run
 from workers.demo.report import conversations, score_table
 from workers.demo.scoring import DemoScore, score_policy
 from workers.demo.task import held_out_rows
+from workers.evaluate.temporary_engine import with_started_engine
 from workers.launch.process import run_async
 from workers.launch.start import raise_for_failure, supervise
 from workers.role import log_setup as logs

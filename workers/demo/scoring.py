@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from stream.records import Completion, Group
 from stream.validity import Measured
-from workers.commands.evaluate.standalone_rollout import roll_out_and_score
 from workers.datasets.row_mapping import row_to_prompt
+from workers.evaluate.standalone_rollout import roll_out_and_score
 from workers.settings import Settings
 
 _EPISODES = 4

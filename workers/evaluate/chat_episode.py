@@ -9,7 +9,7 @@ from envs.messages import is_empty_prompt
 from stream.errors import EngineError
 from stream.records import Completion, Failure, Group, Message, Prompt, Row
 from stream.validity import RolloutReason, TruncationReason
-from workers.commands.play.chat_endpoint import ChatEndpoint, ChatTurn
+from workers.evaluate.chat_endpoint import ChatEndpoint, ChatTurn
 from workers.role.rewards import add_reward_parts, load_factories, open_reward_functions
 from workers.rollout.conversation import EMPTY_PROMPT, turn_message
 from workers.rollout.engine_client.sampling import end_after_error, turn_seed

@@ -1,5 +1,10 @@
-"""Play an environment against a model folder or an endpoint, print the conversations, and summarize the rewards."""
+"""Play an environment against a model folder or an endpoint, print the conversations, and summarize the rewards.
 
+Mean and spread of the rewards of a few episodes.
+"""
+
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,14 +19,14 @@ from rich.console import Console
 from envs.factory import EnvironmentFactory, first_row
 from stream.errors import SettingsError
 from stream.records import Group, Message, Prompt
+from stream.validity import Measured, Unmeasured
 from workers.check.scripted import run_in_daemon_thread
 from workers.check.user_code import try_reset
-from workers.commands.evaluate.evaluate import find_policy_folder
-from workers.commands.evaluate.evaluation_engine import with_existing_engine, with_started_engine
-from workers.commands.evaluate.standalone_rollout import roll_out_and_score
-from workers.commands.play.chat_endpoint import open_chat_endpoint
-from workers.commands.play.chat_episode import play_group
-from workers.commands.play.summary import describe_summary, summarize_rewards
+from workers.evaluate.chat_endpoint import open_chat_endpoint
+from workers.evaluate.chat_episode import play_group
+from workers.evaluate.evaluate import find_policy_folder
+from workers.evaluate.standalone_rollout import roll_out_and_score
+from workers.evaluate.temporary_engine import with_existing_engine, with_started_engine
 from workers.launch.process import run_async
 from workers.role.exit_codes import ExitCode
 from workers.role.log_setup import configure_logging
@@ -231,3 +236,60 @@ def make_prompt(options: PlayOptions, system: str = "") -> Prompt:
         group_size=options.count,
         seed=options.seed,
     )
+
+
+class RewardSummary(Struct, frozen=True, kw_only=True):
+    """Rewards and ends of one prompt's episodes."""
+
+    episodes: int
+    valid: int
+    """Episodes with a measured reward; the figures below are over them."""
+    mean: float | None
+    std: float | None
+    """Standard deviation of the population."""
+    min: float | None
+    max: float | None
+    ends: dict[str, int]
+    """Number of episodes by how they ended: `finished`, a limit, or why they are invalid."""
+    mean_turns: float
+    tool_calls: int
+    tool_errors: int
+
+
+def summarize_rewards(group: Group) -> RewardSummary:
+    """Summarize the completions of a group."""
+    rewards = [c.reward.value for c in group.completions if isinstance(c.reward, Measured)]
+    ends = Counter[str]()
+    for completion in group.completions:
+        if completion.failure is not None:
+            ends[f"invalid ({completion.failure.reason})"] += 1
+        elif isinstance(completion.reward, Unmeasured):
+            ends[f"invalid ({completion.reward.reason})"] += 1
+        else:
+            ends[str(completion.truncated or "finished")] += 1
+    return RewardSummary(
+        episodes=len(group.completions),
+        valid=len(rewards),
+        mean=statistics.fmean(rewards) if rewards else None,
+        std=statistics.pstdev(rewards) if rewards else None,
+        min=min(rewards, default=None),
+        max=max(rewards, default=None),
+        ends=dict(ends.most_common()),
+        mean_turns=statistics.fmean(completion.turns for completion in group.completions),
+        tool_calls=sum(completion.tool_calls for completion in group.completions),
+        tool_errors=sum(completion.tool_errors for completion in group.completions),
+    )
+
+
+def describe_summary(summary: RewardSummary) -> str:
+    """Return the summary as lines of text, and what equal rewards mean."""
+    ends = ", ".join(f"{count} {end}" for end, count in summary.ends.items())
+    calls = f"{summary.tool_calls} tool calls, {summary.tool_errors} tool errors"
+    text = f"{summary.episodes} episodes: {ends}; {summary.mean_turns:.1f} turns on average, {calls}\n"
+    if summary.mean is None:
+        return f"{text}reward: none was measured; each episode above says why"
+    spread = f"standard deviation {summary.std:.3f}, from {summary.min:g} to {summary.max:g}"
+    text += f"reward: mean {summary.mean:.3f}, {spread}, over {summary.valid} of {summary.episodes} episodes"
+    if summary.std == 0 and summary.valid > 1:
+        text += "\nAll rewards are equal: a group like this one teaches a policy nothing."
+    return text

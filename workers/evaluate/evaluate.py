@@ -12,10 +12,10 @@ from rich.text import Text
 
 from stream.errors import SettingsError
 from stream.records import Prompt
-from workers.commands.evaluate.evaluation_engine import with_existing_engine, with_started_engine
-from workers.commands.evaluate.standalone_rollout import roll_out_and_score
 from workers.datasets.environment_rows import temporary_folder, write_evaluation_rows
 from workers.datasets.prompts import read_evaluation_prompts
+from workers.evaluate.standalone_rollout import roll_out_and_score
+from workers.evaluate.temporary_engine import with_existing_engine, with_started_engine
 from workers.launch.process import run_async
 from workers.role.exit_codes import ExitCode
 from workers.score.worker import evaluate_group
