@@ -84,7 +84,7 @@ SERVERS = {
         'Only with `weights.transport = "http"`: [weights](weights.md).',
         ("workers/train/publishing/http_transfer.py",),
     ),
-    "Dashboard": ("Pages, and the data that they load: [dashboard](dashboard.md).", ("workers/dashboard/server.py",)),
+    "Dashboard": ("Pages, and the data that they load: [dashboard](dashboard.md).", ("workers/dashboard/app.py",)),
     "Metrics and health of each role": (
         "Only with `run.metrics_address`: [metrics](metrics.md).",
         ("workers/role/metrics_server.py",),

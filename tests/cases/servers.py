@@ -19,7 +19,7 @@ from tests.cases.models import write_small_qwen3
 from tests.unit.test_episode import Scripted
 from tests.unit.test_recorder import recorder_of
 from workers.dashboard.access import Access
-from workers.dashboard.server import serve_dashboard
+from workers.dashboard.app import serve_dashboard
 from workers.local_engine.local_server import EngineLimits, serve_local_engine
 from workers.local_engine.pooling.pooling_server import serve_pooling
 from workers.role.context import Readiness
@@ -37,8 +37,8 @@ SERVERS = {
     "reward model": "workers/local_engine/pooling/pooling_server.py",
     "agent endpoint": "workers/rollout/agent_endpoint/endpoint.py",
     "weights": "workers/train/publishing/http_transfer.py",
-    "dashboard": "workers/dashboard/server.py",
-    "dashboard with a token": "workers/dashboard/server.py",
+    "dashboard": "workers/dashboard/app.py",
+    "dashboard with a token": "workers/dashboard/app.py",
     "metrics": "workers/role/metrics_server.py",
 }
 """The servers, and the file that starts each of them."""

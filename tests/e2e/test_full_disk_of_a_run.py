@@ -16,8 +16,8 @@ from tests.chaos.audit import acquitted, audit
 from tests.chaos.recount import recount
 from workers.cli.command_error import as_command_error
 from workers.dashboard.live_view import LiveView
-from workers.dashboard.rendering import load_templates
-from workers.dashboard.run_page import render_state
+from workers.dashboard.run_pages import render_state
+from workers.dashboard.templating import load_templates
 from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.role import log_setup as logs
 from workers.runs.find import open_run

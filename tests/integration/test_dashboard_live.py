@@ -18,8 +18,8 @@ from stream.operator.dead_letters import list_dead_letters
 from stream.operator.status import read_status
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from workers.dashboard.access import Access
+from workers.dashboard.app import serve_dashboard
 from workers.dashboard.live_view import LiveView, StatusReading
-from workers.dashboard.server import serve_dashboard
 from workers.runs.catalog import Runs
 from workers.runs.status import queue_report
 from workers.settings.secrets import without_secrets

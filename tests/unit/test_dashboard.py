@@ -10,10 +10,10 @@ import anyio.to_thread
 import pytest
 
 from stream.errors import PenstockError, SettingsError
-from workers.dashboard import server
+from workers.dashboard import app
 from workers.dashboard.access import Access
-from workers.dashboard.rendering import render, with_query
-from workers.dashboard.server import serve_dashboard
+from workers.dashboard.app import serve_dashboard
+from workers.dashboard.templating import render, with_query
 from workers.runs.catalog import Runs, read_state
 from workers.runs.metrics_file import MAX_POINTS, make_charts, read_metrics
 
@@ -229,8 +229,8 @@ async def test_what_fails_unexpectedly_says_so_and_the_rest_is_shown(folder, mon
     async def fail(*_):
         raise ZeroDivisionError("a figure of the run")
 
-    monkeypatch.setitem(server._PARTS, "pipeline", fail)
-    monkeypatch.setitem(server._PAGES, "/runs/{run}/timeline", fail)
+    monkeypatch.setitem(app._PARTS, "pipeline", fail)
+    monkeypatch.setitem(app._PAGES, "/runs/{run}/timeline", fail)
     async with browser(folder) as session:
         page = await text_of(session, "/")
         assert "This part cannot be shown: ZeroDivisionError: a figure of the run" in page

@@ -28,10 +28,8 @@ from tests.cases.rows import sampled_row
 from tests.unit.test_dashboard import browser, text_of
 from workers.dashboard.group_page import FIRST, LAST, visible_parts
 from workers.dashboard.groups_page import Bar, histogram, parse_filter
-from workers.dashboard.phase_bars import Axis
-from workers.dashboard.timeline_page import lanes
-from workers.dashboard.token_panel import TokenChoice
-from workers.dashboard.token_view import token_page
+from workers.dashboard.timeline_page import Axis, lanes
+from workers.dashboard.token_view import TokenChoice, token_page
 from workers.runs.group_index import GroupIndex, summarize_group
 from workers.runs.phases import GroupTimes, StepTimes, main_phases
 from workers.runs.selection import CompletionFilter

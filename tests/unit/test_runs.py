@@ -23,7 +23,7 @@ from workers.runs.live_run import LiveRun, write_live
 from workers.runs.logs import RunLogs
 from workers.runs.run import Run
 from workers.runs.selection import Selection
-from workers.terminal.logs import render_line
+from workers.terminal.runs import render_line
 
 
 def make_run(name: str, rewards: dict[str, list[float]] | None = None, folder: Path | None = None) -> Path:

@@ -64,7 +64,7 @@ def logs(target: str, role: str, follow: bool) -> None:
     ROLE is a role such as rollout, or a process such as rollout-0 or supervisor; default: all, in the order of time.
     """
     from workers.runs.find import open_run
-    from workers.terminal.logs import show_logs
+    from workers.terminal.runs import show_logs
 
     log_errors_only("logs")
     show_logs(open_run(target), role, follow=follow)
@@ -158,7 +158,7 @@ def dashboard(targets: tuple[str, ...], redis: str, host: str, port: int, allow_
     for module in ("aiohttp", "jinja2"):
         import_extra(module, "dashboard")
     from workers.dashboard.access import Access
-    from workers.dashboard.run_dashboard import run_dashboard
+    from workers.dashboard.app import run_dashboard
     from workers.settings.secrets import DASHBOARD_TOKEN, read_secret
 
     log_errors_only("dashboard")

@@ -9,7 +9,7 @@ from aiohttp.typedefs import Middleware
 from msgspec import Struct
 
 from stream.errors import SettingsError
-from workers.dashboard.rendering import render
+from workers.dashboard.templating import render
 from workers.engine_api.http_access import AccessRules, is_loopback, is_same_origin
 from workers.settings.secrets import DASHBOARD_TOKEN
 

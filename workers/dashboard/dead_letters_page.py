@@ -16,7 +16,7 @@ from stream.errors import PenstockError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
 from stream.queue.entry_scan import DeadEntry, scan_dead_page
 from workers.dashboard.dashboard import Dashboard
-from workers.dashboard.rendering import with_query
+from workers.dashboard.templating import with_query
 from workers.runs.dead_letters import Change, read_payload, record_ends
 from workers.runs.find import refuse_other_run
 

@@ -11,10 +11,9 @@ from stream.operator.unfinished_groups import find_unfinished_group
 from stream.records import Completion, Group, TrainedCompletion
 from stream.trainer.ledger_records import encode_outcome
 from workers.dashboard.dashboard import Dashboard
-from workers.dashboard.phase_bars import Axis, Bar
-from workers.dashboard.rendering import parse_number, render
-from workers.dashboard.token_panel import TokenChoice, TokenPanel
-from workers.dashboard.token_view import COLORS
+from workers.dashboard.templating import parse_number, render
+from workers.dashboard.timeline_page import Axis, Bar
+from workers.dashboard.token_view import COLORS, TokenChoice, TokenPanel
 from workers.runs.groups import UNFINISHED, ArchivedRunGroups
 from workers.runs.phases import GroupTimes, StepTimes, main_phases
 from workers.runs.run import NoServerError, Run

@@ -10,7 +10,7 @@ from msgspec import Struct, structs
 from stream.errors import SettingsError
 from stream.operator.unfinished_groups import UnfinishedStage, read_newest_unfinished
 from workers.dashboard.dashboard import Dashboard
-from workers.dashboard.rendering import parse_number
+from workers.dashboard.templating import parse_number
 from workers.runs.group_index import GroupIndex, GroupSummary, summarize_group
 from workers.runs.run import NoServerError, Run
 from workers.runs.selection import CompletionFilter

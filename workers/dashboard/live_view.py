@@ -16,8 +16,7 @@ from msgspec import Struct, structs
 from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError, ServerError
 from stream.operator.status import RunStatus, read_status
-from workers.dashboard.failures import describe_exception, log_page_failure
-from workers.dashboard.rendering import render
+from workers.dashboard.templating import describe_exception, log_page_failure, render
 from workers.runs.folder import disk_problems
 from workers.runs.run import NoServerError, Run
 

@@ -1,6 +1,9 @@
-"""The page *Timeline*: the way of groups from the feeder to the gradient, one row each on a common axis."""
+"""The page *Timeline*: the way of groups from the feeder to the gradient, one row each on a common axis.
 
-from collections.abc import Mapping
+Phases of groups as bars on a common axis of time, for the pages *Group* and *Timeline*.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import anyio.to_thread
@@ -10,11 +13,50 @@ from msgspec import Struct
 from stream.errors import SettingsError
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.groups_page import parse_filter
-from workers.dashboard.phase_bars import Axis, Bar
-from workers.dashboard.rendering import parse_number
+from workers.dashboard.templating import parse_number
 from workers.runs.group_index import GroupIndex, GroupSummary
 from workers.runs.metrics_file import MetricsFile
-from workers.runs.phases import PHASES, StepTimes, main_phases
+from workers.runs.phases import PHASES, Phase, StepTimes, main_phases
+
+_MIN_WIDTH: Final = 0.15
+"""Percent; a shorter bar would not be seen."""
+
+
+class Bar(Struct, frozen=True, kw_only=True):
+    """One phase on an axis; left end and width are in percent."""
+
+    phase: Phase
+    number: int
+    """Position in `PHASES`; chooses the color."""
+    left: float
+    width: float
+
+
+class Axis(Struct, frozen=True, kw_only=True):
+    """An axis, as Unix times in seconds."""
+
+    start: float
+    end: float
+
+    @classmethod
+    def of_phases(cls, phases: Sequence[Phase]) -> "Axis":
+        """Return the axis on which all these phases are; there is one or more."""
+        return cls(start=phases[0].began_at, end=max(phase.ended_at for phase in phases))
+
+    def bars(self, phases: Sequence[Phase]) -> list[Bar]:
+        """Return phases as bars; what lies before the axis is cut off."""
+        bars = []
+        for phase in phases:
+            if phase.ended_at > self.start or phase.began_at >= self.start:
+                left, right = self._at(max(phase.began_at, self.start)), self._at(phase.ended_at)
+                width = max(_MIN_WIDTH, round(right - left, 3))
+                bars.append(Bar(phase=phase, number=PHASES.index(phase.name), left=left, width=width))
+        return bars
+
+    def _at(self, time: float) -> float:
+        """Return the position of a time in percent."""
+        return round(100 * (time - self.start) / max(self.end - self.start, 1e-9), 3)
+
 
 _ROWS: Final = 60
 _SEARCH_S: Final = 0.5

@@ -1,16 +1,21 @@
-"""The page *Run*: the pipeline with depth, rate and age of each stage, and the charts of its steps."""
+"""The page *Run*: the pipeline with depth, rate and age of each stage, and the charts of its steps.
+
+The page *Runs*: running, finished and killed runs, from their folders alone.
+"""
 
 from typing import Any, Final
+from urllib.parse import quote
 
 import anyio.to_thread
 import msgspec
 from aiohttp import web
 from msgspec import Struct
+from yarl import URL
 
 from stream.connection.run_connection import RunConnection
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.live_view import StatusReading
-from workers.dashboard.rendering import render
+from workers.dashboard.templating import render
 from workers.runs.catalog import read_state
 from workers.runs.folder import file_state
 from workers.runs.run import Run
@@ -86,3 +91,11 @@ async def send_charts(dashboard: Dashboard, request: web.Request) -> web.StreamR
     return web.Response(
         body=await anyio.to_thread.run_sync(msgspec.json.encode, charts), content_type="application/json"
     )
+
+
+async def show_runs(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The page *Runs*; a dashboard of one run goes to its page."""
+    runs = await anyio.to_thread.run_sync(dashboard.runs.all)
+    if len(runs) == 1 and "all" not in request.query:
+        raise web.HTTPSeeOther(URL(f"/runs/{quote(runs[0].key, safe='')}", encoded=True))
+    return dashboard.page("runs.html", None, {"states": await anyio.to_thread.run_sync(dashboard.runs.states)})

@@ -1,6 +1,11 @@
-"""The dashboard's web server: routes, streams of events, files that pages load, and errors as pages."""
+"""The dashboard's web server: routes, streams of events, files that pages load, and errors as pages.
+
+`penstock dashboard`: serve the pages until the process is stopped.
+"""
 
 import importlib.resources
+import secrets
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -8,6 +13,7 @@ from functools import partial
 from typing import Final
 
 import anyio
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -15,16 +21,14 @@ from stream.errors import PenstockError
 from workers.dashboard.access import Access, access_middleware, add_headers
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.dead_letters_page import change_letters, send_letter, show_dead_letters
-from workers.dashboard.failures import describe_exception, log_page_failure
 from workers.dashboard.group_page import send_message, send_messages, send_snapshot, send_tokens, show_group
 from workers.dashboard.groups_page import show_groups
-from workers.dashboard.in_flight_page import render_in_flight, show_in_flight
 from workers.dashboard.live_view import RenderPart
-from workers.dashboard.rendering import load_templates, render
-from workers.dashboard.run_page import render_pipeline, render_state, render_steps, send_charts, show_run
-from workers.dashboard.runs_page import show_runs
+from workers.dashboard.run_pages import render_pipeline, render_state, render_steps, send_charts, show_run, show_runs
+from workers.dashboard.templating import describe_exception, load_templates, log_page_failure, render
 from workers.dashboard.timeline_page import show_timeline
-from workers.dashboard.workers_page import render_workers, send_engines, show_workers
+from workers.dashboard.workers_page import render_in_flight, render_workers, send_engines, show_in_flight, show_workers
+from workers.engine_api.http_access import is_loopback
 from workers.engine_api.http_server import listen
 from workers.runs.catalog import Runs
 from workers.runs.run import Run
@@ -218,3 +222,28 @@ async def _answer_health(_: web.Request) -> web.StreamResponse:
 def _read_static() -> dict[str, bytes]:
     folder = importlib.resources.files("workers.dashboard") / "static"
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+def run_dashboard(targets: Sequence[str], redis: str, access: Access, port: int) -> None:
+    """Serve the pages of some runs, or of all below `runs/`, until SIGINT or SIGTERM.
+
+    An address that other machines reach, and changes, need a token: a random one is made if there is none, and printed
+    in the address.
+
+    Raises:
+        PenstockError: a target is no run, or the address cannot be used.
+    """
+    shown = ""
+    if not access.token and (access.allow_changes or not is_loopback(access.host)):
+        access = msgspec.structs.replace(access, token=secrets.token_urlsafe(16))
+        shown = f"/?token={access.token}"
+    runs = Runs(targets, redis)
+
+    async def serve() -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async with serve_dashboard(runs, access, port) as url:
+                print(f"listening on {url}{shown}", flush=True)  # noqa: T201  (this is the command's output)
+                async for _ in signals:
+                    return
+
+    anyio.run(serve)

@@ -1,4 +1,7 @@
-"""Templates: everything that comes from a run is escaped, and control and bidirectional characters become visible."""
+"""Templates: everything that comes from a run is escaped, and control and bidirectional characters become visible.
+
+Unexpected exceptions of pages: a line for the viewer, and the traceback for the log.
+"""
 
 import functools
 import json
@@ -8,7 +11,9 @@ from datetime import UTC, datetime
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
+import anyio.to_thread
 import jinja2
+import structlog
 from markupsafe import Markup
 
 from workers.runs.transcript import escape_controls, format_seconds
@@ -95,3 +100,20 @@ def _environment() -> jinja2.Environment:
     }
     environment.globals["with_query"] = with_query
     return environment
+
+
+log = structlog.get_logger()
+
+
+def describe_exception(error: Exception) -> str:
+    """Return an unexpected exception as text: its type, and its message if it has one."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+async def log_page_failure(error: Exception, path: str) -> None:
+    """Log the traceback of a page, or of a part of one. A traceback reads source files, so it is made in a thread."""
+    await anyio.to_thread.run_sync(_log, error, path)
+
+
+def _log(error: Exception, path: str) -> None:
+    log.error("page.failed", path=path, exc_info=error)
