@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 
-from workers.commands.algorithms import AlgorithmEntry, preset_lines, registered_algorithms
+from workers.cli.algorithms import AlgorithmEntry, preset_lines, registered_algorithms
 from workers.settings.algorithm import PRESETS
 
 HEAD = """# Algorithms

@@ -14,7 +14,7 @@ from stream.operator.status import read_status
 from tests.chaos import project
 from tests.chaos.audit import acquitted, audit
 from tests.chaos.recount import recount
-from workers.cli.command_error import as_command_error
+from workers.cli.errors import as_command_error
 from workers.dashboard.live_view import LiveView
 from workers.dashboard.run_pages import render_state
 from workers.dashboard.templating import load_templates

@@ -23,7 +23,7 @@ from stream.private_server import private_server
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group, Prompt
-from workers.commands.control import send_command
+from workers.cli.operate import send_command
 from workers.runs.dead_letters import LetterChoice
 from workers.runs.find import open_run
 from workers.runs.live_run import LiveRun, write_live

@@ -21,7 +21,7 @@ from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
-from workers.commands.control import send_command
+from workers.cli.operate import send_command
 from workers.launch.role_process import _run_connected
 from workers.role.context import WorkerContext
 from workers.role.work_loop import work_loop

@@ -18,14 +18,7 @@ nor a model. Exit codes are those of `workers.role.exit_codes.ExitCode`.
 
 import click
 
-from workers.cli import (
-    dead_letter_commands,
-    engine_commands,
-    measure_commands,
-    run_commands,
-    start_commands,
-    transcript_commands,
-)
+from workers.cli import look, measure, operate, start
 from workers.cli.command_group import CommandGroup, exit_process
 
 
@@ -35,47 +28,45 @@ def penstock() -> None:
     """Async streaming rollout pipeline for reinforcement learning on language models."""
 
 
-penstock.add_section(
-    "Try an environment or a reward", measure_commands.check, measure_commands.play, measure_commands.algorithms
-)
+penstock.add_section("Try an environment or a reward", measure.check, measure.play, measure.algorithms)
 penstock.add_section(
     "Train on one machine",
-    start_commands.demo,
-    start_commands.init,
-    start_commands.base_model,
-    start_commands.run,
-    run_commands.export,
-    measure_commands.evaluate,
+    start.demo,
+    start.init,
+    start.base_model,
+    start.run,
+    look.export,
+    measure.evaluate,
 )
 penstock.add_section(
     "Look at a run",
-    run_commands.dashboard,
-    run_commands.runs,
-    transcript_commands.show,
-    run_commands.queues,
-    engine_commands.engines,
-    transcript_commands.groups,
-    run_commands.logs,
-    run_commands.audit,
-    run_commands.replay,
-    transcript_commands.export_groups,
-    transcript_commands.trace,
+    look.dashboard,
+    look.runs,
+    look.show,
+    look.queues,
+    operate.engines,
+    look.groups,
+    look.logs,
+    look.audit,
+    look.replay,
+    look.export_groups,
+    look.trace,
 )
 penstock.add_section(
     "Control a run",
-    run_commands.pause,
-    run_commands.resume,
-    run_commands.stop,
-    dead_letter_commands.dead,
+    look.pause,
+    look.resume,
+    look.stop,
+    operate.dead,
 )
-penstock.add_section("Score again", measure_commands.rescore, measure_commands.rewardbench)
+penstock.add_section("Score again", measure.rescore, measure.rewardbench)
 penstock.add_section(
     "Train on several machines",
-    start_commands.serve,
-    start_commands.feed,
-    start_commands.rollout,
-    start_commands.score,
-    start_commands.train,
+    start.serve,
+    start.feed,
+    start.rollout,
+    start.score,
+    start.train,
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from workers.cli.command_error import as_command_error
+from workers.cli.errors import as_command_error
 
 
 class CommandGroup(click.Group):

@@ -1,11 +1,25 @@
-"""`penstock dead`: entries that no worker of a run could finish."""
+"""`penstock dead`: entries that no worker of a run could finish.
 
+`penstock engines`: the engines of a run.
+
+`penstock pause`, `resume` and `stop`: control a run through its Redis server, from any machine.
+"""
+
+import getpass
+import os
+import socket
 from typing import Any
 
 import click
 
+from stream.connection.run_connection import RunConnection
+from stream.errors import PenstockError
+from stream.operator.control import ControlCommand, pause, resume, stop
 from workers.cli import options
 from workers.cli.command_group import log_errors_only
+from workers.runs.find import refuse_other_run
+from workers.runs.run import Run
+from workers.terminal.output import print_line
 
 _all_option = click.option("every", "--all", is_flag=True, help="All dead letters.")
 _reason_option = click.option(
@@ -84,3 +98,54 @@ def _require_one_choice(ids: tuple[str, ...], every: bool, reason: str) -> None:
     """Refuse a command that names no dead letters, or names them in two ways."""
     if bool(ids) + every + bool(reason) != 1:
         raise click.UsageError("name dead letters with --id or --reason, or use --all")
+
+
+@click.command(short_help="List a run's engines.")
+@options.run
+@options.json
+def engines(target: str | None, as_json: bool) -> None:
+    """List the engines of a run, with health and weights of each. RUN is its folder, settings file or name."""
+    from workers.runs.find import open_run
+    from workers.terminal.engines import list_engines
+
+    log_errors_only("engines")
+    list_engines(open_run(target), as_json=as_json)
+
+
+_SENDERS = {"pause": pause, "resume": resume, "stop": stop}
+_CONFIRMATIONS = {
+    "pause": "is paused: groups in progress are finished, scored and trained; `penstock resume` continues the run",
+    "resume": "continues",
+    "stop": "is stopping: workers finish or release what they hold, and the trainer saves a checkpoint",
+}
+
+
+def send_command(command: ControlCommand, run: Run) -> None:
+    """Send a command to a run and print the result.
+
+    Raises:
+        PenstockError: the run is not running, or the command would have no effect.
+    """
+    if not run.url:
+        raise PenstockError(
+            f"run {run.name!r} is not running, so there is nothing to {command}; `penstock run "
+            f"{run.folder}/run.toml` starts it"
+        )
+    operator = operator_name()
+
+    async def send(connection: RunConnection) -> bool:
+        await refuse_other_run(run, connection)
+        return await _SENDERS[command](connection, operator)
+
+    has_trainer = run.call(send)
+    note = "" if has_trainer else " (no trainer is connected at the moment)"
+    print_line(f"run {run.name!r} {_CONFIRMATIONS[command]}{note}")
+
+
+def operator_name() -> str:
+    """Return USER@HOST, which is shown to other operators beside a command."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user id without a name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

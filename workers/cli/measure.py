@@ -123,7 +123,7 @@ def play(fields: tuple[str, ...], arguments: tuple[str, ...], as_json: bool, **c
 @options.json
 def algorithms(as_json: bool) -> None:
     """List estimators, losses, presets and related functions, each with its formula and source."""
-    from workers.commands.algorithms import show_algorithms
+    from workers.cli.algorithms import show_algorithms
 
     show_algorithms(as_json=as_json)
 
