@@ -62,7 +62,7 @@ from msgspec.structs import replace
 
 from benchmarks.late import describe, trained_numbers
 from workers.demo.prepare import prepare_run
-from workers.demo.scoring import score_policy
+from workers.demo.scores import score_policy
 from workers.demo.task import held_out_rows
 from workers.evaluate.temporary_engine import with_started_engine
 from workers.launch.process import run_async

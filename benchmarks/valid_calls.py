@@ -25,8 +25,8 @@ from benchmarks.unseen_tools import ENVIRONMENTS, prompt_of
 from envs.builtin.calculator import Calculator
 from envs.builtin.guess import Guess
 from envs.tools import ToolArgumentError, bind_arguments, tool_specs
-from workers.base_models.shipped import write_base_model
-from workers.base_models.tool_transcripts import Difficulty, conversations
+from tests.base_models.tool_transcripts import Difficulty, conversations
+from workers.demo.base_models import write_base_model
 from workers.rollout.tool_formats import TOOL_FORMATS
 
 ROOT = Path(__file__).parents[1]

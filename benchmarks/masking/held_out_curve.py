@@ -23,7 +23,7 @@ from stream.errors import RunFailedError
 from workers.datasets.row_mapping import row_to_prompt
 from workers.demo.demo import HELD_OUT_PROBLEMS
 from workers.demo.prepare import demo_settings, prepare_run
-from workers.demo.scoring import score_policy
+from workers.demo.scores import score_policy
 from workers.demo.task import held_out_rows
 from workers.engine_api.discovery import EngineDiscovery
 from workers.launch.children import ChildProcess

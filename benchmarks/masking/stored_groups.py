@@ -17,7 +17,7 @@ import msgspec
 from benchmarks.masking.held_out_curve import HERE
 from stream.errors import RunFailedError
 from workers.demo.prepare import GROUP_SIZE, demo_settings
-from workers.demo.scoring import _play  # the public `evaluate` keeps means alone
+from workers.demo.scores import _play  # the public `evaluate` keeps means alone
 from workers.demo.task import training_rows
 from workers.engine_api.discovery import EngineDiscovery
 from workers.launch.children import ChildProcess

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from transformers import Qwen3ForSequenceClassification
 
-from workers.base_models.small_model import write_qwen3
-from workers.demo.model import make_model, make_tokenizer
+from tests.base_models.demo_model import make_model, make_tokenizer
+from tests.base_models.small_model import write_qwen3
 
 
 def make_reward_model(folder: Path, seed: int, labels: int = 1) -> None:

@@ -37,7 +37,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from tests.e2e.harness import Project, balanced
-from workers.base_models.shipped import write_base_model
+from workers.demo.base_models import write_base_model
 from workers.demo.task import training_rows
 
 KINDS = ("reward", "environment", "tool", "disk-server", "disk-run", "disk-both")

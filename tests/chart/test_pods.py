@@ -10,11 +10,11 @@ import redis as redis_client
 
 from stream.connection.run_connection import connect
 from stream.operator.control import pause, resume
+from tests.base_models.demo_model import make_model
 from tests.cases.aclfile import USERS, aclfile, url_of
 from tests.chart.pods import Pod
 from tests.chart.rendered import CHART
 from tests.e2e.harness import trained
-from workers.demo.model import make_model
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 

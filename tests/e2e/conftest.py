@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.base_models.demo_model import make_model
 from tests.e2e.browser import Browser, open_browser
 from tests.e2e.harness import Project
-from workers.demo.model import make_model
 
 
 @pytest.fixture(scope="session")

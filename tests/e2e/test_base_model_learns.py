@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from workers.base_models.shipped import write_base_model
+from workers.demo.base_models import write_base_model
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 

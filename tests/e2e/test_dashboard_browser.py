@@ -21,7 +21,7 @@ from stream.operator.status import read_status
 from stream.queue.stage import RetryPolicy, Stage
 from tests.e2e.browser import Browser
 from tests.e2e.harness import environment
-from workers.base_models.shipped import write_base_model
+from workers.demo.base_models import write_base_model
 from workers.runs.groups import ArchivedRunGroups
 
 HOSTILE = "<script>document.title='hacked'</script>\u202e\u2066\x1b[2J\x1b]0;hacked\x07"

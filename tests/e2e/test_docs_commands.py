@@ -22,7 +22,7 @@ from examples.reward_model.make_models import make_reward_model
 from tests.cases.ports import free_ports
 from tests.e2e.reader import Reader
 from tests.pages import PAGES, ROOT, blocks_of
-from workers.base_models.shipped import write_base_model
+from workers.demo.base_models import write_base_model
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 

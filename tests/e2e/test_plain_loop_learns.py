@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.demo.model import make_model
-from workers.demo.warm_start import warm_start
+from tests.base_models.demo_model import make_model
+from tests.base_models.warm_start import warm_start
 
 CONTROL = Path(__file__).parents[1] / "sync_grpo.py"
 

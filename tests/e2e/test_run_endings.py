@@ -9,7 +9,7 @@ from stream.connection.run_connection import connect
 from stream.queue.feed import Feed
 from stream.records import Prompt
 from tests.cases.ports import free_port
-from workers.base_models.shipped import write_base_model
+from workers.demo.base_models import write_base_model
 from workers.role.exit_codes import ExitCode
 
 pytestmark = pytest.mark.usefixtures("preloaded")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.base_models.demo_model import make_model
 from tests.e2e.harness import Project, environment
-from workers.demo.model import make_model
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(290)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.base_models.shipped import write_base_model
+from workers.demo.base_models import write_base_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "user_simulator"
 

@@ -16,7 +16,7 @@ import anyio
 from stream.connection.run_connection import RunConnection, connect
 from stream.errors import PenstockError
 from stream.operator.status import RunStatus, read_status
-from workers.demo.model import make_tokenizer
+from tests.base_models.demo_model import make_tokenizer
 from workers.launch.specs import COMMANDS, ENGINE
 from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.role import log_setup as logs

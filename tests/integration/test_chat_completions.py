@@ -12,8 +12,8 @@ import anyio.to_thread
 import openai
 import pytest
 
-from workers.base_models.shipped import write_base_model
-from workers.demo.model import make_model
+from tests.base_models.demo_model import make_model
+from workers.demo.base_models import write_base_model
 from workers.launch.serve import choose_server
 
 pytestmark = pytest.mark.models

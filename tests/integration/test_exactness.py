@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from envs.factory import EnvironmentFactory
 from stream.records import Prompt
 from stream.validity import Measured
-from workers.base_models.shipped import write_base_model
+from tests.base_models.warm_start import warm_start
+from workers.demo.base_models import write_base_model
 from workers.demo.task import training_rows
-from workers.demo.warm_start import warm_start
 from workers.engine_api.discovery import EngineDiscovery
 from workers.local_engine.local_server import EngineLimits, serve_local_engine
 from workers.rollout.chat.chat_setup import ChatSetup

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from stream.errors import EngineError, SettingsError
-from workers.demo.model import make_model
+from tests.base_models.demo_model import make_model
 from workers.engine_api.http_server import listen
 from workers.local_engine.local_server import EngineLimits, EngineRoutes, serve_local_engine
 from workers.local_engine.scheduler import Scheduler

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from workers.base_models.shipped import write_base_model
+from workers.demo.base_models import write_base_model
 
 
 def test_a_single_episode_is_played_although_no_run_could_train_groups_of_one(tmp_path):

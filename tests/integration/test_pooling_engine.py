@@ -12,7 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification, Qwen3ForSequ
 
 from examples.reward_model.make_models import make_reward_model
 from stream.errors import SettingsError
-from workers.demo.model import make_model, make_tokenizer
+from tests.base_models.demo_model import make_model, make_tokenizer
 from workers.local_engine.pooling.classifier import Classifier, ReferenceClassifier, is_classifier
 from workers.local_engine.pooling.pooling_server import serve_pooling
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3
 from benchmarks.unseen_tools import ENVIRONMENTS, prompt_of
 from benchmarks.valid_calls import judge
 from envs.tools import tool_specs
-from workers.base_models.induction import write_induction_heads
-from workers.base_models.make_tool_caller import HARD, SIZES, made_from, make_tool_tokenizer
-from workers.base_models.shipped import FOLDERS, stored_hashes, write_base_model
-from workers.base_models.tool_transcripts import conversations
+from tests.base_models.induction import write_induction_heads
+from tests.base_models.make_tool_caller import HARD, SIZES, made_from, make_tool_tokenizer
+from tests.base_models.tool_transcripts import conversations
 from workers.cli import penstock
+from workers.demo.base_models import FOLDERS, stored_hashes, write_base_model
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.format_detection import choose_tool_format
 
@@ -49,7 +49,7 @@ def folder(tmp_path_factory) -> Path:
 def test_the_shipped_tool_caller_is_the_one_that_the_script_makes():
     expected = {name: value for name, value in made_from("").items() if name != "tokenizer"}
     stale = sorted(name for name, value in expected.items() if stored_hashes("tool-caller").get(name) != value)
-    assert not stale, f"changed since the model was made: {stale}; run `python -m workers.base_models.make_tool_caller`"
+    assert not stale, f"changed since the model was made: {stale}; run `python -m tests.base_models.make_tool_caller`"
     assert sum(path.stat().st_size for path in FOLDERS["tool-caller"].iterdir()) < 4_000_000
 
 

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from stream.validity import Measured
 from tests.cases.checks import tried
-from workers.base_models.shipped import write_base_model
 from workers.check.scripted import call
 from workers.cli import penstock
+from workers.demo.base_models import write_base_model
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ import tomli_w
 
 from envs.sandboxes import process
 from stream.errors import SettingsError
+from tests.base_models.demo_model import make_model
 from tests.cases.ports import has_ipv6
 from tests.reward_server import reward_server
 from workers.check.check import check
 from workers.check.machine import check_disk, check_memory
 from workers.check.model import ModelFacts
 from workers.check.report import Checker, CheckReport
-from workers.demo.model import make_model
 from workers.settings.toml_file import load_settings
 
 ENVIRONMENT = """

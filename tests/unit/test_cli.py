@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from workers.base_models.shipped import write_base_model
 from workers.cli import penstock
 from workers.cli.errors import as_command_error
 from workers.cli.start import _demo_folder
+from workers.demo.base_models import write_base_model
 from workers.role.exit_codes import ExitCode
 
 HEAVY = ("torch", "transformers", "vllm", "aiohttp", "redis", "rich", "msgspec", "anyio", "structlog", "stream", "envs")

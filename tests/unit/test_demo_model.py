@@ -9,12 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from envs.builtin.calculator import Calculator
 from envs.tools import tool_specs
-from workers.base_models.shipped import FOLDERS, stored_hashes, write_base_model
-from workers.demo.make_base_model import made_from
-from workers.demo.model import make_model
+from tests.base_models.demo_model import make_model
+from tests.base_models.demo_transcripts import Behavior, build_transcript, transcripts
+from tests.base_models.make_demo_model import made_from
+from tests.base_models.warm_start import CONTEXT_WEIGHT, tokenize, warm_start
+from workers.demo.base_models import FOLDERS, stored_hashes, write_base_model
 from workers.demo.task import training_problems
-from workers.demo.transcripts import Behavior, build_transcript, transcripts
-from workers.demo.warm_start import CONTEXT_WEIGHT, tokenize, warm_start
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.history_check import check_history
 from workers.rollout.tool_formats import TOOL_FORMATS
@@ -186,7 +186,7 @@ def tmp_folders(folder, tmp_path):
 def test_the_shipped_model_is_the_one_that_the_script_makes(folder, tmp_path):
     expected = made_from((folder / "tokenizer.json").read_text())
     stale = sorted(name for name, value in expected.items() if stored_hashes("calculator").get(name) != value)
-    assert not stale, f"changed since the model was made: {stale}; run `python -m workers.demo.make_base_model`"
+    assert not stale, f"changed since the model was made: {stale}; run `python -m tests.base_models.make_demo_model`"
     write_base_model("calculator", tmp_path)
     for file in ("tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / file).read_bytes() == (folder / file).read_bytes(), file

@@ -7,8 +7,8 @@ from itertools import islice
 import pytest
 
 from envs.builtin.calculator import Calculator
+from tests.base_models.demo_transcripts import HABIT_SHARES, Behavior, build_transcript, transcripts
 from workers.demo.task import MAX_ROWS, Step, held_out_rows, is_held_out, training_problems, training_rows
-from workers.demo.transcripts import HABIT_SHARES, Behavior, build_transcript, transcripts
 
 
 def problems(n=500, seed=7):

@@ -137,7 +137,7 @@ def test_no_function_has_more_than_8_parameters():
 
 RELAYS = {
     "stream/connection/address.py": "options of redis-py's connection",
-    "workers/base_models/small_model.py": "sizes of a transformers configuration",
+    "tests/base_models/small_model.py": "sizes of a transformers configuration",
     "workers/local_engine/weights.py": "options of transformers' from_pretrained",
     "workers/local_engine/pooling/classifier.py": "options of transformers' apply_chat_template",
     "workers/rollout/tool_result.py": "arguments of a user's tool",

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from workers.base_models.small_model import write_qwen3
-from workers.demo.model import make_tokenizer
+from tests.base_models.demo_model import make_tokenizer
+from tests.base_models.small_model import write_qwen3
 
 LENGTH = 8192
 """Context length in tokens: twenty seconds of sampling, so that no request ends before a test needs it in progress."""

@@ -12,7 +12,7 @@ from urllib.error import URLError
 import pytest
 
 from tests.vllm.server import free_port, vllm_python, vllm_server
-from workers.base_models.shipped import write_base_model
+from workers.demo.base_models import write_base_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 START_S = 300

@@ -21,14 +21,14 @@ from click.testing import CliRunner
 from stream.records import Group, Row
 from stream.trainer.archive import ArchivedGroups
 from stream.trainer.ledger_records import Trained, read_ledger
+from tests.base_models.demo_model import make_tokenizer
+from tests.base_models.small_model import END_OF_TURN
 from tests.e2e.harness import Project, balanced, stop, wait_for_trained
 from tests.vllm.policies import Judge
 from tests.vllm.served import CLOSE, difference
 from tests.vllm.server import vllm_python
-from workers.base_models.shipped import write_base_model
-from workers.base_models.small_model import END_OF_TURN
 from workers.cli import penstock
-from workers.demo.model import make_tokenizer
+from workers.demo.base_models import write_base_model
 from workers.demo.task import training_rows
 from workers.engine_api.wire import GenerateRequest, GenerateResponse, SamplingParams
 

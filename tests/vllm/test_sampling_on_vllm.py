@@ -16,9 +16,9 @@ from structlog.testing import capture_logs
 from stream.errors import EngineError, EngineRefusedError
 from stream.records import Failure, Span
 from stream.validity import RolloutReason, TruncationReason
+from tests.base_models.demo_model import make_tokenizer
 from tests.vllm.policies import LENGTH, MANY
 from tests.vllm.served import CLOSE
-from workers.demo.model import make_tokenizer
 from workers.engine_api.http_server import listen
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampling import SamplingOptions, end_after_error, turn_seed

@@ -72,7 +72,7 @@ def base_model(folder: Path, name: str) -> None:
     `[model] path = "FOLDER"` starts a run from it. It is in Hugging Face format, below a million parameters, and knows
     no language: docs/base-models.md.
     """
-    from workers.base_models.shipped import write_base_model
+    from workers.demo.base_models import write_base_model
 
     if folder.exists() and any(folder.iterdir()):
         raise click.UsageError(f"{folder} is not empty; name a new folder")

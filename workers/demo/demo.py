@@ -7,9 +7,13 @@
     run          starts every role as a process, exactly like `penstock run FOLDER/run.toml`
     score        samples the same problems again
     report       prints tables and conversations; writes summary.json and progress.png
+
+Rewards of negative controls: demo runs that must not learn, as evidence that the real run does.
 """
 
 import math
+import random
+import zlib
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,11 +21,12 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from envs.builtin.calculator import exact_answer
 from stream.durable import write_file_atomically
 from stream.errors import RunFailedError
+from stream.validity import Reward
 from workers.demo.prepare import STEPS, NegativeControl, demo_settings, prepare_run
-from workers.demo.report import conversations, score_table
-from workers.demo.scoring import DemoScore, score_policy
+from workers.demo.scores import DemoScore, conversations, score_policy, score_table
 from workers.demo.task import held_out_rows
 from workers.evaluate.temporary_engine import with_started_engine
 from workers.launch.process import run_async
@@ -119,3 +124,12 @@ def _report(
     console.print(score_table(before, after, summary))
     console.print(f"[dim]plot[/]    {folder / 'progress.png'}\n[dim]summary[/] {folder / 'summary.json'}")
     console.print(f"[dim]policy[/]  penstock export {folder} my-policy", soft_wrap=True)
+
+
+def permuted_answer(
+    prompts: list[Any], completions: list[Any], environments: list[Any], answer: list[Any]
+) -> list[float | Reward]:
+    """Return the demo's rewards, permuted within the group; the group's content determines the permutation."""
+    rewards = list(exact_answer(completions=completions, environments=environments, answer=answer))
+    random.Random(zlib.crc32(repr((prompts[0], completions)).encode())).shuffle(rewards)
+    return rewards

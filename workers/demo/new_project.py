@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from stream.errors import SettingsError
-from workers.base_models.shipped import write_base_model
+from workers.demo.base_models import write_base_model
 from workers.settings import settings
 
 _FILES = Path(__file__).parent / "project"

@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from stream.durable import write_file_atomically
-from workers.base_models.shipped import write_base_model
+from workers.demo.base_models import write_base_model
 from workers.demo.task import training_rows
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings, parse_settings
@@ -36,9 +36,7 @@ def demo_settings(folder: Path, seed: int, control: NegativeControl | None = Non
             "model": {"path": str(folder / "model")},
             "data": {"path": str(folder / "prompts.jsonl"), "chat_template_kwargs": {"tools": False}},
             "environments": {"calculator": "calculator"},
-            "rewards": [
-                {"ref": "workers.demo.controls:permuted_answer" if control == "permuted" else "calculator_answer"}
-            ],
+            "rewards": [{"ref": "workers.demo.demo:permuted_answer" if control == "permuted" else "calculator_answer"}],
             "rollout": {
                 "workers": 2,
                 "groups_in_flight": 16,

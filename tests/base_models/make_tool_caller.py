@@ -3,7 +3,7 @@
 It takes about four minutes of one core. After a change of chat template, transcripts, tokenizer or schedule, a
 test names what changed. Then run::
 
-    python -m workers.base_models.make_tool_caller
+    python -m tests.base_models.make_tool_caller
 """
 
 import argparse
@@ -17,12 +17,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from workers.base_models.imitation import Schedule, imitate, pad, weigh_tokens
-from workers.base_models.induction import write_induction_heads
-from workers.base_models.shipped import content_hash, store_base_model
-from workers.base_models.small_model import make_tokenizer, render, write_qwen3
-from workers.base_models.tool_markup import TOOL_MARKUP
-from workers.base_models.tool_transcripts import Conversation, Difficulty, conversations
+from tests.base_models.imitation import Schedule, imitate, pad, weigh_tokens
+from tests.base_models.induction import write_induction_heads
+from tests.base_models.small_model import make_tokenizer, render, write_qwen3
+from tests.base_models.tool_markup import TOOL_MARKUP
+from tests.base_models.tool_transcripts import Conversation, Difficulty, conversations
+from workers.demo.base_models import content_hash, store_base_model
 
 SEED: Final = 1
 VOCABULARY: Final = 768
@@ -154,7 +154,7 @@ def _train(folder: Path) -> Path:
 
 def _print_progress(step: int, loss: float) -> None:
     if step % 20 == 0:
-        print(f"step {step}: loss {loss:.3f}", flush=True)  # noqa: T201
+        print(f"step {step}: loss {loss:.3f}", flush=True)
 
 
 if __name__ == "__main__":

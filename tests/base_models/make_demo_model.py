@@ -2,18 +2,18 @@
 
 After a change of chat template, transcripts, tokenizer or warm start, a test names what changed. Then run::
 
-    python -m workers.demo.make_base_model
+    python -m tests.base_models.make_demo_model
 """
 
 import itertools
 import tempfile
 from pathlib import Path
 
-from workers.base_models.shipped import content_hash, store_base_model
-from workers.base_models.small_model import CHAT_TEMPLATE
-from workers.demo.model import SIZES, make_model
-from workers.demo.transcripts import transcripts
-from workers.demo.warm_start import SCHEDULE, warm_start
+from tests.base_models.demo_model import SIZES, make_model
+from tests.base_models.demo_transcripts import transcripts
+from tests.base_models.small_model import CHAT_TEMPLATE
+from tests.base_models.warm_start import SCHEDULE, warm_start
+from workers.demo.base_models import content_hash, store_base_model
 
 SEED = 1
 STEPS = 1200

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.base_models.imitation import Schedule, imitate, pad, weigh_tokens
-from workers.base_models.small_model import CHATML, render
-from workers.demo.transcripts import Message, transcripts
+from tests.base_models.demo_transcripts import Message, transcripts
+from tests.base_models.imitation import Schedule, imitate, pad, weigh_tokens
+from tests.base_models.small_model import CHATML, render
 
 CLEAN_SHARE = 2 / 3
 """Share of steps, at the start, with clean transcripts. With one half, one seed in three never copies digits well."""

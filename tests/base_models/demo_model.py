@@ -8,9 +8,9 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from workers.base_models import small_model
-from workers.base_models.small_model import CHATML, write_qwen3
-from workers.demo.transcripts import transcripts
+from tests.base_models import small_model
+from tests.base_models.demo_transcripts import transcripts
+from tests.base_models.small_model import CHATML, write_qwen3
 
 VOCABULARY = 350
 CORPUS = 2000

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from workers.base_models.words import NOUNS, SYLLABLES, VERBS, WORDS
+from tests.base_models.words import NOUNS, SYLLABLES, VERBS, WORDS
 
 Message = dict[str, Any]
 

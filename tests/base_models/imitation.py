@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.base_models.small_model import END_OF_TURN
+from tests.base_models.small_model import END_OF_TURN
 
 
 @dataclass(frozen=True)

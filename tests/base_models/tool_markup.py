@@ -14,7 +14,7 @@ tokens before it alone: before the last one, the colon has no space after it.
 from pathlib import Path
 from typing import Final
 
-from workers.base_models.small_model import END_OF_TURN, PAD, Markup
+from tests.base_models.small_model import END_OF_TURN, PAD, Markup
 
 _CALL_PHRASES: Final = (
     *(f'<tool_call>{" " * number}{{"name": "' for number in range(8)),
