@@ -67,7 +67,7 @@ _HOMES = {
     "workers.check.report": ("CheckReport",),
     "workers.evaluate.play": ("play",),
     "workers.launch.run_process": ("run",),
-    "workers.run.summary": ("RunSummary",),
+    "workers.runs.summary": ("RunSummary",),
     "workers.runs.find": ("open_run",),
     "workers.runs.run": ("Run",),
     "workers.settings.settings": ("Settings",),

@@ -1,9 +1,9 @@
 """The status of a run, read in one atomic step. Changes nothing."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct, field
@@ -12,12 +12,14 @@ from stream.connection.keys import EVALUATION_STAGES, STAGES
 from stream.connection.run_connection import RunConnection
 from stream.disk_space import DiskProblem
 from stream.errors import NoRunError, PenstockError
+from stream.queue.in_flight import ACTIVITY_TEXTS, CompletionInFlight, GroupInFlight
 
 _EVALUATION_FACTS = ("version", "step", "total", "unfinished", "results", "finished", "latest")
 """What a snapshot's id covers of an evaluation, besides its stages."""
 
 
 _DEAD_LETTERS = "dead_letters:"
+_DECODER = msgspec.json.Decoder(list[GroupInFlight])
 
 
 class StageStatus(Struct, kw_only=True):
@@ -234,3 +236,54 @@ def _decode_status(answers: Sequence[bytes]) -> RunStatus:
     if status.evaluation is not None:
         status.evaluation.stages = {name: status.evaluation.stages[name] for name in EVALUATION_STAGES}
     return status
+
+
+class OngoingActivity(NamedTuple):
+    """What one completion is doing, or a group as a whole."""
+
+    group: GroupInFlight
+    completion: CompletionInFlight | None
+    """None: the group as a whole does it."""
+    activity: str
+    since: float
+    """Unix time in seconds."""
+
+    @property
+    def text(self) -> str:
+        """The activity in words, with the names of tools or reward functions: `tool add`, `waiting for an engine`."""
+        detail = self.group.detail if self.completion is None else self.completion.detail
+        return f"{ACTIVITY_TEXTS.get(self.activity, self.activity)} {detail}".rstrip()
+
+
+def groups_in_flight(status: RunStatus) -> list[GroupInFlight]:
+    """Return the groups of a status that was read with its workers' reports, the longest unchanged first.
+
+    A group whose lease has ended since its worker's last report is left out; so is a report that cannot be read.
+    """
+    leases = {stage: frozenset(ids.split()) for stage, ids in status.leases.items()}
+    found: dict[tuple[str, str], GroupInFlight] = {}
+    for report in status.in_flight:
+        try:
+            groups = _DECODER.decode(report.groups)
+        except ValueError:
+            continue
+        for group in groups:
+            if group.entry in leases.get(report.stage, ()):
+                group.stage, group.worker = report.stage, report.worker
+                found[report.stage, group.entry] = group
+    return sorted(found.values(), key=lambda group: (group.unchanged_since, group.prompt))
+
+
+def ongoing_activities(groups: Iterable[GroupInFlight]) -> list[OngoingActivity]:
+    """Return what each completion is doing, and each group as a whole, the longest unchanged first."""
+    found = [
+        OngoingActivity(group, each, each.activity, each.since or group.claimed_at)
+        for group in groups
+        for each in group.completions
+    ]
+    found += [
+        OngoingActivity(group, None, group.activity, group.since or group.claimed_at)
+        for group in groups
+        if not group.completions
+    ]
+    return sorted(found, key=lambda each: each.since)

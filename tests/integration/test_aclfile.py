@@ -14,11 +14,11 @@ from stream.errors import ServerError
 from stream.operator.audit import scan_run
 from stream.operator.control import pause, resume, stop
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
-from stream.operator.status import read_status
+from stream.operator.status import groups_in_flight, read_status
 from stream.private_server import find_server
 from stream.queue.evaluation import create_evaluation_streams, read_evaluation_progress, replace_evaluation_prompts
 from stream.queue.feed import Feed
-from stream.queue.in_flight import GroupInFlight, groups_in_flight
+from stream.queue.in_flight import GroupInFlight
 from stream.records import Prompt
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_ends import download_ends

@@ -6,8 +6,8 @@ import pytest
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError
-from stream.operator.status import read_status
-from stream.queue.in_flight import CompletionInFlight, GroupInFlight, groups_in_flight
+from stream.operator.status import groups_in_flight, read_status
+from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from stream.trainer.ledger_records import Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 

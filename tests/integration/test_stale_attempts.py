@@ -10,10 +10,9 @@ from msgspec.structs import replace
 
 from stream.codec import decode
 from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
-from stream.operator.status import read_status
+from stream.operator.status import groups_in_flight, read_status
 from stream.queue.entry_scan import read_payload
 from stream.queue.feed import Feed
-from stream.queue.in_flight import groups_in_flight
 from stream.queue.stage import inflight_versions, watch_versions
 from stream.records import Group, Prompt
 from stream.trainer.ledger import Ledger

@@ -19,7 +19,7 @@ from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.probe import Capabilities
 from workers.rollout.engine_client.sampling import SampledTurn, SamplingOptions
 from workers.rollout.engine_client.sampling_apis import CompletionsApi, GenerateApi
-from workers.rollout.rows import TokenIds
+from workers.rollout.token_ids import TokenIds
 
 URL = "http://127.0.0.1:8000"
 OPTIONS = SamplingOptions(temperature=1.0, max_tokens=64, stop_token_ids=(2,), seed=4, group="d:0:0", completion=1)

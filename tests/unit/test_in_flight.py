@@ -11,15 +11,8 @@ from rich.console import Console
 from rich.screen import Screen
 
 from stream.errors import ServerError
-from stream.operator.status import RunStatus, StageStatus, WorkerReport
-from stream.queue.in_flight import (
-    MAX_COMPLETIONS,
-    Activity,
-    CompletionInFlight,
-    GroupInFlight,
-    groups_in_flight,
-    ongoing_activities,
-)
+from stream.operator.status import RunStatus, StageStatus, WorkerReport, groups_in_flight, ongoing_activities
+from stream.queue.in_flight import MAX_COMPLETIONS, Activity, CompletionInFlight, GroupInFlight
 from stream.queue.lease import Lease
 from stream.queue.stage import RetryPolicy
 from workers.role import in_flight_reporter

@@ -19,7 +19,7 @@ from workers.rollout.chat.text_encoder import TextEncoder
 from workers.rollout.engine_client.sampling import SampledTurn
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner, with_attempt
-from workers.rollout.rows import TokenIds
+from workers.rollout.token_ids import TokenIds
 from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Rollout
 

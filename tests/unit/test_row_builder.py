@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from stream.records import Span
 from workers.rollout.engine_client.sampling import SampledTurn
-from workers.rollout.rows import RowBuilder, TokenIds
+from workers.rollout.rows import RowBuilder
+from workers.rollout.token_ids import TokenIds
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 

@@ -11,8 +11,7 @@ from markupsafe import Markup
 from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
-from stream.operator.status import RunStatus
-from stream.queue.in_flight import groups_in_flight, ongoing_activities
+from stream.operator.status import RunStatus, groups_in_flight, ongoing_activities
 from stream.trainer.trainer_lease import owner_name
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.live_view import StatusReading

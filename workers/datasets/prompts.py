@@ -1,20 +1,14 @@
 """The prompts of a run by id. Ids are derived from rows, so the feeder's cursor determines which prompts were fed.
 
-Uploads the evaluation prompts, once; the trainer decides when they are sampled.
+Held-out prompts are read here, too.
 """
 
 from collections.abc import Iterable, Iterator
 
-import anyio
-import structlog
-
 from stream.errors import DataError
-from stream.queue.evaluation import create_evaluation_streams, replace_evaluation_prompts
 from stream.records import Prompt
-from workers.datasets.environment_rows import write_evaluation_rows
 from workers.datasets.mix import DatasetMix, open_dataset_mix
 from workers.datasets.row_mapping import row_to_prompt
-from workers.role.context import WorkerContext
 from workers.settings import Settings
 
 
@@ -59,27 +53,6 @@ class PromptIndex:
                 row_to_prompt(row, number, 0, settings=opened.settings)
             except DataError:
                 yield number
-
-
-log = structlog.get_logger()
-
-
-async def upload_evaluation_prompts(context: WorkerContext) -> None:
-    """Upload the held-out prompts, unless the server has them already.
-
-    Raises:
-        DataError: a row is not a prompt. Results over fewer prompts could not be compared.
-    """
-    await anyio.to_thread.run_sync(write_evaluation_rows, context.settings, abandon_on_cancel=True)
-    prompts, data_fingerprint = await anyio.to_thread.run_sync(read_evaluation_prompts, context.settings)
-    await create_evaluation_streams(context.connection)
-    await replace_evaluation_prompts(
-        context.connection,
-        prompts,
-        settings_digest=context.settings.evaluation_digest,
-        data_fingerprint=data_fingerprint,
-    )
-    log.info("evaluation.prompts_uploaded", prompts=len(prompts))
 
 
 def read_evaluation_prompts(settings: Settings) -> tuple[list[Prompt], str]:

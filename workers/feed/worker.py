@@ -11,12 +11,14 @@ import structlog
 
 from stream.connection.run_connection import MAX_BLOCK_S
 from stream.errors import DataError
+from stream.queue.evaluation import create_evaluation_streams, replace_evaluation_prompts
 from stream.queue.feed import CursorMovedError, Feed
 from stream.trainer.ledger_ends import download_ends
 from stream.trainer.ledger_records import read_contents
 from stream.waiting import cancel_on
+from workers.datasets.environment_rows import write_evaluation_rows
 from workers.datasets.mix import DatasetMix, open_dataset_mix
-from workers.datasets.prompts import upload_evaluation_prompts
+from workers.datasets.prompts import read_evaluation_prompts
 from workers.role.context import WorkerContext
 from workers.role.work_loop import wait_for_trainer
 
@@ -47,6 +49,24 @@ async def feed(context: WorkerContext) -> None:
             log.info("feed.finished", rows=total)
             if await _run_has_ended(context):
                 break
+
+
+async def upload_evaluation_prompts(context: WorkerContext) -> None:
+    """Upload the held-out prompts, unless the server has them already.
+
+    Raises:
+        DataError: a row is not a prompt. Results over fewer prompts could not be compared.
+    """
+    await anyio.to_thread.run_sync(write_evaluation_rows, context.settings, abandon_on_cancel=True)
+    prompts, data_fingerprint = await anyio.to_thread.run_sync(read_evaluation_prompts, context.settings)
+    await create_evaluation_streams(context.connection)
+    await replace_evaluation_prompts(
+        context.connection,
+        prompts,
+        settings_digest=context.settings.evaluation_digest,
+        data_fingerprint=data_fingerprint,
+    )
+    log.info("evaluation.prompts_uploaded", prompts=len(prompts))
 
 
 async def _run_has_ended(context: WorkerContext) -> bool:

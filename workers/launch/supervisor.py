@@ -35,9 +35,8 @@ from stream.errors import PenstockError, RunFailedError, ServerError
 from stream.operator.bottleneck import find_bottleneck
 from stream.operator.control import read_last_error
 from stream.operator.dead_letters import dead_letter_causes
-from stream.operator.status import RunStatus, read_status
+from stream.operator.status import RunStatus, groups_in_flight, read_status
 from stream.private_server import private_server
-from stream.queue.in_flight import groups_in_flight
 from workers.launch.children import ChildProcess, ChildProcesses
 from workers.launch.engines import DashboardProcess, EngineProcesses
 from workers.launch.process import unwrap_single_error

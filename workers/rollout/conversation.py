@@ -31,7 +31,8 @@ from workers.rollout.messages import (
     storable_arguments,
     tool_call_entry,
 )
-from workers.rollout.rows import MultiRowBuilder, TokenIds
+from workers.rollout.rows import MultiRowBuilder
+from workers.rollout.token_ids import TokenIds
 from workers.rollout.tool_formats.parsing import ParsedTurn, reasoning_end
 
 _LONG_TURN_CHARACTERS = 20_000

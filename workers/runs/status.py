@@ -7,8 +7,8 @@ import msgspec
 from msgspec import Struct
 
 from stream.operator.bottleneck import Bottleneck, find_bottleneck
-from stream.operator.status import EvaluationStatus, Pause, RunStatus, StageStatus
-from stream.queue.in_flight import ACTIVITY_TEXTS, groups_in_flight, ongoing_activities
+from stream.operator.status import EvaluationStatus, Pause, RunStatus, StageStatus, groups_in_flight, ongoing_activities
+from stream.queue.in_flight import ACTIVITY_TEXTS
 from stream.validity import TruncationReason
 
 _TRUNCATION_REASONS: Final = frozenset(TruncationReason)

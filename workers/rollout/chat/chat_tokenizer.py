@@ -29,7 +29,7 @@ from workers.rollout.chat.history_check import ConversationCheck, HistoryCheck, 
 from workers.rollout.chat.renderer import AssistantTurn, ConversationRenderer, Piece
 from workers.rollout.chat.template import ChatTemplate, read_json
 from workers.rollout.chat.text_encoder import TextEncoder
-from workers.rollout.rows import TokenIds
+from workers.rollout.token_ids import TokenIds
 from workers.rollout.tool_formats.parsing import open_reasoning
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 import anyio
 
@@ -12,13 +12,22 @@ from stream.errors import EngineError
 from workers.engine_api.engine_queries import EngineAvailability
 from workers.rollout.engine_client.load import AdaptiveLimit, EngineMetrics
 from workers.rollout.engine_client.probe import Capabilities
-from workers.rollout.engine_client.router import Candidate
 from workers.rollout.engine_client.sampling import UNVERSIONED
 
 _VERSION_FRESH_S: Final = 1.0
 """How long the last reported version counts as current: the engine may have restarted since."""
 _VERSION_KEPT_S: Final = 0.1
 """The same where answers name no version: a turn that begins so soon after an update may get the version before it."""
+
+
+class Candidate(NamedTuple):
+    """An engine that a request may go to."""
+
+    url: str
+    load: int
+    """Requests of this client that it works on."""
+    limit: int
+    """Upper bound of `load`."""
 
 
 class VersionQuery:

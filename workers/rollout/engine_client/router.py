@@ -20,14 +20,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Final, NamedTuple
+from typing import Final
 
 import anyio
 from msgspec import Struct
 
 from stream.errors import EngineUnavailableError
 from workers.engine_api.discovery import EngineDiscovery
-from workers.rollout.engine_client.engine_state import EngineState
+from workers.rollout.engine_client.engine_state import Candidate, EngineState
 
 _MAX_AFFINITIES: Final = 16_384
 """Completions whose last engine is remembered: more than a worker has in flight."""
@@ -210,16 +210,6 @@ LATER_TURN_FACTOR: Final = 1.25
 """The same for later turns."""
 SLACK: Final = 4
 """Requests above that multiple: at a low load one more request slows an engine little, so groups stay together."""
-
-
-class Candidate(NamedTuple):
-    """An engine that a request may go to."""
-
-    url: str
-    load: int
-    """Requests of this client that it works on."""
-    limit: int
-    """Upper bound of `load`."""
 
 
 @lru_cache(maxsize=4096)

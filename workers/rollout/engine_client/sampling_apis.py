@@ -32,7 +32,7 @@ from workers.rollout.engine_client.sampling import (
     validate_sample,
     version_from_name,
 )
-from workers.rollout.rows import TokenIds
+from workers.rollout.token_ids import TokenIds
 
 
 class SamplingRequest(Struct, frozen=True):
