@@ -8,7 +8,7 @@ micro-batches adds up to the same loss and gradient.
 Values outside the mask are replaced before any arithmetic: a `where` afterwards would leave the loss finite and make
 the gradient NaN.
 
-Value loss of a critic: the squared error of its values.
+The value loss of a critic is the squared error of its values.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.train.algorithms import (  # noqa: F401 - importing a module registers its losses
+    clipped_losses,
+    gradient_losses,
+    sequence_losses,
+)
 from workers.train.algorithms.registry import LOSSES, LossTraits, TokenLoss
 from workers.train.algorithms.sequences import Sequences, clamp_log_ratio
 
