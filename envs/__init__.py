@@ -23,23 +23,4 @@ episode and request model turns from an endpoint (`AgentEnvironment`).
 
 Each method may be `async`. Synchronous methods run in threads; every call has a deadline. Raise `EnvironmentFailure`
 if the environment failed and not the model: that completion becomes invalid, the others of its group stay valid.
-
-Files, and where to add something::
-
-    contract.py    types and predicates of the table above
-    project_packages.py  a project's own folders `stream/`, `envs/`, `workers/`
-    references.py  resolve a setting (entry point, package.module:attr, path/to/file.py:attr, adapter:address)
-    factory.py     make environments from a reference
-    call.py        run user code with deadlines
-    own_rows.py    the rows that an environment brings along
-    messages.py    the text of messages; prompt and completion as one conversation
-    extras.py      import libraries of optional extras
-    tools/         methods as tools: schemas and argument validation; new kinds of type hints go to type_hints.py
-    snapshot/      environments as bytes and back; new types that survive go to value_codec.py
-    rewards/       reward functions, get_reward, results of calls, merging the parts of a reward
-    processes/     processes with limits: a killable pool, and the sandbox of `builtin/python_sandbox.py`
-    remote/        rewards measured by an HTTP server: reward models, judges
-    builtin/       built-in environments and reward functions; a new one is a file here and an entry point in
-                   pyproject.toml ("penstock.environments" or "penstock.rewards")
-    adapters/      environments of other projects: OpenEnv, verifiers, Gymnasium, MCP; README.md starts their servers
 """

@@ -12,14 +12,6 @@ attributes, so its properties and methods work. It holds no handles.
 Attributes are those in `__dict__` and in all `__slots__`, private ones included; contents are those of a class derived
 from dict, list or the like. Values are encoded as in `value_codec.py`. Nested objects have the same form with their
 class name instead of the version; the name is only looked up among the environment's known classes, never imported.
-
-===================  ==================================================================
-`freezing.py`        environment -> bytes
-`thawing.py`         bytes -> environment
-`rendering.py`       bytes -> text for people, by the environment's own `render`, in a child process
-`object_state.py`    attributes, slots and contents of an object, and its encoded form
-`value_codec.py`     Python values <-> msgpack; add support for another type here
-===================  ==================================================================
 """
 
 from envs.snapshot.freezing import Namespace, TooLarge, freeze, omitted_attributes, thaw, thaw_and_watch

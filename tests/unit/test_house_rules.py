@@ -18,9 +18,10 @@ import pytest
 from workers.settings import sections
 
 ROOT = Path(__file__).parents[2]
-PRODUCT = ("stream", "envs", "workers", "plugins")
+PRODUCT = ("penstock", "stream", "envs", "workers", "plugins")
 MAX_LINES, MAX_PARAMETERS, MAX_TERMS = 60, 8, 35
-MAX_PAGE_LINES = {"README.md": 199, "ARCHITECTURE.md": 120}
+MIN_FILE_LINES, MAX_FILE_LINES = 60, 400
+MAX_PAGE_LINES = {"README.md": 199, "ARCHITECTURE.md": 135}
 PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
 RETIRED_NAMES = frozenset(
@@ -133,6 +134,42 @@ def test_no_function_has_more_than_8_parameters():
         if (count := len(parameters(function))) > MAX_PARAMETERS
     ]
     assert not wide, "\n".join(wide)
+
+
+SHORT_FILES = frozenset(
+    """
+    envs/builtin/guess.py penstock/__main__.py penstock/testing.py penstock/trainer.py
+    plugins/vllm/penstock_vllm/errors.py plugins/vllm/penstock_vllm/tensor_probe.py
+    plugins/vllm/penstock_vllm/vllm_internals.py stream/connection/keys.py stream/connection/scripts.py
+    stream/parent_death.py stream/trainer/leased_group.py stream/trainer/ledger_ends.py stream/waiting.py
+    workers/demo/new_project.py workers/role/exit_codes.py workers/settings/secrets.py workers/terminal/engines.py
+    workers/terminal/groups.py workers/terminal/output.py workers/train/algorithms/pass_at_k.py
+    workers/train/algorithms/proximal.py workers/train/model/policy_folder.py
+    """.split()  # noqa: SIM905  (a list of words)
+)
+"""Files below the smallest size that are a noun of their own all the same."""
+
+
+def test_a_file_holds_one_noun_whole():
+    lines = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for path in product_files()
+        if path.name != "__init__.py" and path.parent.name != "project"  # that is what a user starts with
+    }
+    assert not {path: count for path, count in lines.items() if count > MAX_FILE_LINES}, "a file holds two nouns"
+    short = {path for path, count in lines.items() if count < MIN_FILE_LINES}
+    assert not short - SHORT_FILES, "what is that short belongs to the noun that it serves"
+    assert not SHORT_FILES - short, "no longer short, or gone"
+
+
+def test_no_package_lists_its_files():
+    tables = [
+        str(path.relative_to(ROOT))
+        for path in product_files()
+        if path.name == "__init__.py"
+        if len(re.findall(r"^`?[a-z_]+\.py`?\s", ast.get_docstring(parsed(path)) or "", re.MULTILINE)) > 1
+    ]
+    assert not tables, "a table of files goes stale; a sentence and a picture do not"
 
 
 RELAYS = {

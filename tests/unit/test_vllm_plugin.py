@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from penstock_vllm import BACKEND, TESTED_VLLM_VERSION, register
-from penstock_vllm.checkpoint import check_update, find_files, iter_tensors, read_shapes
+from penstock_vllm.weight_files import check_update, find_files, iter_tensors, read_shapes
 from penstock_vllm.errors import FAILED, REFUSED, FailedError, RefusedError
 from penstock_vllm.tensor_probe import tensor_probe
 from penstock_vllm.vllm_internals import find_internals
@@ -243,7 +243,7 @@ def test_registering_twice_has_no_effect_and_vllm_starts_without_weight_transfer
         fake(patched, "vllm.distributed.weight_transfer.factory", WeightTransferEngineFactory=Factory)
         register()
         register()
-    assert result == {BACKEND: ("penstock_vllm.engine", "CheckpointTransfer")}
+    assert result == {BACKEND: ("penstock_vllm.weight_updates", "CheckpointTransfer")}
     with monkeypatch.context() as patched:
         patched.setattr(logging.getLogger("penstock_vllm"), "handle", warned.append)
         patched.setitem(sys.modules, "vllm", None)

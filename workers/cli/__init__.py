@@ -2,18 +2,6 @@
 
 Every command imports its modules when it runs, so `penstock --help` is fast and `penstock queues` needs neither torch
 nor a model. Exit codes are those of `workers.role.exit_codes.ExitCode`.
-
-==========================  ===================================================================
-`start_commands.py`         start a demo, a run, one of its roles, an engine; write a base model
-`run_commands.py`           inspect a run, control it, audit it, replay it, export its model
-`transcript_commands.py`    show and export a run's completions, and their times
-`engine_commands.py`        engines of a run
-`dead_letter_commands.py`   dead letters of a run
-`measure_commands.py`       try environments and rewards, measure policies, list algorithms
-`options.py`                options and arguments of several commands
-`command_group.py`          error handling, logging and process end, for all commands
-`command_error.py`          expected errors as one line and an exit code
-==========================  ===================================================================
 """
 
 import click

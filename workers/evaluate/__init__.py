@@ -1,8 +1,1 @@
-"""`penstock eval`: measure a policy on held-out prompts without a run, with the same episode loop and rewards.
-
-`penstock play`: play an environment against a model, without a run: no trainer, no Redis, no settings file.
-
-`penstock rescore`: score a run's archived groups with other reward functions and compare the rewards.
-
-`penstock rewardbench`: measure how often a served reward model prefers the better answer of a pair.
-"""
+"""Policies and rewards measured without a run: held-out prompts, played episodes, archived groups, pairs."""

@@ -1,15 +1,4 @@
-"""All settings of a run: typed and frozen; unknown keys are errors.
-
-::
-
-    section        base class of every table        pipeline    [run], [model], [score], [archive], [queue] ..
-    settings       Settings: the whole file         data        [data], [environments], [[rewards]]
-    toml_file      reading and writing TOML         rollout     [rollout], [eval], [pacing]
-    cross_checks/  combinations that cannot work    engine      [engine]
-    presets        published corrections            training    [train], [lora], [weights]
-                                                    algorithm   [algorithm], [filter], [correction]
-    estimators, losses                              [estimator], [loss]: one class per name, with its options
-"""
+"""All settings of a run: typed and frozen; unknown keys are errors, and combinations that cannot work are refused."""
 
 from workers.settings.algorithm import Algorithm, Correction, Filter, Normalization, TruncationPolicy
 from workers.settings.data import Data, DatasetSettings, EnvironmentSettings, RewardSettings

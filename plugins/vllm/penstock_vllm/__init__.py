@@ -1,14 +1,5 @@
 """A weight-transfer backend for vLLM that loads checkpoints from a path or over HTTP into a running server.
 
-====================  ================================================================
-`engine.py`           the backend: stages an update, checks it, loads it into the model
-`weight_download.py`  downloads files over HTTP and checks them
-`checkpoint.py`       reads names, shapes and tensors; checks whether an update fits
-`tensor_probe.py`     finds out which tensors a live model loads
-`errors.py`           errors of updates that fail
-`vllm_internals.py`   finds the internal functions of vLLM that the backend needs
-====================  ================================================================
-
 Does not import Penstock, and imports vLLM only when vLLM calls it.
 """
 
@@ -25,7 +16,7 @@ def register() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-        WeightTransferEngineFactory.register_engine(BACKEND, "penstock_vllm.engine", "CheckpointTransfer")
+        WeightTransferEngineFactory.register_engine(BACKEND, "penstock_vllm.weight_updates", "CheckpointTransfer")
     except ImportError:
         logging.getLogger(__name__).warning(
             "this vLLM has no weight transfer, so its server cannot take new weights from Penstock; known to work: %s",

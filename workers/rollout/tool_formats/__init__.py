@@ -1,13 +1,4 @@
-"""Parsers of tool calls, one file per format.
-
-===================  ====================================================================
-`registry.py`        the formats by name
-`parsed_turn.py`     the types: a call, a parsed turn, a format
-`parsing.py`         parsing that the formats share
-`reasoning.py`       where a turn's reasoning ends
-===================  ====================================================================
-
-The tool-call formats by name.
+"""Parsers of the tool calls that models write, by the name of their format.
 
 A format is an object with `parse` (see `ToolFormat`). Parsing never raises: a malformed call becomes an error message
 that goes back to the model.
