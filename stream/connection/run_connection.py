@@ -39,7 +39,7 @@ from stream.waiting import Backoff
 log = structlog.get_logger()
 
 MAX_BLOCK_S = 5.0
-"""The longest blocking read; well below `_ANSWER_TIMEOUT_S`, since a server without news must not look like a hung one."""
+"""The longest blocking read; well below `_ANSWER_TIMEOUT_S`, so that a server without news does not look hung."""
 _ANSWER_TIMEOUT_S = 15.0
 """How long one attempt at a call may take, connecting included."""
 _MIN_VERSION = (7, 0)

@@ -13,11 +13,11 @@ from types import ModuleType
 import pytest
 import torch
 from penstock_vllm import BACKEND, TESTED_VLLM_VERSION, register
-from penstock_vllm.weight_files import check_update, find_files, iter_tensors, read_shapes
 from penstock_vllm.errors import FAILED, REFUSED, FailedError, RefusedError
 from penstock_vllm.tensor_probe import tensor_probe
 from penstock_vllm.vllm_internals import find_internals
 from penstock_vllm.weight_download import download
+from penstock_vllm.weight_files import check_update, find_files, iter_tensors, read_shapes
 from safetensors.torch import save_file
 
 from workers.engine_api.wire import WEIGHT_TRANSFER_BACKEND as ASKED_FOR

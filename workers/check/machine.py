@@ -18,7 +18,7 @@ from stream.private_server import find_server
 from workers.check.model import ModelFacts
 from workers.check.report import Checker
 from workers.engine_api.discovery import explain_lookup, find_engines
-from workers.engine_api.http_server import free_port
+from workers.engine_api.http_connections import free_port
 from workers.settings import Settings
 from workers.settings.settings import RUNS
 from workers.settings.training import DNS_PREFIX

@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rich.console import Console
 from rich.text import Text
 
 from stream.validity import Measured, Reward
-from workers.check.report import CheckFinding, CheckReport, EnvironmentTrial, RewardTrial, ToolTrial
 from workers.runs.transcript import content_text, escape_controls
+
+if TYPE_CHECKING:  # a report is printed by this module
+    from workers.check.report import CheckFinding, CheckReport, EnvironmentTrial, RewardTrial, ToolTrial
 
 _MAX_CHARACTERS: Final = 2000
 _INDENT: Final = "    "
@@ -19,19 +21,19 @@ Line = tuple[str, str]
 """A text of one or more lines, and its style in a terminal."""
 
 
-def report_text(report: CheckReport) -> str:
+def report_text(report: "CheckReport") -> str:
     """Return the report as plain text."""
     return "\n".join(text for text, _ in _lines(report))
 
 
-def print_report(report: CheckReport, file: TextIO | None = None) -> None:
+def print_report(report: "CheckReport", file: TextIO | None = None) -> None:
     """Print the report, by default on stdout."""
     console = Console(file=file, highlight=False)
     for text, style in _lines(report):
         console.print(Text(text, style), soft_wrap=True)
 
 
-def _lines(report: CheckReport) -> Iterator[Line]:
+def _lines(report: "CheckReport") -> Iterator[Line]:
     """Yield what was tried, the findings with the tracebacks of errors, and the verdict."""
     is_file = report.kind == "settings file"
     if report.kind == "environment":
@@ -51,7 +53,7 @@ def _lines(report: CheckReport) -> Iterator[Line]:
     yield f"{verdict}: {_count(report.errors, 'error')}, {_count(report.warnings, 'warning')}.", _STYLES[report.ok]
 
 
-def _environment(trial: EnvironmentTrial, report: CheckReport) -> Iterator[Line]:
+def _environment(trial: "EnvironmentTrial", report: "CheckReport") -> Iterator[Line]:
     yield f"{trial.environment}, an environment found as {trial.reference_kind} {report.target!r}", "bold"
     if trial.observation is not None:
         is_text = isinstance(trial.observation, str)
@@ -84,7 +86,7 @@ def _environment(trial: EnvironmentTrial, report: CheckReport) -> Iterator[Line]
         yield _indented(trial.rendered), "cyan"
 
 
-def _reward(trial: RewardTrial, report: CheckReport) -> Iterator[Line]:
+def _reward(trial: "RewardTrial", report: "CheckReport") -> Iterator[Line]:
     kind = "an async reward function" if trial.is_async else "a reward function"
     yield f"{trial.name}, {kind} found as {trial.reference_kind} {report.target!r}", "bold"
     yield f"It asks for {', '.join(trial.parameters) or 'nothing by name'}.", ""
@@ -93,7 +95,7 @@ def _reward(trial: RewardTrial, report: CheckReport) -> Iterator[Line]:
         yield _indented(text), _style(not isinstance(sample.reward, Measured))
 
 
-def _tool(trial: ToolTrial) -> Iterator[Line]:
+def _tool(trial: "ToolTrial") -> Iterator[Line]:
     function = trial.schema["function"]
     shape = function["parameters"]
     yield f"tool {trial.name}: {trial.description or '(no docstring)'}", "bold"
@@ -157,7 +159,7 @@ def _ends(ends: bool) -> str:
     return "  (the episode is over)" if ends else ""
 
 
-def _count(findings: list[CheckFinding], word: str) -> str:
+def _count(findings: "list[CheckFinding]", word: str) -> str:
     return f"{len(findings) or 'no'} {word}{'' if len(findings) == 1 else 's'}"
 
 

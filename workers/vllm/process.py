@@ -27,7 +27,8 @@ import structlog
 from anyio.abc import Process
 
 from stream.errors import EngineError, SettingsError
-from workers.engine_api.http_server import free_port, server_url
+from workers.engine_api.http_connections import free_port
+from workers.engine_api.http_server import server_url
 from workers.settings import Settings
 from workers.vllm.launch_command import (
     PLUGIN_NAME,

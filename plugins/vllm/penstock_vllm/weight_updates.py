@@ -23,11 +23,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from penstock_vllm.weight_files import Shapes, check_update, find_files, iter_tensors, read_shapes
 from penstock_vllm.errors import BROKEN, FailedError, RefusedError, UpdateError
 from penstock_vllm.tensor_probe import tensor_probe
 from penstock_vllm.vllm_internals import find_internals
 from penstock_vllm.weight_download import download
+from penstock_vllm.weight_files import Shapes, check_update, find_files, iter_tensors, read_shapes
 
 logger = init_logger(__name__)
 

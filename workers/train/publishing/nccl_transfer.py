@@ -17,7 +17,7 @@ from anyio.from_thread import BlockingPortal
 from safetensors import safe_open
 
 from stream.errors import EngineError, SettingsError
-from workers.engine_api.http_server import free_port
+from workers.engine_api.http_connections import free_port
 from workers.train.publishing.engine_control import EngineControlClient, PartialUpdateError
 
 log = structlog.get_logger()
