@@ -106,9 +106,7 @@ def plain_logging() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def blockbuster() -> Iterator[BlockBuster]:
     """Fail a test that makes a blocking call on the event loop anywhere below the project's packages."""
-    with blockbuster_ctx(
-        scanned_modules=[_folder_of(name) for name in ("stream", "envs", "workers")]
-    ) as result:
+    with blockbuster_ctx(scanned_modules=[_folder_of(name) for name in ("stream", "envs", "workers")]) as result:
         for function in result.functions.values():
             # A log line is one short write to a terminal or a file. A process can only be started by fork and exec;
             # waiting for it is asynchronous. A module is imported once.
