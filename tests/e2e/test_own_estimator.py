@@ -1,4 +1,4 @@
-"""The estimator of `docs/training.md` in a clone: its function, options and loop are added, tested, and in the reference."""
+"""The estimator of `docs/training.md` in a clone: its function, options and loop are added, tested, and listed."""
 
 import os
 import re

@@ -106,8 +106,12 @@ def test_every_command_takes_its_arguments(user, monkeypatch, command):
 @pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_lines_of_python_check_a_run_start_it_and_read_it(user):
-    """The same run, started again by the command, has nothing left to do, and its policy is exported."""
+    """The same run, started again by the command, has nothing left to do, and its policy is exported.
+
+    A random model earns nothing in the page's environment: its groups have no variance, and are trained all the same.
+    """
     ask(user, 16)
+    (user.folder / "my.toml").write_text(f"{SETTINGS}filter.zero_variance = false\n")
     ran = subprocess.run(
         [sys.executable, "-c", FROM_PYTHON],
         cwd=user.folder,
