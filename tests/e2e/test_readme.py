@@ -138,6 +138,7 @@ def test_a_run_is_operated_as_shown(user):
     ask(user, 5000)
     (user.folder / "rewards.py").write_text(REWARDS)
     more = 'run.name = "my-run"\nrewards = [{ ref = "rewards.py:by_chance" }]\n'
+    more += "rollout.max_tokens = 64\ntrain.batch_size = 4\n"
     (user.folder / "my.toml").write_text(f"{SETTINGS}{more}{ALGORITHM}")
     shown = [shlex.split(line, comments=True)[1:] for line in OPERATE.splitlines()]
     run = user.start("run", "my.toml", "--json")
