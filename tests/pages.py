@@ -22,13 +22,12 @@ PAGES += [path for folder in ("envs", "examples", "plugins") for path in sorted(
 
 RUN_BY = {
     "README.md: git clone": "tests/e2e/test_first_hour.py",
-    "README.md: penstock run": "tests/e2e/test_readme.py",
-    "README.md: penstock queues": "tests/e2e/test_readme.py",
+    "README.md: . .venv/bin/activate": "tests/e2e/test_first_hour.py",
     "docs/first-hour.md": "tests/e2e/test_first_hour.py",
-    "docs/five-minutes.md": "tests/e2e/test_first_hour.py",
     "docs/index.md": "tests/e2e/test_first_hour.py",
-    "docs/own-estimator.md": "tests/e2e/test_own_estimator.py",
     "docs/resuming.md: penstock run": "tests/e2e/test_docs_commands.py",
+    "docs/training.md: .venv/bin/pytest": "tests/e2e/test_own_estimator.py",
+    "docs/watching.md: penstock queues  ": "tests/e2e/test_readme.py",
     "examples/own_trainer/README.md": "tests/e2e/test_own_trainer.py",
     "examples/reward_model/README.md": "tests/e2e/test_reward_model_run.py",
 }
@@ -36,10 +35,8 @@ RUN_BY = {
 PYTHON_RUN_BY = {
     "README.md": "tests/e2e/test_readme.py",
     "docs/first-hour.md": "tests/e2e/test_first_hour.py",
-    "docs/own-environment.md": "tests/e2e/test_guides.py",
-    "docs/own-reward.md": "tests/e2e/test_guides.py",
-    "docs/wrong-reward.md": "tests/e2e/test_guides.py",
-    "docs/own-estimator.md": "tests/e2e/test_own_estimator.py",
+    "docs/training.md": "tests/e2e/test_own_estimator.py",
+    "docs/python.md": "tests/e2e/test_docs_commands.py",
     "docs/records.md": "tests/e2e/test_docs_commands.py",
     "docs/run-folder.md": "tests/e2e/test_docs_commands.py",
 }

@@ -32,16 +32,14 @@ GOING_ON = "penstock run my.toml --set train.max_steps=100000 --quiet"
 SEVERAL = ["rm -r runs/my-run", "redis-server"]
 BEFORE = {
     "docs/base-models.md": ["rm -r models/base"],
-    "README.md": SEVERAL,
     "docs/dashboard.md": ["cp -r runs/my-run runs/other"],
+    "docs/engines.md": [GOING_ON],
     "docs/evaluation.md": ["penstock serve my-policy --port 8000"],
-    "docs/fleet.md": [GOING_ON],
     "docs/http.md": [
         "penstock serve my.toml --port 8000",
         f"{GOING_ON} --set run.metrics_address=127.0.0.1:9400",
         "penstock dashboard --port 7077",
     ],
-    "docs/reading-a-run.md": [GOING_ON],
     "docs/several-machines.md": [
         *SEVERAL,
         "cp my.toml run.toml",
@@ -73,8 +71,8 @@ def written(tmp_path_factory) -> Path:
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("runs", "__pycache__"))
     pythons = {page: [block.text for block in blocks_of(ROOT / page, "python")] for page in PYTHON_PAGES}
     (folder / "counter.py").write_text(pythons["README.md"][0])
-    (folder / "envs" / "till.py").write_text(pythons["docs/own-environment.md"][0])
-    (folder / "rewards.py").write_text("\n".join([*pythons["docs/own-reward.md"], BY_CHANCE]))
+    (folder / "envs" / "till.py").write_text(pythons["docs/environments.md"][0])
+    (folder / "rewards.py").write_text("\n".join([*pythons["docs/rewards.md"], BY_CHANCE]))
     rows = [{"question": f"Table {i % 9 + 1}: {i} + 2?", "answer": i + 2, "target": i % 5 + 1} for i in range(5000)]
     rows = [row | {"answer": None} if i % 10 == 5 else row for i, row in enumerate(rows)]  # a reward cannot be measured
     write_rows(folder / "prompts.jsonl", rows)
@@ -93,7 +91,7 @@ def written(tmp_path_factory) -> Path:
     return folder
 
 
-PYTHON_PAGES = ("README.md", "docs/own-environment.md", "docs/own-reward.md")
+PYTHON_PAGES = ("README.md", "docs/environments.md", "docs/rewards.md")
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> None:
@@ -206,6 +204,17 @@ def test_programs_that_read_a_run_print_its_groups(reader, page):
         )
         assert ran.returncode == 0, ran.stderr
         assert len(ran.stdout.splitlines()) >= STEPS
+
+
+def test_a_run_is_checked_played_started_and_read_from_python(reader):
+    code = "\n".join(block.text for block in blocks_of(ROOT / "docs" / "python.md", "python"))
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=reader.folder, capture_output=True, text=True, timeout=COMMAND_S, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert f"True {STEPS + 5}" in ran.stdout.splitlines()
+    assert ran.stdout.splitlines()[-1] == "True", "the audit is clean"
+    assert (reader.folder / "groups.jsonl").exists()
 
 
 def test_a_run_is_started_again_with_other_settings_and_other_code(reader):

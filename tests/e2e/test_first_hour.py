@@ -1,5 +1,5 @@
 """The first hour of a newcomer, from the README alone: clone, demo, own environment trained, group inspected in the
-browser, a run stopped and resumed. The commands come from README.md, five-minutes.md, index.md and first-hour.md.
+browser, a run stopped and resumed. The commands come from README.md, index.md and first-hour.md.
 """
 
 import json
@@ -116,18 +116,18 @@ def test_from_a_clone_to_a_run_inspected_and_resumed(newcomer, tmp_path, capsys)
 
 
 def clone_and_demo(newcomer: Reader, logs: Path) -> None:
-    """Follow README's first block, five-minutes.md and index.md; ends in the clone, with `penstock` on the PATH."""
-    (first, *_) = blocks_of(ROOT / "README.md", "sh")
-    begin, second_terminal, after = blocks_of(ROOT / "docs" / "five-minutes.md", "sh")
-    assert lines_of(begin.text) == lines_of(first.text)
-    clone, demo = lines_of(first.text)
+    """Follow README's first two blocks and index.md; ends in the clone, with `penstock` on the PATH."""
+    clone_and_train, look_and_resume = map(lines_of, (block.text for block in blocks_of(ROOT / "README.md", "sh")))
+    clone, demo = clone_and_train
+    after = [line for line in look_and_resume if "runs/demo" in line]
+    second_terminal = look_and_resume[: -len(after)]
     newcomer.type(clone.replace("<this repository>", f"--quiet {ROOT}"), COMMANDS_S)
     demo_run = newcomer.leave_running(demo)
     demo_run.wait_until(lambda: steps(newcomer.folder / "runs") >= 2, SET_UP_S)
     (logs / "second").mkdir()
     watching = Reader(newcomer.folder, logs=logs / "second")
     try:
-        printed = watching.type(second_terminal.text, COMMANDS_S)
+        printed = watching.type("\n".join(second_terminal), COMMANDS_S)
     finally:
         watching.leave()
     assert "limited by" in printed
@@ -135,9 +135,9 @@ def clone_and_demo(newcomer: Reader, logs: Path) -> None:
     assert demo_run.process.wait(COMMANDS_S) == 0, demo_run.printed
     scores = json.loads((newcomer.folder / "runs" / "demo" / "summary.json").read_text())
     assert scores["score_after"] - scores["score_before"] > 0.3
-    newcomer.type(lines_of(second_terminal.text)[0], COMMANDS_S)  # puts `penstock` on the PATH
-    newcomer.type(after.text, COMMANDS_S)
-    typed = {*lines_of(first.text), *lines_of(second_terminal.text)}
+    newcomer.type(second_terminal[0], COMMANDS_S)  # puts `penstock` on the PATH
+    newcomer.type("\n".join(after), COMMANDS_S)
+    typed = {*clone_and_train, *second_terminal}
     assert {line for block in blocks_of(ROOT / "docs" / "index.md", "sh") for line in lines_of(block.text)} <= typed
 
 
@@ -207,7 +207,7 @@ def stop_and_resume(newcomer: Reader) -> None:
     printed = newcomer.type(resume, COMMANDS_S)
     assert re.search(rf"resuming run \S+ at step {made}\b", printed), printed
     assert steps(runs) > made
-    newcomer.type(operating("penstock audit").replace("runs/my-run", folder), COMMANDS_S)
+    newcomer.type(operating("penstock audit").replace("runs/demo", folder), COMMANDS_S)
 
 
 def steps(runs: Path) -> int:

@@ -1,4 +1,4 @@
-"""The code of the guides under *Learn* works as printed: an environment, reward functions, and the tests of both."""
+"""The code of the guides works as printed: an environment, reward functions, and the tests of both."""
 
 import subprocess
 import sys
@@ -22,13 +22,13 @@ def blocks(page: str) -> list[str]:
 def project(tmp_path) -> Path:
     """Return a folder with the files that the guides tell the reader to write."""
     (tmp_path / "envs").mkdir()
-    till, test_of_till = blocks("own-environment.md")
+    till, test_of_till, *_ = blocks("environments.md")
     (tmp_path / "envs" / "till.py").write_text(till)
     (tmp_path / "test_till.py").write_text(test_of_till)
-    (tmp_path / "rewards.py").write_text("\n".join(blocks("own-reward.md")))
+    (tmp_path / "rewards.py").write_text("\n".join(blocks("rewards.md")))
     coffee, *_, mended = blocks("first-hour.md")
     (tmp_path / "coffee.py").write_text(coffee[: coffee.index(mended.partition("(")[0])] + mended)
-    (tmp_path / "test_coffee.py").write_text(*blocks("wrong-reward.md"))
+    (tmp_path / "test_coffee.py").write_text(*blocks("watching.md"))
     return tmp_path
 
 

@@ -1,4 +1,4 @@
-"""`docs/own-estimator.md` in a clone: its function, options and loop are added, tested, and in the reference."""
+"""The estimator of `docs/training.md` in a clone: its function, options and loop are added, tested, and listed."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from tests.pages import ROOT, blocks_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
-PAGE = ROOT / "docs" / "own-estimator.md"
+PAGE = ROOT / "docs" / "training.md"
 
 
 def add(clone: Path, text: str, before: str) -> None:

@@ -1,4 +1,4 @@
-"""Every row of `docs/survival.md` names a test that exists, or states that there is none yet."""
+"""Every fault in `docs/delivery.md` names a test that exists, or states that there is none yet."""
 
 import ast
 import re
@@ -6,13 +6,14 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "survival.md"
+PAGE = ROOT / "docs" / "delivery.md"
 NAMED = re.compile(r"(\*long:\* )?`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def rows() -> list[list[str]]:
-    """Return the cells of every row of the page's tables, without the headers."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    """Return the cells of every row of the page's tables of faults, without the headers."""
+    faults = PAGE.read_text().split("## Faults of a run\n")[1]
+    lines = [line for line in faults.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in cells if row[0] != "fault"]
 
