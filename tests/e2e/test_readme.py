@@ -111,7 +111,7 @@ def test_the_lines_of_python_check_a_run_start_it_and_read_it(user):
     A random model earns nothing in the page's environment: its groups have no variance, and are trained all the same.
     """
     ask(user, 16)
-    (user.folder / "my.toml").write_text(f"{SETTINGS}filter.zero_variance = false\n")
+    (user.folder / "my.toml").write_text(f"{SETTINGS}filter.zero_variance = false\nrollout.max_tokens = 64\n")
     ran = subprocess.run(
         [sys.executable, "-c", FROM_PYTHON],
         cwd=user.folder,
