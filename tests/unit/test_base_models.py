@@ -17,7 +17,7 @@ from benchmarks.unseen_tools import ENVIRONMENTS, prompt_of
 from benchmarks.valid_calls import judge
 from envs.tools import tool_specs
 from workers.base_models.induction import write_induction_heads
-from workers.base_models.make_tool_caller import HARD, SIZES, made_from, make_tool_tokenizer
+from workers.base_models.make_tool_caller import HARD, SHARPNESS, SIZES, made_from, make_tool_tokenizer, rescale
 from workers.base_models.shipped import FOLDERS, stored_hashes, write_base_model
 from workers.base_models.small_model import render
 from workers.base_models.tool_markup import TOOL_MARKUP, offered
@@ -85,10 +85,10 @@ def test_the_tool_caller_calls_tools_of_most_unseen_environments(folder):
             add_generation_prompt=True,
             return_tensors="pt",
         )["input_ids"]
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
         text = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
         verdicts[text] = judge(environment, text)[0]
-    assert list(verdicts.values()).count("valid") >= 3, verdicts
+    assert list(verdicts.values()).count("valid") == 5, verdicts
 
 
 class Mood(StrEnum):
@@ -113,7 +113,8 @@ def test_the_template_shows_tools_as_calls_and_conversations_continue(folder):
     prompt = chat.renderer.render_prompt(
         [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Place it: 7."}]
     )
-    shown = '{"name":"place","arguments":{"at":<|or|>"tags":[<|or|>"box":{},"mood":"dry"}}</tool_call>'
+    shown = '<|assistant|><tool_call>{"name":"place","arguments":{"at":<|or|>"tags":[<|or|>"box":{},'
+    shown += '"mood":"dry"}}</tool_call>'
     shown += '<|or|>"mood":"wet"}}</tool_call>'
     offered = '"Place<|or|>"it<|or|>7<|or|>'
     assert "".join(prompt.split()) == (
@@ -172,6 +173,15 @@ def test_a_model_with_written_induction_heads_copies_without_training():
         predicted = model(input_ids=ids).logits.argmax(-1)[0, :-1].reshape(-1)
     again = [place for place in range(61, 120) if place % 6]  # a name's first token is left to chance
     assert sum(int(predicted[place - 1] == ids[0, place]) for place in again) >= 0.8 * len(again)
+
+
+def test_rescaled_matrices_leave_outputs_as_they_are_but_for_sharpness():
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=400, head_dim=32, tie_word_embeddings=True, **SIZES)).eval()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        rescale(model)
+        torch.testing.assert_close(model(input_ids=ids).logits, SHARPNESS * before, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -157,13 +157,13 @@ def _train(folder: Path) -> Path:
             model.save_pretrained(after)
         before = after
     model = AutoModelForCausalLM.from_pretrained(before, dtype=torch.float32)
-    _rescale(model)
+    rescale(model)
     tokenizer.save_pretrained(folder / "sharpened")
     model.save_pretrained(folder / "sharpened")
     return folder / "sharpened"
 
 
-def _rescale(model: Any) -> None:
+def rescale(model: Any) -> None:
     """Sharpen the outputs, and scale the matrices without further effect: a norm stands before each of them."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
