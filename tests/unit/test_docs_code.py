@@ -148,7 +148,9 @@ def test_commands_options_targets_and_files_exist(block):
         elif program == "make":
             assert {word for word in words[1:] if "=" not in word} <= set(targets)
         files = [word.removeprefix("./") for word in words if word.removeprefix("./").startswith(folders)]
-        assert all((ROOT / file).exists() for file in files), files
+        # A reader's clone is the folder penstock/.
+        missing = [file for file in files if not (ROOT / file.removeprefix("penstock/")).exists()]
+        assert not missing
 
 
 @pytest.mark.parametrize(
