@@ -90,7 +90,7 @@ def kill_five_times(project, seed: int) -> dict:
     """Run to the end; kill the trainer five times or more, at least once between checkpoint and acknowledgement."""
     chance, kills, between = random.Random(seed), 0, 0
     with running(project) as process:
-        wait_for_trained(project, 1, process, 120)
+        wait_for_trained(project, 1, process, 240)
         killer = Killer(project, process)
         while kills < 5 or not between:
             if kills % 2:
