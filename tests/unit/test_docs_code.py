@@ -24,7 +24,7 @@ from workers.cli import penstock
 
 LANGUAGES = {"python", "sh", "toml", "json", "yaml", "text", ""}
 """A block of `text`, or without a language, is output or a drawing."""
-OURS = ("stream", "envs", "workers")
+OURS = ("penstock", "stream", "envs", "workers")
 RUNNABLE = {"cd", "curl", "jq", "penstock", "pytest", "python", "redis-server"}
 """Programs that tests/e2e/test_docs_commands.py can run."""
 RESULTS = {"--out", "--perfetto", ">"}
