@@ -102,7 +102,7 @@ def _result(code: int, output: str, errors: list[str]) -> RunSummary:
         raise SettingsError(message or "the check found errors, printed above")
     try:
         summary = msgspec.json.decode(output.splitlines()[-1] if output else b"", type=RunSummary)
-    except msgspec.DecodeError:
+    except ValueError:
         summary = None
     if code not in (ExitCode.SUCCESS, ExitCode.UNTRAINED, ExitCode.INTERRUPTED):
         raise RunFailedError(message or f"the run ended with exit code {code}")
