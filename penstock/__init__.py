@@ -67,9 +67,9 @@ _HOMES = {
     "workers.check.report": ("CheckReport",),
     "workers.commands.play.play": ("play",),
     "workers.run.run_process": ("run",),
-    "workers.run.summary": ("RunSummary",),
     "workers.runs.find": ("open_run",),
     "workers.runs.run": ("Run",),
+    "workers.runs.summary": ("RunSummary",),
     "workers.settings.settings": ("Settings",),
     "workers.settings.toml_file": ("load_settings",),
 }

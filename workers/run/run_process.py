@@ -3,6 +3,7 @@
 A process of its own, since a run handles signals and has an event loop, and a notebook has both already.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import msgspec
 
 from stream import parent_death
 from stream.errors import PenstockError, RunFailedError, SettingsError
+from workers.run.role_specs import penstock_command
 from workers.runs.summary import RunSummary
 from workers.runtime.exit_codes import ExitCode
 from workers.settings import Settings
@@ -51,40 +53,44 @@ def run(
             settings = file
         words = ["run", str(settings), "--json", *(["--quiet"] if quiet else [])]
         words += [word for override in write_overrides(overrides or {}) for word in ("--set", override)]
-        command = [sys.executable, "-P", parent_death.__file__, sys.executable, "-P", "-m", "penstock", *words]
+        dying = (sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()))
         child = subprocess.Popen(  # noqa: S603  (our own command; the file is an argument)
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
+            [*dying, *penstock_command(), *words],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, encoding="utf-8", errors="replace", start_new_session=True,
         )  # fmt: skip
-        return _result(*_wait(child))
+        return _result(*_communicate(child))
 
 
-def _wait(child: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
+def _communicate(child: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
     """Print the child's progress until it ends. Returns its exit code, its output, and its error lines."""
     outputs: list[str] = []
     errors: list[str] = []
     readers = [
-        Thread(target=lambda: outputs.extend(_lines(child.stdout)), daemon=True),
+        Thread(target=lambda: outputs.extend(child.stdout or ()), daemon=True),
         Thread(target=_print_lines, args=(child.stderr, errors), daemon=True),
     ]
     for reader in readers:
         reader.start()
     try:
-        child.wait()
-    except KeyboardInterrupt:
-        child.send_signal(signal.SIGINT)
+        _wait(child)
+    finally:
+        child.kill()  # it has ended, unless an exception other than two interrupts ends the wait
+    for reader in readers:
+        reader.join()
+    return child.wait(), "".join(outputs), errors
+
+
+def _wait(child: subprocess.Popen[str]) -> None:
+    """Wait until the child ends, and pass two interrupts on to it: the first drains, the second ends it at once."""
+    for _ in range(2):
         try:
             child.wait()
         except KeyboardInterrupt:
             child.send_signal(signal.SIGINT)
-            child.wait()
-    for reader in readers:
-        reader.join()
-    return child.returncode, "".join(outputs), errors
-
-
-def _lines(stream: IO[str] | None) -> list[str]:
-    return list(stream or ())
+        else:
+            return
+    child.wait()
 
 
 def _print_lines(stream: IO[str] | None, errors: list[str]) -> None:
