@@ -44,7 +44,8 @@ def run(
 
     Raises:
         SettingsError: the settings are wrong, or the check found errors; nothing was started.
-        RunFailedError: the run failed; the message says why.
+        RunFailedError: the run failed, or could not go on; the message says why, `cause` where in the user's code.
+        PenstockError: the run was interrupted before it began.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         if isinstance(settings, Settings):
@@ -54,12 +55,13 @@ def run(
         words = ["run", str(settings), "--json", *(["--quiet"] if quiet else [])]
         words += [word for override in write_overrides(overrides or {}) for word in ("--set", override)]
         dying = (sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()))
-        child = subprocess.Popen(  # noqa: S603  (our own command; the file is an argument)
+        with subprocess.Popen(  # noqa: S603  (our own command; the file is an argument)
             [*dying, *penstock_command(), *words],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, encoding="utf-8", errors="replace", start_new_session=True,
-        )  # fmt: skip
-        return _result(*_communicate(child))
+        ) as child:  # fmt: skip
+            code, output, errors = _communicate(child)
+    return _result(code, output, errors)
 
 
 def _communicate(child: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
@@ -105,13 +107,14 @@ def _result(code: int, output: str, errors: list[str]) -> RunSummary:
     """Return the summary that the child printed, or raise its error."""
     message = "\n".join(errors)
     if code == ExitCode.USAGE:
-        raise SettingsError(message or "the check found errors, printed above")
+        raise SettingsError(message)
     try:
-        summary = msgspec.json.decode(output.splitlines()[-1] if output else b"", type=RunSummary)
+        summary = msgspec.json.decode(output, type=RunSummary)
     except msgspec.DecodeError:
         summary = None
     if code not in (ExitCode.SUCCESS, ExitCode.UNTRAINED, ExitCode.INTERRUPTED):
-        raise RunFailedError(message or f"the run ended with exit code {code}")
+        failure = summary.failure if summary is not None else None
+        raise RunFailedError(message or f"the run ended with exit code {code}", failure.cause if failure else None)
     if summary is None:
-        raise PenstockError(message or "the run was interrupted before it began")
+        raise PenstockError("the run was interrupted before it began")
     return summary
