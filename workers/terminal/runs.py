@@ -5,7 +5,8 @@ from datetime import UTC, datetime
 from rich.table import Table
 from rich.text import Text
 
-from workers.runs.catalog import Runs, RunState
+from workers.runs.catalog import Runs
+from workers.runs.state import RunState
 from workers.runs.transcript import escape_controls
 from workers.settings.settings import RUNS
 from workers.terminal.output import make_console, print_json
