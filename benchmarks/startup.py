@@ -1,9 +1,10 @@
 """Time and CPU until a command has answered, a worker has claimed work, and a run has its first group.
 
-    python -m benchmarks.startup [--repeats 5] [--groups 50000] [--dead 10000] [--only help,queues] [--json] [--check]
+    python -m benchmarks.startup [--repeats 5] [--groups 50000] [--dead 10000] [--only import,queues] [--json] [--check]
 
 ===========  =========================================================================================
 `bare`       `python -c pass`, the floor of every command
+`import`     `python -c "import penstock"`
 `help`       `penstock --help`
 `queues`     `penstock queues` of a run with `--groups` groups that wait to be trained, and `--dead` dead letters
 `rollout`    `penstock rollout` with the demo's settings until it has claimed a prompt; its engine answers at once
@@ -43,7 +44,7 @@ from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
 from tests.scripted_engine.engine import ScriptedEngine
 
-LIMITS_MS = {"help": 150.0, "queues": 400.0, "rollout": 1500.0, "run": 15_000.0}
+LIMITS_MS = {"import": 100.0, "help": 150.0, "queues": 400.0, "rollout": 1500.0, "run": 15_000.0}
 PENSTOCK = (sys.executable, "-P", "-m", "penstock")
 POLL_S = 0.01
 TIMEOUT_S = 120.0
@@ -211,6 +212,9 @@ async def measure(names: list[str], repeats: int, groups: int, dead: int) -> dic
         await anyio.to_thread.run_sync(measure_command, *prepare)
         bare = Cost.least([measure_command(sys.executable, "-c", "pass") for _ in range(3 * repeats)])
         found = {"bare": bare}
+        if "import" in names:
+            costs = [measure_command(sys.executable, "-P", "-c", "import penstock") for _ in range(3 * repeats)]
+            found["import"] = Cost.least(costs)
         if "help" in names:
             found["help"] = Cost.least([measure_command(*PENSTOCK, "--help") for _ in range(repeats)])
         if "queues" in names:

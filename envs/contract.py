@@ -58,8 +58,12 @@ class Environment(Protocol):
                 return float(self.heard == self.word)
     """
 
-    reset: Callable[..., Any]
-    """Receives the prompt's fields as keyword arguments: all if it has `**row`, else those it names. Sync or async."""
+    @property
+    def reset(self) -> Callable[..., Any]:
+        """A method that receives the prompt's fields as keyword arguments: all if it has `**row`, else those it names.
+
+        Sync or async. It is a property here since a type checker takes no method for a variable.
+        """
 
 
 def is_observation(value: object) -> bool:

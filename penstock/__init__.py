@@ -67,9 +67,9 @@ _HOMES = {
     "workers.check.report": ("CheckReport",),
     "workers.evaluate.play": ("play",),
     "workers.launch.run_process": ("run",),
-    "workers.runs.summary": ("RunSummary",),
     "workers.runs.find": ("open_run",),
     "workers.runs.run": ("Run",),
+    "workers.runs.summary": ("RunSummary",),
     "workers.settings.settings": ("Settings",),
     "workers.settings.toml_file": ("load_settings",),
 }
@@ -119,4 +119,26 @@ def _load_own_packages() -> None:
     import_module("envs.project_packages").join()
 
 
+def _show_in_notebooks() -> None:
+    """Show groups as a table in IPython; records know nothing of screens, while other values show themselves."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None:
+        return
+
+    def as_table(group: "Group") -> str:
+        from workers.runs.html import group_html
+
+        return group_html(group)
+
+    def in_one_line(group: "Group", printer: Any, _: bool) -> None:
+        from workers.runs.html import group_line
+
+        printer.text(group_line(group))
+
+    formatters = shell.display_formatter.formatters
+    formatters["text/html"].for_type_by_name("stream.records", "Group", as_table)
+    formatters["text/plain"].for_type_by_name("stream.records", "Group", in_one_line)
+
+
 _load_own_packages()
+_show_in_notebooks()

@@ -201,7 +201,7 @@ class Consumer(Generic[Checked]):
             reason = (dropped or {}).get(each.group.prompt.id)
             ended.append((each, Trained() if reason is None else Dropped(reason)))
         await self._record_untrained()
-        await self._record(ended, step, completions)
+        await self._record(ended, step, completions, in_step=True)
         self.step = step
         for each in groups:
             self._in_step.pop(each.group.prompt.id, None)
@@ -351,12 +351,14 @@ class Consumer(Generic[Checked]):
         ended: Sequence[tuple[LeasedGroup[Any], LedgerOutcome]],
         step: int,
         completions: Mapping[str, Sequence[TrainedCompletion]] | None = None,
+        *,
+        in_step: bool = False,
     ) -> None:
         """Write groups to archive and ledger; a reader who believes the ledger finds the group in the archive."""
 
         def write() -> None:
             records = [
-                LedgerRecord(each.group.prompt.id, outcome, step, self.version, content_hash(each.group))
+                LedgerRecord(each.group.prompt.id, outcome, step, self.version, content_hash(each.group), in_step)
                 for each, outcome in ended
             ]
             if self._archive is not None:

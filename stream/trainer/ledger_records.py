@@ -116,6 +116,8 @@ class LedgerRecord(Struct, frozen=True):
     """The policy version of the trainer at that time."""
     hash: str
     """Of the group's content (`content_hash`); without a group, of prompt and outcome."""
+    in_step: bool = False
+    """Whether the group was in the batch of `step`, which may have dropped it; false if it was dropped on the way."""
 
     @property
     def has_group(self) -> bool:
@@ -133,7 +135,7 @@ class LedgerLine(Struct, frozen=True):
     record: LedgerRecord
 
 
-class _Line(Struct):
+class _Line(Struct, omit_defaults=True):
     """The JSON form of a record."""
 
     prompt: str
@@ -141,6 +143,7 @@ class _Line(Struct):
     step: int
     version: int
     hash: str
+    in_step: bool = False
 
 
 class LedgerEvent(Struct, frozen=True):
@@ -161,7 +164,7 @@ _event_decoder = msgspec.json.Decoder(LedgerEvent)
 def encode_record(record: LedgerRecord) -> bytes:
     """Return the record's JSON, without a line end."""
     outcome = encode_outcome(record.outcome)
-    return msgspec.json.encode(_Line(record.prompt, outcome, record.step, record.version, record.hash))
+    return msgspec.json.encode(_Line(record.prompt, outcome, record.step, record.version, record.hash, record.in_step))
 
 
 def decode_record(text: bytes) -> LedgerRecord:
@@ -171,7 +174,7 @@ def decode_record(text: bytes) -> LedgerRecord:
         ValueError: the line is no record.
     """
     line = _line_decoder.decode(text)
-    return LedgerRecord(line.prompt, decode_outcome(line.outcome), line.step, line.version, line.hash)
+    return LedgerRecord(line.prompt, decode_outcome(line.outcome), line.step, line.version, line.hash, line.in_step)
 
 
 def decode_event(text: bytes) -> LedgerEvent | None:

@@ -38,10 +38,12 @@ def imitate(
     model.train()
     losses = []
     for ids_BT, weights_BT in batches:
-        logits_BTV = model(input_ids=ids_BT[:, :-1]).logits
         # Padding is on the right and has weight 0, so causal attention needs no mask.
-        nll = torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none")
-        weights = weights_BT[:, 1:].flatten()
+        hidden_BTH = model.model(input_ids=ids_BT[:, :-1]).last_hidden_state
+        counts_BT = weights_BT[:, 1:] > 0
+        logits_NV = model.lm_head(hidden_BTH[counts_BT])
+        nll = torch.nn.functional.cross_entropy(logits_NV, ids_BT[:, 1:][counts_BT], reduction="none")
+        weights = weights_BT[:, 1:][counts_BT]
         loss = (nll * weights).sum() / weights.sum()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -173,10 +173,17 @@ def _train_bpe(pieces: Iterable[str], vocabulary: int, markup: Markup, split: Se
 
 
 def render(
-    conversations: Sequence[list[dict[str, Any]]], template: str, tools: Sequence[Any] | None = None
+    conversations: Sequence[list[dict[str, Any]]], template: str, tools: Sequence[Any] | None = None, **arguments: Any
 ) -> list[str]:
-    """Return conversations as the chat template writes them; `tools` are the schemas of all of them."""
+    """Return conversations as the chat template writes them; `tools` are the schemas of all of them.
+
+    Args:
+        conversations: the messages of each.
+        template: Jinja text.
+        tools: schemas.
+        arguments: further variables of the template.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    rendered, _ = render_jinja_template(list(conversations), chat_template=template, tools=tools)
+    rendered, _ = render_jinja_template(list(conversations), chat_template=template, tools=tools, **arguments)
     return list(rendered)

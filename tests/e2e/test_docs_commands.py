@@ -49,10 +49,11 @@ BEFORE = {
     "docs/watching.md": [GOING_ON],
 }
 """What the reader of a page has typed before."""
-BY_CHANCE = """
-def by_chance(completions, **columns):
-    return [float(len(text) % 2) for text in completions]
+BY_PLACE = """
+def by_place(completions, **columns):
+    return [float(place % 2) for place in range(len(completions))]
 """
+"""Rewards that differ in every group, whatever the model says: a run without differences ends with exit code 5."""
 NAMES = {"MODEL_FOLDER": "models/reward", "https://config.internal/": "http://127.0.0.1:8080/"}
 HOSTS = r"(?<=//)(?:host|trainer|gpu-?\d?|localhost)(?=:\d)"
 PORTS = ("4318", "6379", "7077", "8000", "8080", "8100", "9400")
@@ -72,7 +73,7 @@ def written(tmp_path_factory) -> Path:
     pythons = {page: [block.text for block in blocks_of(ROOT / page, "python")] for page in PYTHON_PAGES}
     (folder / "counter.py").write_text(pythons["README.md"][0])
     (folder / "envs" / "till.py").write_text(pythons["docs/environments.md"][0])
-    (folder / "rewards.py").write_text("\n".join([*pythons["docs/rewards.md"], BY_CHANCE]))
+    (folder / "rewards.py").write_text("\n".join([*pythons["docs/rewards.md"], BY_PLACE]))
     rows = [{"question": f"Table {i % 9 + 1}: {i} + 2?", "answer": i + 2, "target": i % 5 + 1} for i in range(5000)]
     rows = [row | {"answer": None} if i % 10 == 5 else row for i, row in enumerate(rows)]  # a reward cannot be measured
     write_rows(folder / "prompts.jsonl", rows)
@@ -81,7 +82,7 @@ def written(tmp_path_factory) -> Path:
     write_rows(folder / "pairs.jsonl", [pair, pair])
     (folder / "my.toml").write_text(tomli_w.dumps(settings("my-run", "counter.py:Counter", STEPS)))
     recipe = settings("", "envs.till:Till", 2) | {"eval": {"path": "held_out.jsonl", "group_size": 2}}
-    recipe["rewards"] = [{"ref": "rewards.py:by_chance"}]  # the model never solves the task
+    recipe["rewards"] = [{"ref": "rewards.py:by_place"}]  # the model never solves the task
     (folder / "run.toml").write_text(tomli_w.dumps(recipe))
     (folder / "other.toml").write_text('[[rewards]]\nref = "rewards.py:solved"\n')
     reader = Reader(folder, logs=folder.parent, path=str(Path(sys.executable).parent))

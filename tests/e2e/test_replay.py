@@ -54,9 +54,11 @@ class Killer:
         return {path.name for path in self.checkpoints.glob(".step-*")}
 
     def anywhere(self, delay_s: float) -> None:
-        """Kill the trainer `delay_s` after the next new checkpoint."""
-        before = self.whole()
+        """Kill the trainer `delay_s` after the first group that ended since the next new checkpoint."""
+        before, ledger = self.whole(), self.project.run_folder / "ledger.jsonl"
         until(lambda: self.whole() - before, self.process)
+        size = ledger.stat().st_size
+        until(lambda: ledger.stat().st_size > size, self.process)
         time.sleep(delay_s)
         os.kill(self.trainer(), signal.SIGKILL)
 
@@ -90,7 +92,7 @@ def kill_five_times(project, seed: int) -> dict:
     """Run to the end; kill the trainer five times or more, at least once between checkpoint and acknowledgement."""
     chance, kills, between = random.Random(seed), 0, 0
     with running(project) as process:
-        wait_for_trained(project, 1, process, 120)
+        wait_for_trained(project, 1, process, 240)
         killer = Killer(project, process)
         while kills < 5 or not between:
             if kills % 2:

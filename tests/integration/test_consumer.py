@@ -241,6 +241,10 @@ async def test_a_group_that_check_drops_is_recorded_and_not_buffered(make_consum
     assert (seen, list(consumer.buffer), consumer.buffer["b"].checked) == ([("a", -1), ("b", -1)], ["b"], "b")
     assert consumer.ledger.outcomes == {"a": Dropped("difficulty")}
     assert (await pipe.balance())["dropped"] == 1
+    await consumer.commit(consumer.pop(["b"]), 1)
+    lines, _ = await anyio.to_thread.run_sync(read_ledger, consumer.ledger.path)
+    written = [each.record for each in lines]
+    assert [(line.prompt, line.step, line.in_step) for line in written] == [("a", 1, False), ("b", 1, True)]
 
 
 @pytest.mark.parametrize("copy", ["like the first", "to be dropped", "unreadable"])

@@ -86,7 +86,7 @@ def make_run(folder: Path, name: str) -> Path:
     ledger, archive = Ledger(folder / "ledger.jsonl"), Archive(folder / "groups")
     for step in range(1, STEPS + 1):
         made = [group(number, step) for number in range(3 * step, 3 * step + 3)]
-        lines = [LedgerRecord(each.prompt.id, Trained(), step, step, content_hash(each)) for each in made]
+        lines = [LedgerRecord(each.prompt.id, Trained(), step, step, content_hash(each), in_step=True) for each in made]
         archive.write((line, encode(each)) for line, each in zip(lines, made, strict=True))
         ledger.append(lines)
     ledger.close()

@@ -94,6 +94,7 @@ async def test_a_recovery_that_the_server_lost_is_repeated(pipe, tmp_path):
         await consumer.trainer_lease.renew()
         with anyio.fail_after(5):
             assert {each.group.prompt.id for each in await consumer.claim(2)} == {"a", "b"}
+        assert not consumer.trainer_lease.lost_recovery, "every poll would recover again"
 
 
 async def end_groups(pipe, path, count: int) -> list:

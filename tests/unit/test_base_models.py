@@ -1,8 +1,10 @@
 """The shipped base models."""
 
 import fnmatch
+import json
 import subprocess
 import tomllib
+from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from benchmarks.unseen_tools import ENVIRONMENTS, prompt_of
 from benchmarks.valid_calls import judge
 from envs.tools import tool_specs
 from tests.base_models.induction import write_induction_heads
-from tests.base_models.make_tool_caller import HARD, SIZES, made_from, make_tool_tokenizer
+from tests.base_models.make_tool_caller import HARD, SHARPNESS, SIZES, made_from, make_tool_tokenizer, rescale
+from tests.base_models.small_model import render
+from tests.base_models.tool_markup import TOOL_MARKUP, offered
 from tests.base_models.tool_transcripts import conversations
 from workers.cli import penstock
 from workers.demo.base_models import FOLDERS, stored_hashes, write_base_model
@@ -71,7 +75,7 @@ def test_base_model_writes_a_model_to_a_new_folder_only(tmp_path):
 def test_the_tool_caller_calls_tools_of_most_unseen_environments(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    assert sum(weight.numel() for weight in model.parameters()) < 1_000_000
+    assert sum(weight.numel() for weight in model.parameters()) < 1_200_000
     verdicts = {}
     for environment in [kind() for kind in ENVIRONMENTS[:5]]:
         ids = tokenizer.apply_chat_template(
@@ -80,25 +84,41 @@ def test_the_tool_caller_calls_tools_of_most_unseen_environments(folder):
             add_generation_prompt=True,
             return_tensors="pt",
         )["input_ids"]
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
         text = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
         verdicts[text] = judge(environment, text)[0]
-    assert list(verdicts.values()).count("valid") >= 3, verdicts
+    assert list(verdicts.values()).count("valid") == 5, verdicts
+
+
+class Mood(StrEnum):
+    """Pydantic describes it as a reference."""
+
+    DRY = "dry"
+    WET = "wet"
 
 
 class Awkward:
     """Schemas that are no plain types."""
 
-    def place(self, at: int | None, tags: list[str], box: dict[str, int], note: dict[str, int] = {}) -> str:  # noqa: B006
+    def place(
+        self, at: int | None, tags: list[str], box: dict[str, int], mood: Mood, note: dict[str, int] | None = None
+    ) -> str:
         """Describe it at great length, which a small model need not read."""
 
 
 def test_the_template_shows_tools_as_calls_and_conversations_continue(folder):
     tools = [spec.schema for spec in tool_specs(Awkward())]
     chat = ChatTokenizer.load(folder, {}, tools)
-    prompt = chat.renderer.render_prompt([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}])
-    shown = '{"name": "place", "arguments": {"at": <integer>, "tags": ["<string>"], "box":{}}}'
-    assert prompt == (f"<|system|>Be brief.<tool_call>{shown}</tool_call><|im_end|><|user|>?<|im_end|><|assistant|>")
+    prompt = chat.renderer.render_prompt(
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Place it: 7."}]
+    )
+    shown = '<|assistant|><tool_call>{"name":"place","arguments":{"at":<|or|>"tags":[<|or|>"box":{},'
+    shown += '"mood":"dry"}}</tool_call>'
+    shown += '<|or|>"mood":"wet"}}</tool_call>'
+    offered = '"Place<|or|>"it<|or|>7<|or|>'
+    assert "".join(prompt.split()) == (
+        f"<|system|>Bebrief.{shown}<|im_end|><|user|>Placeit:7.{offered}<|im_end|><|assistant|>"
+    )
     assert choose_tool_format("auto", chat.renderer.template, tools).name == "hermes"
     check = chat.check_history(with_tools=True, with_user_replies=True)
     assert not check.rewrites_history, check.reason
@@ -114,10 +134,26 @@ def test_every_scripted_call_fits_the_schema_of_its_tool():
                 assert all(fits(schema["properties"][name], value) for name, value in arguments.items()), call
 
 
+def test_scripted_texts_and_numbers_are_those_that_the_template_offers_for_copying():
+    contents = [
+        *("Send 40 euros from alice to bob.", "486", "", " a\n b", '{"a": -5, "b": "x\\"y"}', "007 1e5 -0 12345678901"),
+        *(" ".join(f"w{i} {i}" for i in range(40)), "x" * 40, "é 中🙂 [up] (down)"),
+    ]
+    for content in contents:
+        message = {"role": "user", "content": content}
+        [written] = render([[message]], TOOL_MARKUP.template, [{"function": {"name": "f"}}])
+        shown = written.partition(f"<|user|>{content}")[2].split("<|im_end|>")[0].split("<|or|>")[:-1]
+        words, numbers = offered(content)
+        values = [json.loads(text.strip() + ('"' if '"' in text else "")) for text in shown]
+        assert sorted(map(str, values)) == sorted([*words.values(), *numbers.values()]), content
+
+
 def fits(schema: dict, value: object) -> bool:
     """Whether a value fits the part of JSON schema that the scripted conversations use."""
     if schema["type"] == "array":
         return isinstance(value, list) and all(fits(schema["items"], item) for item in value)
+    if schema["type"] == "object":
+        return value == {}
     kinds = {"integer": int, "number": (int, float), "string": str, "boolean": bool}
     proper = isinstance(value, kinds[schema["type"]]) and (schema["type"] == "boolean" or not isinstance(value, bool))
     return proper and value in schema.get("enum", [value])
@@ -136,3 +172,12 @@ def test_a_model_with_written_induction_heads_copies_without_training():
         predicted = model(input_ids=ids).logits.argmax(-1)[0, :-1].reshape(-1)
     again = [place for place in range(61, 120) if place % 6]  # a name's first token is left to chance
     assert sum(int(predicted[place - 1] == ids[0, place]) for place in again) >= 0.8 * len(again)
+
+
+def test_rescaled_matrices_leave_outputs_as_they_are_but_for_sharpness():
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=400, head_dim=32, tie_word_embeddings=True, **SIZES)).eval()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        rescale(model)
+        torch.testing.assert_close(model(input_ids=ids).logits, SHARPNESS * before, rtol=1e-2, atol=1e-2)

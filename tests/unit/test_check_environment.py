@@ -30,7 +30,7 @@ def environment(tmp_path, monkeypatch):
 
 
 def penstock_check(*arguments):
-    command = [sys.executable, "-m", "workers", "check", *arguments]
+    command = [sys.executable, "-m", "penstock", "check", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
 
 

@@ -462,7 +462,7 @@ def test_a_file_of_engines_that_does_not_exist_is_a_warning(project):
     report = project.check()
     assert not report.errors
     (warning,) = report.warnings
-    assert warning.problem == "engines.txt: No such file or directory; the run waits until it names engines"
+    assert warning.text == "engines.txt: No such file or directory; the run waits until it names engines"
 
 
 @pytest.mark.parametrize(("has_gpu", "is_cpu_build"), [(False, True), (False, False), (True, True), (True, False)])

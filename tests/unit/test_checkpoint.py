@@ -1,5 +1,6 @@
 """Checkpoints are complete or absent, verified, and never loaded if damaged; export of weights."""
 
+import errno
 import resource
 import shutil
 import signal
@@ -13,6 +14,7 @@ from structlog.testing import capture_logs
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from stream import durable
 from stream.durable import create_folder_atomically
 from stream.errors import FencedError, RunFailedError, RunMismatchError
 from stream.records import Completion, Group, Prompt
@@ -261,6 +263,16 @@ def test_a_folder_whose_block_fails_is_not_created(tmp_path):
     with pytest.raises(KeyError):
         make()
     assert names(tmp_path) == []
+
+
+def test_a_disk_that_fails_after_the_rename_is_told_by_its_own_error(tmp_path, monkeypatch):
+    def fsync(path):
+        if path == tmp_path:
+            raise OSError(errno.EIO, "the disk fails")
+
+    monkeypatch.setattr(durable, "fsync_path", fsync)
+    with pytest.raises(OSError, match="the disk fails"), create_folder_atomically(tmp_path / "a") as folder:
+        (folder / "x").write_text("x")
 
 
 def test_a_folder_appears_only_when_it_is_complete(tmp_path):

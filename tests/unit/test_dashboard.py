@@ -14,7 +14,7 @@ from workers.dashboard import app
 from workers.dashboard.access import Access
 from workers.dashboard.app import serve_dashboard
 from workers.dashboard.templating import render, with_query
-from workers.runs.catalog import Runs, read_state
+from workers.runs.catalog import Runs
 from workers.runs.metrics_file import MAX_POINTS, make_charts, read_metrics
 
 TOKEN = "a token, 7 words long"
@@ -206,14 +206,14 @@ def test_runs_of_one_name_have_addresses_of_their_own(folder, tmp_path):
 
 def test_the_list_of_runs_shows_the_last_whole_step_of_a_killed_run(folder):
     (run,) = Runs([str(folder)]).all()
-    assert (read_state(run).step, read_state(run).reward) == (3, 0.3)
+    assert (run.state().step, run.state().reward) == (3, 0.3)
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'{"text": "%b"}\n{"step": 4, "reward/mean": 0.4}\n' % (b"x" * 70_000))
         file.write(b'{"step": null}\n[1]\nnull\n{"step": "x"}\n{"text": "\xff"}\n{"step": 5, "rew')
-    assert (read_state(run).step, read_state(run).reward) == (4, 0.4)
+    assert (run.state().step, run.state().reward) == (4, 0.4)
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][:4] == [1, 2, 3, 4]
     (folder / "metrics.jsonl").unlink()
-    assert (read_state(run).step, read_state(run).reward) == (0, None)
+    assert (run.state().step, run.state().reward) == (0, None)
 
 
 async def test_a_run_whose_folder_has_any_name_opens(folder):

@@ -24,7 +24,7 @@ from workers.cli import penstock
 
 LANGUAGES = {"python", "sh", "toml", "json", "yaml", "text", ""}
 """A block of `text`, or without a language, is output or a drawing."""
-OURS = ("stream", "envs", "workers", "penstock")
+OURS = ("penstock", "stream", "envs", "workers")
 RUNNABLE = {"cd", "curl", "jq", "penstock", "pytest", "python", "redis-server"}
 """Programs that tests/e2e/test_docs_commands.py can run."""
 RESULTS = {"--out", "--perfetto", ">"}
@@ -149,7 +149,9 @@ def test_commands_options_targets_and_files_exist(block):
         elif program == "make":
             assert {word for word in words[1:] if "=" not in word} <= set(targets)
         files = [word.removeprefix("./") for word in words if word.removeprefix("./").startswith(folders)]
-        assert all((ROOT / file).exists() for file in files), files
+        # A reader's clone is the folder penstock/.
+        missing = [file for file in files if not (ROOT / file.removeprefix("penstock/")).exists()]
+        assert not missing
 
 
 @pytest.mark.parametrize(

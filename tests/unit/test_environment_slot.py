@@ -300,10 +300,11 @@ async def test_each_environment_has_its_own_slots_and_prompts_without_one_have_n
 
 async def test_a_cancelled_call_replaces_the_instance_since_its_thread_may_still_use_it():
     async with EnvironmentPool({"env": factory_of(Counter)}, size=1) as pool:
-        with anyio.move_on_after(0.05):
+        with anyio.CancelScope() as scope:
             async with pool.slot("env") as slot:
                 await slot.reset({}, 0, 0, 5)
                 environment = slot._environment
+                scope.deadline = anyio.current_time() + 0.05
                 await slot.call_tool(call("sleep", seconds=0.3), 5)
         assert slot.needs_replacement
         async with pool.slot("env") as after:

@@ -61,6 +61,8 @@ class Made:
     def __init__(self, base: Path, folder: Path, **sections) -> None:
         self.folder = folder
         self.ledger = folder / "ledger.jsonl"
+        self.late_step = 0
+        """A step whose groups are two versions old, and were checked one version before it."""
         table = {
             "run": {"folder": str(folder)},
             "model": {"path": str(base)},
@@ -102,24 +104,25 @@ class Made:
     def step(self, learner, archive, ledger, progress, numbers):
         """Train on four groups, less one with equal rewards, and record all as `Collector` and `Trainer` do."""
         step, version, hand = progress.step + 1, progress.version, []
+        late = int(step == self.late_step)
         for number in numbers:
-            made = group(number, version)
-            reason = check_group(made, self.settings, version, VOCABULARY).drop_reason
+            made = group(number, version - 2 * late)
+            reason = check_group(made, self.settings, version - late, VOCABULARY).drop_reason
             if reason is None:
                 hand.append(made)
             else:
-                self.write(archive, ledger, [(made, Dropped(reason))], step, version)
+                self.write(archive, ledger, [(made, Dropped(reason))], step, version - late)
         hand.sort(key=lambda each: each.prompt.id)
         report = learner.step(collate(hand), version)
         outcome = Trained() if report.trained else Dropped(report.skipped)
         ends = [Dropped(report.dropped[g.prompt.id]) if g.prompt.id in report.dropped else outcome for g in hand]
-        self.write(archive, ledger, list(zip(hand, ends, strict=True)), step, version)
+        self.write(archive, ledger, list(zip(hand, ends, strict=True)), step, version, in_step=True)
         progress.step, progress.version = step, version + 1
         return learner, archive, ledger
 
     @staticmethod
-    def write(archive, ledger, ended, step, version) -> None:
-        lines = [LedgerRecord(made.prompt.id, end, step, version, content_hash(made)) for made, end in ended]
+    def write(archive, ledger, ended, step, version, *, in_step=False) -> None:
+        lines = [LedgerRecord(made.prompt.id, end, step, version, content_hash(made), in_step) for made, end in ended]
         archive.write((line, encode(made)) for line, (made, _) in zip(lines, ended, strict=True))
         ledger.append(lines)
 
@@ -209,6 +212,17 @@ def test_skipped_steps_differ_from_groups_dropped_on_the_way(base, tmp_path):
     report = made.replay()
     assert report.is_identical
     assert report.dropped == sum(line.outcome == Dropped("zero_variance") for line in made.lines())
+
+
+def test_groups_that_became_too_old_by_their_step_are_in_its_batch(base, tmp_path):
+    """Another check at the step's version drops them, for the reason that the step had: only the ledger can tell."""
+    made = Made(base, tmp_path / "run", pacing={"max_token_age": 1})
+    made.late_step = 3
+    lines = made.run().lines()
+    assert {line.outcome for line in lines if line.in_step and line.step == 3} == {Dropped("no_valid_row")}
+    report = made.replay()
+    assert report.is_identical, report.mismatch
+    assert (report.steps, report.groups) == (STEPS, sum(line.in_step for line in lines))
 
 
 # --- falsified records

@@ -32,6 +32,7 @@ GAE, REMAX, GDPO, PASSK = ({"name": name} for name in ("gae", "remax", "gdpo", "
             {"weights": {"transport": "http"}, "engine": {"urls": ["http://127.0.0.1:1", "http://gpu7:8000"]}},
             ["run.address", "http://gpu7:8000 cannot reach the trainer"],
         ),
+        ({"data": {"path": "d.jsonl", "prompt": ""}}, ["data.prompt is empty", "[environments] is empty", "name the"]),
         ({"filter": {"min_valid_rows": 9}}, ["filter.min_valid_rows", "rollout.group_size", "lower"]),
         ({"filter": {"mean_reward_range": [1.0, 0.5]}}, ["filter.mean_reward_range", "lower bound first"]),
         ({"filter": {"advantage_range": [2.0, 1.0]}}, ["filter.advantage_range", "lower bound first"]),

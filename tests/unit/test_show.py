@@ -173,6 +173,7 @@ def test_a_range_has_ends(text):
 def test_an_export_has_tokens_masks_and_the_trainers_advantages(folder):
     result = run("export-groups", str(folder), "--jsonl")
     assert result.exit_code == 0, result.output
+    assert result.output.startswith("6 completions")
     lines = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
     assert [(line["prompt_id"], line["completion"], line["advantage"]) for line in lines] == [
         *(("a", 0, 0.5), ("a", 1, -0.5)),
@@ -212,8 +213,10 @@ def test_an_export_has_what_the_trainer_decided_about_each_token(folder):
 
 def test_parquet_has_the_same_content(folder, tmp_path):
     file = tmp_path / "out.parquet"
-    assert run("export-groups", str(folder), str(file), "--step", "1..2").exit_code == 0
+    result = run("export-groups", str(folder), str(file), "--step", "1..2")
+    assert (result.exit_code, result.output[:13]) == (0, "4 completions"), result.output
     rows = pq.read_table(file).to_pylist()
+    assert len(rows) == 4
     lines = [json.loads(line) for line in run("export-groups", str(folder), "-", "--step", "1..2").stdout.splitlines()]
     assert [row["rows"] for row in rows] == [line["rows"] for line in lines]
     assert [row["advantage"] for row in rows] == [line["advantage"] for line in lines]

@@ -8,6 +8,7 @@ import anyio
 import msgspec
 import pytest
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from stream.errors import EngineError, SettingsError
 from workers.engine_api.discovery import normalize_engine_url
@@ -176,6 +177,27 @@ async def test_another_process_at_the_port_is_not_mistaken_for_the_server(tmp_pa
             await serve_vllm(
                 msgspec.structs.replace(settings, model=model), host="127.0.0.1", port=port, ready=pytest.fail
             )
+
+
+@pytest.mark.parametrize("every_s", [server._LOG_EVERY_S, 0.0])
+async def test_a_server_that_loads_for_long_is_logged_with_its_last_line(monkeypatch, every_s):
+    monkeypatch.setattr(server, "_HEALTH_EVERY_S", 0.01)
+    monkeypatch.setattr(server, "_LOG_EVERY_S", every_s)
+    tail, asked = OutputTail(), []
+    tail.add(b"loading shard 2 of 7")
+
+    async def health(_):
+        asked.append("/health")
+        is_ready = logs if every_s == 0 else len(asked) == 3
+        return web.Response(status=200 if is_ready else 503)
+
+    app = web.Application()
+    app.router.add_get("/health", health)
+    with capture_logs() as logs, anyio.fail_after(30):
+        async with listen(app, "127.0.0.1", 0) as url:
+            await server._wait_healthy(url, 60.0, tail)
+    said = [each["said"] for each in logs if each["event"] == "engine.loading"]
+    assert set(said) == (set() if every_s else {"loading shard 2 of 7"})
 
 
 DEAF = """

@@ -403,6 +403,15 @@ def test_example_arguments_are_accepted_by_the_tool(specs):
         bind_arguments(getattr(env, spec.name), example_arguments(parameters_of(spec)))
 
 
+def test_example_arguments_of_a_type_that_must_hold_another_of_its_kind_end_with_none():
+    node = {"$ref": "#/$defs/Node"}
+    link = {"type": "object", "properties": {"next": {"anyOf": [node, {"type": "null"}]}}, "required": ["next"]}
+    schema = {"properties": {"first": node}, "required": ["first"], "$defs": {"Node": link}}
+    example = example_arguments(schema)["first"]
+    while example is not None:
+        example = example["next"]
+
+
 def test_example_arguments_of_a_recursive_type_are_finite():
     class Env:
         def reset(self): ...

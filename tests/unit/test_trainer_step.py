@@ -131,7 +131,7 @@ class Run:
     """A trainer of a run of three steps; a moment after the second was committed, publications may proceed."""
 
     def __init__(self, monkeypatch, error=None) -> None:
-        self.events = []
+        self.events, self.stops_at = [], 0
         self.consumer = Consumer()
         self.publications = Publications(self.consumer, self.events, error)
         learner, batches = Learner(), iter((True, True, False))
@@ -148,19 +148,29 @@ class Run:
         async def nothing(*_):
             """Succeed."""
 
+        async def evaluate_final(version, step):
+            self.events.append(f"evaluate version {version}, {step} steps")
+
+        async def finish(reason):
+            self.events.append(f"finish: {reason}")
+
         async def commit(_leased, step, *_):
             self.events.append(f"commit {step}")
+            if step == self.stops_at:
+                self.consumer.connection.stopping.set()
             if step == 2:
                 asyncio.get_running_loop().call_later(0.05, self.publications.proceed.set)
 
         monkeypatch.setattr(trainer_module, "_train_step", train)
         collector, evaluation = Collector(self.consumer), Evaluation()
         collector.collect, collector.prefetch = collect, nothing
-        for name in ("discard_unfinished", "wait_until_sampled", "begin_if_due", "evaluate_final"):
+        for name in ("discard_unfinished", "wait_until_sampled", "begin_if_due"):
             setattr(evaluation, name, nothing)
+        evaluation.evaluate_final = evaluate_final
         evaluation.is_final_due = lambda _step: False
         self.consumer.connection = SimpleNamespace(stopping=anyio.Event())
-        self.consumer.commit, self.consumer.checkpoint, self.consumer.finish = commit, nothing, nothing
+        self.consumer.commit, self.consumer.checkpoint, self.consumer.finish = commit, nothing, finish
+        self.consumer.release_all = nothing
         log = SimpleNamespace(append=lambda _metrics: None)
         self.trainer = Trainer(SETTINGS, collector, learner, None, self.publications, evaluation, log, Progress())
 
@@ -178,7 +188,16 @@ async def test_a_version_is_published_while_the_next_step_trains_and_before_that
     assert run.events[6:8] == ["publish 5", "train 2 at version 5"]
     assert run.events[8:10] == ["commit 2", "published 5 with 1 steps"]
     assert run.events[10] == "collect, publishing: True"  # of version 6
-    assert run.events[-1] == "published 7 with 3 steps"
+    assert run.events[-3:] == [*("published 7 with 3 steps", "evaluate version 7, 3 steps", "finish: trained 3 steps")]
+
+
+async def test_a_trainer_that_is_asked_to_stop_evaluates_and_finishes_nothing(monkeypatch):
+    run = Run(monkeypatch)
+    run.stops_at = 2
+    with anyio.fail_after(5):
+        await run.trainer.run()
+    assert "commit 2" in run.events
+    assert not [event for event in run.events if event.startswith(("commit 3", "evaluate", "finish"))]
 
 
 async def test_a_failed_publication_ends_the_run_at_the_next_step(monkeypatch):

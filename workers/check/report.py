@@ -161,6 +161,11 @@ class CheckReport(Struct, frozen=True, kw_only=True):
 
         return report_text(self)
 
+    def _repr_html_(self) -> str:
+        from workers.check.report_text import report_html
+
+        return report_html(self)
+
 
 class Checker:
     """Collects what one check finds out.

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stream.validity import Measured, Reward
+from workers.runs.html import html_details, html_table
 from workers.runs.transcript import content_text, escape_controls
 
 if TYPE_CHECKING:  # a report is printed by this module
@@ -24,6 +25,14 @@ Line = tuple[str, str]
 def report_text(report: "CheckReport") -> str:
     """Return the report as plain text."""
     return "\n".join(text for text, _ in _lines(report))
+
+
+def report_html(report: "CheckReport") -> str:
+    """Return verdict and findings as a table, and the whole report below it."""
+    findings = [(each.level, each.subject, each.place, each.text) for each in report.findings]
+    header = ("", "subject", "place", "message") if findings else ()
+    caption = f"{report.kind} {report.target}: {'usable' if report.ok else 'not usable'}"
+    return html_table(caption, header, findings) + html_details("everything that was tried", report_text(report))
 
 
 def print_report(report: "CheckReport", file: TextIO | None = None) -> None:

@@ -16,7 +16,6 @@ from stream.connection.run_connection import RunConnection
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.live_view import StatusReading
 from workers.dashboard.templating import render
-from workers.runs.catalog import read_state
 from workers.runs.folder import file_state
 from workers.runs.run import Run
 from workers.runs.status import QueueReport, StageReport, queue_report
@@ -68,7 +67,7 @@ async def _values(run: Run, snapshot: StatusReading) -> dict[str, Any]:
     boxes = queue_boxes(report) if report else []
     ended = None
     if snapshot.is_offline:
-        state = await anyio.to_thread.run_sync(read_state, run)
+        state = await anyio.to_thread.run_sync(run.state)
         ended = state if state.has_ended else None
     return {"run": run, "snapshot": snapshot, "report": report, "boxes": boxes, "ended": ended}
 
@@ -78,7 +77,7 @@ async def show_run(dashboard: Dashboard, request: web.Request) -> web.StreamResp
     run = await dashboard.run(request)
     frame = await dashboard.view(run).read(("state", "pipeline"))
     charts = await anyio.to_thread.run_sync(dashboard.metrics(run).charts)
-    overview = await anyio.to_thread.run_sync(read_state, run)
+    overview = await anyio.to_thread.run_sync(run.state)
     return dashboard.page(
         "run.html", run, {"frame": frame, "charts": charts, "overview": overview, "more_parts": ",steps"}
     )

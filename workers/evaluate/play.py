@@ -132,7 +132,7 @@ async def play_options(options: PlayOptions) -> Group:
             "give a model: --policy FOLDER, or --endpoint URL of an OpenAI-compatible server; "
             "`penstock check` tries an environment without one"
         )
-    folder = find_policy_folder(options.policy) if options.policy is not None else None
+    folder = None if options.policy is None else await anyio.to_thread.run_sync(find_policy_folder, options.policy)
     return await sample_group(options, play_settings(options, folder), folder)
 
 

@@ -3,6 +3,7 @@
 A process of its own, since a run handles signals and has an event loop, and a notebook has both already.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import msgspec
 
 from stream import parent_death
 from stream.errors import PenstockError, RunFailedError, SettingsError
+from workers.launch.specs import penstock_command
 from workers.role.exit_codes import ExitCode
 from workers.runs.summary import RunSummary
 from workers.settings import Settings
@@ -42,7 +44,8 @@ def run(
 
     Raises:
         SettingsError: the settings are wrong, or the check found errors; nothing was started.
-        RunFailedError: the run failed; the message says why.
+        RunFailedError: the run failed, or could not go on; the message says why, `cause` where in the user's code.
+        PenstockError: the run was interrupted before it began.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         if isinstance(settings, Settings):
@@ -51,40 +54,45 @@ def run(
             settings = file
         words = ["run", str(settings), "--json", *(["--quiet"] if quiet else [])]
         words += [word for override in write_overrides(overrides or {}) for word in ("--set", override)]
-        command = [sys.executable, "-P", parent_death.__file__, sys.executable, "-P", "-m", "penstock", *words]
-        child = subprocess.Popen(  # noqa: S603  (our own command; the file is an argument)
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        return _result(*_wait(child))
+        dying = (sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()))
+        with subprocess.Popen(  # noqa: S603  (our own command; the file is an argument)
+            [*dying, *penstock_command(), *words],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, encoding="utf-8", errors="replace", start_new_session=True,
+        ) as child:  # fmt: skip
+            code, output, errors = _communicate(child)
+    return _result(code, output, errors)
 
 
-def _wait(child: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
+def _communicate(child: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
     """Print the child's progress until it ends. Returns its exit code, its output, and its error lines."""
     outputs: list[str] = []
     errors: list[str] = []
     readers = [
-        Thread(target=lambda: outputs.extend(_lines(child.stdout)), daemon=True),
+        Thread(target=lambda: outputs.extend(child.stdout or ()), daemon=True),
         Thread(target=_print_lines, args=(child.stderr, errors), daemon=True),
     ]
     for reader in readers:
         reader.start()
     try:
-        child.wait()
-    except KeyboardInterrupt:
-        child.send_signal(signal.SIGINT)
+        _wait(child)
+    finally:
+        child.kill()  # it has ended, unless an exception other than two interrupts ends the wait
+    for reader in readers:
+        reader.join()
+    return child.wait(), "".join(outputs), errors
+
+
+def _wait(child: subprocess.Popen[str]) -> None:
+    """Wait until the child ends, and pass two interrupts on to it: the first drains, the second ends it at once."""
+    for _ in range(2):
         try:
             child.wait()
         except KeyboardInterrupt:
             child.send_signal(signal.SIGINT)
-            child.wait()
-    for reader in readers:
-        reader.join()
-    return child.returncode, "".join(outputs), errors
-
-
-def _lines(stream: IO[str] | None) -> list[str]:
-    return list(stream or ())
+        else:
+            return
+    child.wait()
 
 
 def _print_lines(stream: IO[str] | None, errors: list[str]) -> None:
@@ -99,13 +107,14 @@ def _result(code: int, output: str, errors: list[str]) -> RunSummary:
     """Return the summary that the child printed, or raise its error."""
     message = "\n".join(errors)
     if code == ExitCode.USAGE:
-        raise SettingsError(message or "the check found errors, printed above")
+        raise SettingsError(message)
     try:
-        summary = msgspec.json.decode(output.splitlines()[-1] if output else b"", type=RunSummary)
-    except msgspec.DecodeError:
+        summary = msgspec.json.decode(output, type=RunSummary)
+    except ValueError:
         summary = None
     if code not in (ExitCode.SUCCESS, ExitCode.UNTRAINED, ExitCode.INTERRUPTED):
-        raise RunFailedError(message or f"the run ended with exit code {code}")
+        failure = summary.failure if summary is not None else None
+        raise RunFailedError(message or f"the run ended with exit code {code}", failure.cause if failure else None)
     if summary is None:
-        raise PenstockError(message or "the run was interrupted before it began")
+        raise PenstockError("the run was interrupted before it began")
     return summary

@@ -19,7 +19,8 @@ from stream.trainer.annotations import read_annotations
 from stream.trainer.archive import ArchivedGroups, ArchiveOffset, scan_archive
 from stream.trainer.ledger_records import Dead, Dropped, LedgerRecord, LedgerTail, encode_outcome
 from stream.validity import Measured, Reward, TruncationReason
-from workers.runs.transcript import invalid_reason
+from workers.runs.html import COMPLETION_COLUMNS, completion_cells, group_html, html_details, html_table
+from workers.runs.transcript import describe_reward, escape_controls, invalid_reason, paragraphs
 
 UNFINISHED: Final = "unfinished"
 """Outcome of a group that has none yet."""
@@ -38,6 +39,18 @@ class CompletionView(Struct, frozen=True, kw_only=True):
     """What the step did with the completion; None if no step had it, or it was not archived."""
     record: LedgerRecord | None = None
     """Of the group; None if it is unfinished."""
+
+    def __repr__(self) -> str:
+        of = f"{self.group.prompt.id!r}, completion {self.completion.index}"
+        return f"CompletionView({of}, {self.outcome}, reward {describe_reward(self.completion.reward)})"
+
+    def _repr_html_(self) -> str:
+        return completions_html([self])
+
+    def text(self) -> str:
+        """Return the conversation, the reward, the episode's end and what the step did, for people to read."""
+        told = paragraphs(self.completion, outcome=self.outcome, trained=self.trained)
+        return "\n".join(f"{label}: {escape_controls(text)}" for label, text in told)
 
     @property
     def reward(self) -> float | None:
@@ -100,10 +113,23 @@ class RunGroup(Struct, frozen=True):
     completions: list[CompletionView]
     """All of them."""
 
+    def __repr__(self) -> str:
+        first, mean = self.completions[0], self.reward_mean
+        reward = "unmeasured" if mean is None else f"{mean:g}"
+        return f"RunGroup({first.group.prompt.id!r}, {first.outcome}, reward {reward})"
+
+    def _repr_html_(self) -> str:
+        return group_html(self.completions[0].group, self.completions[0].outcome)
+
+    @property
+    def reward_mean(self) -> float | None:
+        """The mean of measured rewards; None if none is measured."""
+        rewards = [each.reward for each in self.completions if each.reward is not None]
+        return sum(rewards) / len(rewards) if rewards else None
+
     def describe(self) -> dict[str, Any]:
         """Return what `--json` prints."""
         first = self.completions[0]
-        rewards = [each.reward for each in self.completions if each.reward is not None]
         return {
             "prompt_id": first.group.prompt.id,
             "environment": first.group.prompt.environment,
@@ -114,7 +140,7 @@ class RunGroup(Struct, frozen=True):
             "valid": sum(not each.why_invalid for each in self.completions),
             "ends": [each.end for each in self.completions],
             "rewards": [each.reward for each in self.completions],
-            "reward_mean": sum(rewards) / len(rewards) if rewards else None,
+            "reward_mean": self.reward_mean,
             "attempt": first.group.attempt,
             "worker": first.group.worker,
             "sampled_at": first.group.rolled_out_at,
@@ -150,6 +176,21 @@ def _labels(end: str, why_invalid: str, reason: str, outcome: str) -> frozenset[
     if outcome.startswith("dropped:"):
         words.add("dropped")
     return frozenset(words - {""})
+
+
+def completions_html(views: Sequence[CompletionView]) -> str:
+    """Return completions as a table, and each conversation folded below it."""
+    rows = [(each.group.prompt.id, each.outcome, each.step, *completion_cells(each.completion)) for each in views]
+    table = html_table("", ("prompt", "outcome", "step", *COMPLETION_COLUMNS), rows)
+    titles = [f"{each.group.prompt.id}, completion {each.completion.index}" for each in views]
+    return table + "".join(html_details(title, each.text()) for title, each in zip(titles, views, strict=True))
+
+
+def groups_html(groups: Iterable[RunGroup]) -> str:
+    """Return groups as a table, a line for each."""
+    names = ("prompt_id", "environment", "outcome", "step", "reward_mean", "valid", "completions", "ends")
+    described = [group.describe() for group in groups]
+    return html_table("", [name.replace("_", " ") for name in names], [[row[n] for n in names] for row in described])
 
 
 def unfinished_views(group: Group) -> list[CompletionView]:

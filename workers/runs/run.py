@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # a command that reads one status does not load a Redis clien
     from workers.runs.export import ExportReport, Format
     from workers.runs.groups import ArchivedRunGroups, CompletionView, RunGroup
     from workers.runs.selection import CompletionFilter, Conditions, Matches, Selection
+    from workers.runs.state import RunState
     from workers.runs.status import Activity, QueueReport
     from workers.runs.summary import RunSummary
     from workers.runs.trace import Trace
@@ -62,6 +63,13 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({self.name!r}, folder={str(self.folder)!r})"
+
+    def _repr_html_(self) -> str:
+        from workers.runs.html import html_facts
+
+        state = self.state()
+        facts = {"state": state.state, "detail": state.detail, "step": state.step, "reward": state.reward}
+        return html_facts(f"run {self.name}", facts | {"folder": state.folder})
 
     @property
     def settings(self) -> Settings | None:
@@ -162,6 +170,12 @@ class Run:
                 return await main(connection)
 
         return run_blocking(there)
+
+    def state(self) -> "RunState":
+        """Return what its folder says: running, stopped, killed or finished, its last step and the last reward."""
+        from workers.runs.state import read_state
+
+        return read_state(self.folder, self.key, has_named_server=self.has_named_server)
 
     def read_status(self) -> RunStatus:
         """Return the raw status of the run, with the reports of workers.

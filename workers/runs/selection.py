@@ -15,7 +15,15 @@ from msgspec import Struct
 from stream.errors import SettingsError
 from stream.records import Message
 from stream.validity import TruncationReason
-from workers.runs.groups import UNFINISHED, ArchivedRunGroups, CompletionView, RunGroup
+from workers.runs.groups import (
+    UNFINISHED,
+    ArchivedRunGroups,
+    CompletionView,
+    RunGroup,
+    completions_html,
+    groups_html,
+)
+from workers.runs.html import html_table
 from workers.runs.transcript import content_text
 
 T = TypeVar("T")
@@ -231,6 +239,17 @@ class Matches(Generic[T]):
 
     def __getitem__(self, position: int) -> T:
         return self.items[position]
+
+    def __repr__(self) -> str:
+        return repr(self.items)
+
+    def _repr_html_(self) -> str:
+        if not self.items:
+            return html_table(self.why_empty(), (), ())
+        groups = [item for item in self.items if isinstance(item, RunGroup)]
+        views = [item for item in self.items if isinstance(item, CompletionView)]
+        found = groups_html(groups) if groups else completions_html(views)
+        return found + html_table("; ".join(self.notes), (), ()) * bool(self.notes)
 
     def why_empty(self) -> str:
         """Return why nothing matches, as a sentence."""

@@ -88,6 +88,25 @@ class RunSummary(Struct, kw_only=True):
     """Why the run cannot have learned anything; empty if it can have."""
     failure: FailureReport | None = None
 
+    def _repr_html_(self) -> str:
+        from workers.runs.html import html_facts
+
+        end = "failed" if self.failure else "finished" if self.finished else "stopped"
+        facts = {
+            "steps": self.steps,
+            "prompts": self.balance,
+            "dropped": _counts(self.groups_dropped),
+            "completions": _counts(self.completion_states),
+            "totals": describe_totals(self.totals),
+            "score before": self.score_before,
+            "score after": self.score_after,
+            "tokens per second": self.tokens_per_second,
+            "seconds": self.seconds,
+            "failure": self.failure.message if self.failure else "",
+            "verdict": self.verdict,
+        }
+        return html_facts(f"the run {end}", facts)
+
     @property
     def is_balanced(self) -> bool:
         """Whether every fed prompt is accounted for."""
@@ -245,6 +264,10 @@ def describe_rewards(steps: Sequence[Mapping[str, Any]]) -> str:
     count = "step" if block == 1 else f"{block} steps"
     text = f"reward of the first {count} {fmean(before):.3g}, of the last {count} {fmean(now):.3g}"
     return "; ".join(filter(None, [text, ", ".join(parts)]))
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
 def _range(low: float | None, high: float | None) -> str:

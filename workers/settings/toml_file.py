@@ -12,7 +12,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, time
 from enum import EnumType
-from pathlib import Path
+from pathlib import Path, PurePath
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeGuard, get_args, get_origin, get_type_hints
 from urllib.parse import unquote, urlsplit
@@ -155,21 +155,24 @@ def _toml_hint(text: str, error: Exception) -> str:
 
 
 def write_overrides(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return values of single settings in the form of `--set`.
+    """Return values of single settings in the form of `--set`; a path is written as its text.
 
     Raises:
         SettingsError: a value cannot be written in TOML.
     """
-    try:
-        written = {key: tomli_w.dumps({"v": [value]}) for key, value in values.items()}  # inside a list on one line
+    return tuple(f"{key}={_toml_value(key, value)}" for key, value in values.items())
+
+
+def _toml_value(key: str, value: Any) -> str:
+    """Return a value in TOML, a table in braces however long it is."""
+    try:  # inside two lists, since a list of long tables would become `[[v]]`
+        text = tomli_w.dumps({"v": [[str(value) if isinstance(value, PurePath) else value]]})
     except TypeError as error:
         what = "a value is a text, a number, true or false, a list or a table"
-        raise SettingsError(f"overrides: {error}; {what}") from error
-    return tuple(f"{key}={_inside_brackets(text)}" for key, text in written.items())
-
-
-def _inside_brackets(text: str) -> str:
-    return text[text.index("[") + 1 : text.rindex("]")].strip(" ,\n")
+        raise SettingsError(f"overrides: {key}: {error}; {what}") from error
+    for _ in range(2):
+        text = text[text.index("[") + 1 : text.rindex("]")].strip(" ,\n")
+    return text
 
 
 def _apply_override(table: dict[str, Any], override: str) -> None:

@@ -1,8 +1,8 @@
 """Repeats a finished run: a fresh learner trains on the ledger's groups from the archive, step by step.
 
-The order of the ledger tells which groups were in a step's batch: first come the groups that were dropped on the way to
-the step, which the same checks drop again; then the batch, groups that the step itself dropped included. The learner is
-deterministic, so its weights and optimizer state must equal every checkpoint bit for bit.
+The ledger tells which groups were in a step's batch, those that the step itself dropped included; the others were
+dropped on the way to it, and the same checks drop them again. The learner is deterministic, so its weights and
+optimizer state must equal every checkpoint bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -146,7 +146,8 @@ class Replayer:
         expected = self._learner.steps + 1
         if step != expected:
             raise _ledger_mismatch(found[0][0], expected, f"is of step {step} where one of step {expected} should come")
-        batch = found[self._count_dropped(found) :]
+        batch = [(written, group) for written, group in found if written.record.in_step]
+        self._check_dropped([(written, group) for written, group in found if not written.record.in_step])
         self._dropped += len(found) - len(batch)
         self._groups += len(batch)
         if not batch and step > self._last:
@@ -182,22 +183,18 @@ class Replayer:
                 "it has stopped"
             )
 
-    def _count_dropped(self, found: Sequence[tuple[LedgerLine, Group]]) -> int:
-        """Return how many of these groups were dropped on the way to the step; the rest were its batch."""
-        for place, (written, group) in enumerate(found):
+    def _check_dropped(self, found: Sequence[tuple[LedgerLine, Group]]) -> None:
+        """Check that these groups are dropped on the way to the step for the reasons that the ledger has."""
+        for written, group in found:
             line = written.record
-            if isinstance(line.outcome, Trained):
-                return place
             reason = check_group(group, self._settings, line.version, self._learner.vocab_size).drop_reason
-            if reason is None:
-                return place
-            if line.outcome != Dropped(reason):
+            if reason is None or line.outcome != Dropped(reason):
                 raise _ledger_mismatch(
                     written,
                     line.step,
-                    f"says {encode_outcome(line.outcome)} of {line.prompt}, the replay dropped:{reason}",
+                    f"says {encode_outcome(line.outcome)} of {line.prompt}, "
+                    + (f"the replay dropped:{reason}" if reason else "the replay would train on it"),
                 )
-        return len(found)
 
     def _compare(self, step: int) -> None:
         """Compare the learner with the checkpoint of this step, if there is one."""

@@ -1,0 +1,78 @@
+"""Values as tables for notebooks, which ask a value for `_repr_html_`.
+
+Everything is escaped: what models, environments and users wrote is text, and never a part of the page.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Final
+
+from stream.records import Completion, Group
+from workers.runs.transcript import content_text, conversation, describe_reward, escape_controls, invalid_reason
+
+_FIRST_CHARACTERS: Final = 240
+_MAX_ROWS: Final = 100
+_CELL: Final = '<td style="text-align:left;vertical-align:top;white-space:pre-wrap">{}</td>'
+COMPLETION_COLUMNS: Final = ("completion", "reward", "end", "turns", "tokens", "answer")
+
+
+def html_table(caption: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table; every cell is text. Of more than a hundred rows the first are shown, and the number of the rest.
+
+    Args:
+        caption: above it.
+        header: names of its columns; empty: it has none.
+        rows: its cells; None is an empty one, and a number is shown with four digits.
+    """
+    lines = [f"<tr>{''.join(_CELL.format(_text(cell)) for cell in row)}</tr>" for row in rows]
+    if (more := len(lines) - _MAX_ROWS) > 0:
+        lines[_MAX_ROWS:] = [f'<tr><td colspan="{len(header)}">and {more:,} more</td></tr>']
+    names = "".join(f'<th style="text-align:left">{_text(name)}</th>' for name in header)
+    head = f"<thead><tr>{names}</tr></thead>" if header else ""
+    title = f'<caption style="text-align:left;white-space:pre-wrap">{_text(caption)}</caption>'
+    return f"<table>{title}{head}<tbody>{''.join(lines)}</tbody></table>"
+
+
+def html_details(title: str, text: str) -> str:
+    """Return a text that is folded under its title."""
+    return f'<details><summary>{_text(title)}</summary><pre style="white-space:pre-wrap">{_text(text)}</pre></details>'
+
+
+def html_facts(caption: str, facts: Mapping[str, object]) -> str:
+    """Return a table of names and values, without those that are empty."""
+    return html_table(caption, (), [pair for pair in facts.items() if pair[1] not in ("", None)])
+
+
+def group_html(group: Group, outcome: str = "") -> str:
+    """Return the completions of a group, below its prompt."""
+    prompt = group.completions[0].prompt_messages if group.completions else group.prompt.messages
+    text = content_text(prompt[-1].get("content")) if prompt else ""
+    about = ", ".join(filter(None, [f"group of prompt {group.prompt.id}", group.prompt.environment, outcome]))
+    return html_table(f"{about}\n{_first(text)}", COMPLETION_COLUMNS, map(completion_cells, group.completions))
+
+
+def group_line(group: Group) -> str:
+    """Return a group in one line, without its tokens."""
+    rewards = ", ".join(describe_reward(completion.reward) for completion in group.completions)
+    return f"Group({group.prompt.id!r}, rewards: {rewards})"
+
+
+def completion_cells(completion: Completion) -> tuple[object, ...]:
+    """Return the row of a completion below `COMPLETION_COLUMNS`; its answer is its calls and its last words."""
+    tokens = sum(row.sampled_count for row in completion.rows)
+    end = invalid_reason(completion) or str(completion.truncated or "finished")
+    turns = [message for message in conversation(completion) if message.role == "assistant" and not message.is_prompt]
+    calls = [call for message in turns for call in message.calls]
+    answer = "\n".join([*calls, *[message.text for message in turns if message.text][-1:]])
+    return completion.index, describe_reward(completion.reward), end, completion.turns, tokens, _first(answer)
+
+
+def _first(text: str) -> str:
+    return text if len(text) <= _FIRST_CHARACTERS else f"{text[:_FIRST_CHARACTERS]} …"
+
+
+def _text(cell: object) -> str:
+    if isinstance(cell, list):
+        cell = ", ".join(map(str, cell))
+    shown = "" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    return escape(escape_controls(shown))
