@@ -247,9 +247,9 @@ async def test_a_watch_prints_json_lines_without_a_terminal_until_the_run_has_fi
     monkeypatch.setattr(queues, "first_status", first)
     monkeypatch.setattr(queues, "read_status", read)
     monkeypatch.setattr(queues, "_WATCH_INTERVAL_S", 0.0)
-    await queues._print_lines(Run("demo"), in_flight_reporter, 60.0, SimpleNamespace())
+    await queues._print_lines(Run("demo"), in_flight, 60.0, SimpleNamespace())
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["run"] == last["run"] == "demo"
     assert first["snapshot"] == status.snapshot
-    assert ("groups" in first, "stages" in first) == (in_flight_reporter, not in_flight_reporter)
-    assert in_flight_reporter or (first["finished"], last["finished"]) == ("", "done")
+    assert ("groups" in first, "stages" in first) == (in_flight, not in_flight)
+    assert in_flight or (first["finished"], last["finished"]) == ("", "done")

@@ -83,7 +83,7 @@ def test_a_run_whose_trainer_has_not_renewed_its_lease_has_no_trainer(policy):
 
 def test_what_was_never_measured_is_not_reported_as_zero():
     """An alert on a valid fraction below its floor would fire before the first step."""
-    fresh = runpy.run_path(str(ROOT / "workers" / "runtime" / "metrics.py"))
+    fresh = runpy.run_path(str(ROOT / "workers" / "role" / "prometheus.py"))
     found = samples(fresh["TRAIN"]) | samples(fresh["ROLLOUT"])
     assert ("penstock_steps_total",) in found
     for name in ("valid_ratio", "reward_mean", "last_publication_timestamp_seconds", "engines_healthy"):

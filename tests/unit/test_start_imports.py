@@ -49,4 +49,4 @@ def test_queues_needs_a_redis_client_and_a_table(loaded):
 
 def test_a_rollout_worker_needs_no_model(loaded):
     assert packages(loaded["rollout"]) & HEAVY == {"aiohttp", "jinja2", "prometheus_client", "tokenizers"}
-    assert len(foreign(loaded["rollout"])) < 720
+    assert len(foreign(loaded["rollout"])) < 725

@@ -42,9 +42,9 @@ penstock.add_section(
 )
 penstock.add_section(
     "Control a run",
-    look.pause,
-    look.resume,
-    look.stop,
+    operate.pause,
+    operate.resume,
+    operate.stop,
     operate.dead,
 )
 penstock.add_section("Score again", measure.rescore, measure.rewardbench)

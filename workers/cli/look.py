@@ -73,25 +73,6 @@ def logs(target: str, role: str, follow: bool) -> None:
     show_logs(open_run(target), role, follow=follow)
 
 
-def _control_command(name: Literal["pause", "resume", "stop"], text: str) -> click.Command:
-    @click.command(name, help=text)
-    @options.run
-    @options.redis
-    def command(target: str | None, redis: str) -> None:
-        from workers.cli.operate import send_command
-        from workers.runs.find import open_run
-
-        log_errors_only(name)
-        send_command(name, open_run(target, redis, must_have_begun=True))
-
-    return command
-
-
-pause = _control_command("pause", "Start no new prompts. Groups in progress are finished, scored and trained.")
-resume = _control_command("resume", "Continue a paused run.")
-stop = _control_command("stop", "Stop every role after a drain and a checkpoint. `penstock run` resumes the run.")
-
-
 @click.command(short_help="Account for every prompt that was fed.")
 @options.run
 @options.redis

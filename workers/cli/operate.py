@@ -1,25 +1,18 @@
-"""`penstock dead`: entries that no worker of a run could finish.
-
-`penstock engines`: the engines of a run.
-
-`penstock pause`, `resume` and `stop`: control a run through its Redis server, from any machine.
-"""
+"""Commands that operate a run, from any machine: dead letters, engines, pause, resume, stop."""
 
 import getpass
 import os
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from stream.connection.run_connection import RunConnection
-from stream.errors import PenstockError
-from stream.operator.control import ControlCommand, pause, resume, stop
 from workers.cli import options
 from workers.cli.command_group import log_errors_only
-from workers.runs.find import refuse_other_run
-from workers.runs.run import Run
-from workers.terminal.output import print_line
+
+if TYPE_CHECKING:
+    from stream.connection.run_connection import RunConnection
+    from workers.runs.run import Run
 
 _all_option = click.option("every", "--all", is_flag=True, help="All dead letters.")
 _reason_option = click.option(
@@ -112,7 +105,6 @@ def engines(target: str | None, as_json: bool) -> None:
     list_engines(open_run(target), as_json=as_json)
 
 
-_SENDERS = {"pause": pause, "resume": resume, "stop": stop}
 _CONFIRMATIONS = {
     "pause": "is paused: groups in progress are finished, scored and trained; `penstock resume` continues the run",
     "resume": "continues",
@@ -120,12 +112,17 @@ _CONFIRMATIONS = {
 }
 
 
-def send_command(command: ControlCommand, run: Run) -> None:
+def send_command(command: Literal["pause", "resume", "stop"], run: "Run") -> None:
     """Send a command to a run and print the result.
 
     Raises:
         PenstockError: the run is not running, or the command would have no effect.
     """
+    from stream.errors import PenstockError
+    from stream.operator import control
+    from workers.runs.find import refuse_other_run
+    from workers.terminal.output import print_line
+
     if not run.url:
         raise PenstockError(
             f"run {run.name!r} is not running, so there is nothing to {command}; `penstock run "
@@ -133,11 +130,12 @@ def send_command(command: ControlCommand, run: Run) -> None:
         )
     operator = operator_name()
 
-    async def send(connection: RunConnection) -> bool:
+    async def send_to(connection: "RunConnection") -> bool:
         await refuse_other_run(run, connection)
-        return await _SENDERS[command](connection, operator)
+        send = {"pause": control.pause, "resume": control.resume, "stop": control.stop}[command]
+        return await send(connection, operator)
 
-    has_trainer = run.call(send)
+    has_trainer = run.call(send_to)
     note = "" if has_trainer else " (no trainer is connected at the moment)"
     print_line(f"run {run.name!r} {_CONFIRMATIONS[command]}{note}")
 
@@ -149,3 +147,21 @@ def operator_name() -> str:
     except (KeyError, OSError):  # a container may run as a user id without a name
         user = str(os.getuid())
     return f"{user}@{socket.gethostname()}"
+
+
+def _control_command(name: Literal["pause", "resume", "stop"], text: str) -> click.Command:
+    @click.command(name, help=text)
+    @options.run
+    @options.redis
+    def command(target: str | None, redis: str) -> None:
+        from workers.runs.find import open_run
+
+        log_errors_only(name)
+        send_command(name, open_run(target, redis, must_have_begun=True))
+
+    return command
+
+
+pause = _control_command("pause", "Start no new prompts. Groups in progress are finished, scored and trained.")
+resume = _control_command("resume", "Continue a paused run.")
+stop = _control_command("stop", "Stop every role after a drain and a checkpoint. `penstock run` resumes the run.")

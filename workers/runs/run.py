@@ -319,7 +319,7 @@ class Run:
         """Return the engines of the run, and whether each answers this machine."""
         from workers.runs.engines import read_engine_reports
 
-        return self.call(partial(read_engine_reports, self.settings, self.folder))
+        return run_blocking(partial(read_engine_reports, self.settings, self.folder))
 
     def trace(self, step: str = "", count: int = 1000) -> "Trace":
         """Return where the newest archived groups spent their time.
