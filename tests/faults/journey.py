@@ -20,7 +20,7 @@ from workers.launch import supervisor
 from workers.launch.specs import RoleSpec, role_specs
 from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.role import log_setup as logs
-from workers.runs import find as live
+from workers.runs import live_run
 from workers.runs.folder import lock_folder, write_settings
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
@@ -59,7 +59,7 @@ class Journey:
 
     async def ended(self, prompts: int) -> None:
         """Wait until `prompts` prompts have ended."""
-        while (here := await anyio.to_thread.run_sync(live.read_run_info, self.folder)) is None or not here.engines:
+        while (here := await anyio.to_thread.run_sync(live_run.read_live, self.folder)) is None or not here.engines:
             await anyio.sleep(0.05)
         async with connect(here.redis, here.run, create=False) as connection:
             while True:
