@@ -12,7 +12,6 @@ import anyio
 import pytest
 import structlog
 from redis import Redis
-from workers.commands.engines import change_engine
 
 from stream.connection.keys import key_prefix
 from stream.connection.run_connection import connect
@@ -276,7 +275,6 @@ def folder_of_another_run(redis_url, run_name, tmp_path):
         pytest.param(lambda target, redis: send_command("pause", open_run(target, redis)), id="pause"),
         pytest.param(lambda target, redis: drop_dead(open_run(target, redis), LetterChoice()), id="drop"),
         pytest.param(lambda target, redis: retry_dead(open_run(target, redis), LetterChoice()), id="retry"),
-        partial(change_engine, "add", "http://127.0.0.1:1", as_json=True),
     ],
 )
 async def test_another_run_of_the_same_name_is_not_changed(change, connection, folder_of_another_run, capsys):
