@@ -24,7 +24,7 @@ from workers.cli import penstock
 
 LANGUAGES = {"python", "sh", "toml", "json", "yaml", "text", ""}
 """A block of `text`, or without a language, is output or a drawing."""
-OURS = ("stream", "envs", "workers")
+OURS = ("penstock", "stream", "envs", "workers")
 RUNNABLE = {"cd", "curl", "jq", "penstock", "pytest", "python", "redis-server"}
 """Programs that tests/e2e/test_docs_commands.py can run."""
 RESULTS = {"--out", "--perfetto", ">"}
@@ -139,8 +139,11 @@ def check_penstock(words: list[str]) -> None:
 
 @pytest.mark.parametrize("block", all_blocks("sh"), ids=name_of)
 def test_commands_options_targets_and_files_exist(block):
+    """A path that begins with `penstock/` is in a reader's clone."""
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    folders = tuple(f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name not in ("runs", "envs"))
+    folders = tuple(
+        f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name not in ("runs", "envs", "penstock")
+    )
     for words in commands(block.text):
         program = words[0].rpartition("/")[2]
         if program == "penstock":
