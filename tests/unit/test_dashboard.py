@@ -1,12 +1,14 @@
 """The dashboard's pages: who may see them, what they show, and that nothing from a run can act in a page."""
 
 import json
+import math
 import shutil
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import anyio.to_thread
+import msgspec
 import pytest
 
 from stream.errors import PenstockError, SettingsError
@@ -15,7 +17,8 @@ from workers.dashboard.access import Access
 from workers.dashboard.rendering import render, with_query
 from workers.dashboard.server import serve_dashboard
 from workers.runs.catalog import Runs, read_state
-from workers.runs.metrics_file import MAX_POINTS, make_charts, read_metrics
+from workers.runs.evaluations import EvaluationResult, EvaluationStats
+from workers.runs.metrics_file import MAX_POINTS, MetricsFile, make_charts, read_metrics
 
 TOKEN = "a token, 7 words long"
 STEPS = [
@@ -80,7 +83,11 @@ async def test_a_killed_run_opens_from_its_folder_alone(folder):
         assert "killed" in runs
         page = await text_of(session, "/")  # the only run
         assert "No server runs for this run now" in page
-        assert "reward <output>0.3</output>" in page
+        assert "training <output>0.3</output>" in page
+        assert [name for name in ("Reward", "Completions", "Off-policy") if f"<h2>{name}</h2>" in page] == [
+            "Reward",
+            "Completions",
+        ]
         charts = json.loads(await text_of(session, "/runs/a%20run/charts.json"))
     assert charts["steps"] == [1, 2, 3]
     valid = next(chart for chart in charts["charts"] if chart["name"] == "valid")
@@ -88,8 +95,6 @@ async def test_a_killed_run_opens_from_its_folder_alone(folder):
         "valid": [0.75] * 3,
         "reward:timeout": [0.25] * 3,
     }
-    throughput = next(chart for chart in charts["charts"] if chart["name"] == "throughput")
-    assert throughput["empty"] == "no step measured it"
 
 
 async def test_every_answer_forbids_foreign_scripts_and_frames(folder):
@@ -179,18 +184,63 @@ def test_charts_of_a_long_run_are_means_over_equal_numbers_of_steps():
     charts = make_charts([{"step": n, "reward/mean": float(n % 2)} for n in range(1, 10 * MAX_POINTS + 1)])
     assert (charts.steps_per_point, len(charts.steps), charts.steps[-1]) == (10, MAX_POINTS, 10 * MAX_POINTS)
     assert charts.charts[0].lines[0].values == [0.5] * MAX_POINTS
-    assert [chart.empty for chart in make_charts([]).charts] == ["no step yet: the first one adds a point"] * 6
+    assert make_charts([]).charts == []
 
 
 def test_the_reward_is_drawn_with_its_parts_if_it_has_several():
     row = {"step": 1, "reward/mean": 1.5, "reward/part/env.served/mean": 1.0, "reward/part/env.served/std": 0.0}
 
-    def lines(row):
-        return [(line.label, line.last) for line in make_charts([row]).charts[0].lines]
-
-    assert lines(row) == [("reward", 1.5)]
+    assert drawn(row) == {"reward": {"training": [1.5]}}
     both = row | {"reward/part/env.clean/mean": 0.5}
-    assert lines(both) == [("reward", 1.5), ("env.served", 1.0), ("env.clean", 0.5)]
+    assert drawn(both)["parts"] == {"env.served": [1.0], "env.clean": [0.5]}
+
+
+def drawn(*rows, evaluations=()) -> dict[str, dict[str, list[float | None]]]:
+    charts = make_charts(list(rows), evaluations).charts
+    return {chart.name: {line.label: line.values for line in chart.lines} for chart in charts}
+
+
+def test_shares_are_drawn_of_what_a_step_counts_and_nothing_of_what_it_did_not_measure():
+    row = {"step": 1, "tools/calls": 4, "tools/errors": 1, "truncated/length": 2, "rows/valid": 6, "rows/failed:x": 2}
+    row |= {
+        "truncated/length_mean": 70.0,
+        "correction/k3_kl": 0.1,
+        "kl/k3": 0.2,
+        "reference/kl": math.nan,
+        "loss": -1.0,
+    }
+    assert drawn(row) == {
+        "loss": {"": [-1.0]},
+        "truncated": {"length": [0.25]},
+        "tools": {"": [0.25]},
+        "valid": {"failed:x": [0.25]},
+        "kl": {"to engine": [0.1], "in batch": [0.2]},
+    }
+
+
+def test_of_many_lines_the_largest_are_drawn_in_the_order_in_which_they_first_occur():
+    row = {"step": 1} | {f"logged/{n}": float(n) for n in range(9)}
+    (chart,) = make_charts([row]).charts
+    assert ([line.label for line in chart.lines], chart.omitted) == (["3", "4", "5", "6", "7", "8"], 3)
+
+
+def evaluation(step: int, mean: float) -> EvaluationResult:
+    score = EvaluationStats(
+        prompts=1, n=1, valid=1, invalid={}, mixed=0, mean_valid=mean, mean_all=mean, pass_at={"1": {"valid": mean}}
+    )
+    return EvaluationResult(version=step, step=step, time=1.0, seconds=1.0, overall=score)
+
+
+def test_evaluations_are_drawn_at_the_step_that_was_measured_the_final_one_too(folder):
+    found = [evaluation(0, 0.1), evaluation(3, 0.9)]
+    assert drawn(*STEPS, evaluations=found)["reward"] == {
+        "training": [None, 0.1, 0.2, 0.3],
+        "held out": [0.1, None, None, 0.9],
+    }
+    file = MetricsFile(folder / "metrics.jsonl")
+    assert file.charts().steps == [1, 2, 3]
+    (folder / "eval.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in found) + b'{"ver')
+    assert file.charts().steps == [0, 1, 2, 3]
 
 
 def test_runs_of_one_name_have_addresses_of_their_own(folder, tmp_path):

@@ -11,10 +11,11 @@ from tests.cases.evaluations import read_evaluations
 from workers.commands.evaluate.evaluate import find_policy_folder
 from workers.feed.evaluation_prompts import read_evaluation_prompts
 from workers.run.stall_detector import StallDetector
+from workers.runs.evaluations import EvaluationResult
 from workers.runs.status import evaluation_report, format_result
 from workers.score.evaluation import evaluate_group
 from workers.settings.toml_file import parse_settings
-from workers.train.evaluation.results import EvaluationLog, EvaluationResult, summarize
+from workers.train.evaluation.results import EvaluationLog, summarize
 
 TABLE = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
 

@@ -31,8 +31,9 @@ from stream.queue.evaluation import (
     read_prompt_evaluations,
 )
 from stream.trainer.lease import TrainerLease
+from workers.runs.evaluations import EvaluationResult
 from workers.settings import Settings
-from workers.train.evaluation.results import EvaluationLog, EvaluationResult, summarize
+from workers.train.evaluation.results import EvaluationLog, evaluation_metrics, summarize
 
 log = structlog.get_logger()
 
@@ -127,7 +128,7 @@ class EvaluationScheduler:
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of an evaluation that ended since the previous call."""
         result, self._new_result = self._new_result, None
-        return result.metrics() if result is not None else {}
+        return evaluation_metrics(result) if result is not None else {}
 
     @property
     def _connection(self) -> RunConnection:
