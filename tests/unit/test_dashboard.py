@@ -18,7 +18,9 @@ from workers.dashboard.rendering import render, with_query
 from workers.dashboard.server import serve_dashboard
 from workers.runs.catalog import Runs, read_state
 from workers.runs.evaluations import EvaluationResult, EvaluationStats
+from workers.runs.logs import RunLogs
 from workers.runs.metrics_file import MAX_POINTS, MetricsFile, make_charts, read_metrics
+from workers.runs.warnings import Incident, TrainingWarning, read_incidents, write_warnings
 
 TOKEN = "a token, 7 words long"
 STEPS = [
@@ -301,3 +303,84 @@ def test_a_run_that_was_removed_leaves_the_list(folder, tmp_path, monkeypatch):
     shutil.rmtree(kept)
     assert catalog.all() == []
     assert catalog.find("a run") is None
+
+
+async def test_warnings_and_restarts_of_a_run_are_on_its_page_the_newest_first(folder):
+    warning = TrainingWarning(name="reward_tie", text="all <equal>", step=2, time=20.0)
+    write_warnings(folder, [warning])
+    events = [
+        {
+            "event": "role.restarted",
+            "name": "rollout-0",
+            "code": -9,
+            "after_s": 1.0,
+            "timestamp": "1970-01-01T00:00:30Z",
+        },
+        {"event": "role.started", "name": "rollout-0", "timestamp": "1970-01-01T00:00:31Z"},
+    ]
+    lines = [json.dumps({"level": "warning", **event}) for event in events]
+    (folder / "logs" / "supervisor.log").write_text("\n".join([*lines, '{"half']))
+    assert await anyio.to_thread.run_sync(read_incidents, folder, 9) == [
+        Incident(time=30.0, what="rollout-0 restarted", text="code -9, after_s 1.0"),
+        Incident(time=20.0, what="reward_tie at step 2", text="all <equal>"),
+    ]
+    async with browser(folder) as session:
+        page = await text_of(session, "/")
+    assert page.index("rollout-0 restarted") < page.index("all &lt;equal&gt;")
+
+
+async def test_the_logs_of_a_run_are_shown_from_their_ends_by_process(folder):
+    long = "x" * 2000
+    (folder / "logs" / "rollout-0.log").write_text("".join(f"line {n} {long}\n" for n in range(1000)))
+    (folder / "logs" / "train-0.log").write_text("<b>a library says\n")
+    async with browser(folder) as session:
+        every = await text_of(session, "/runs/a%20run/logs")
+        one = await text_of(session, "/runs/a%20run/logs?role=train-0")
+        none = await text_of(session, "/runs/a%20run/logs?role=../run")
+    assert [text in every for text in ("line 999 ", "line 899 ", "line 0 ", "&lt;b&gt;a library says")] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    assert "line 999" not in one
+    assert "a library says" in one
+    assert "has no log of &#39;../run&#39;; it has rollout-0, train-0" in none
+    logs = await anyio.to_thread.run_sync(RunLogs, folder, "rollout")
+    assert [line.text[:8] for line in await anyio.to_thread.run_sync(logs.last_lines, 2)] == ["line 998", "line 999"]
+
+
+async def test_settings_are_shown_without_secrets(folder):
+    text = (folder / "run.toml").read_text().replace('"r"', '"r"\nredis = "redis://me:sesame@h:1/0"')
+    text += 'args = {judge_api_key = "sesame", max_tokens = 7, url = "https://me:sesame@judge/x?token=sesame"}\n'
+    (folder / "run.toml").write_text(text)
+    async with browser(folder) as session:
+        page = await text_of(session, "/runs/a%20run/settings")
+    assert "sesame" not in page
+    assert [
+        text
+        for text in ("redis://h:1/0", "(hidden)", "max_tokens = 7", "https://judge/x", "learning_rate", "group_size")
+        if text not in page
+    ] == []
+
+
+async def test_ticked_runs_are_drawn_over_each_other(folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "metrics.jsonl").write_text(
+        '{"step": 2, "reward/mean": 0.7, "loss": 1.0}\n{"step": 9, "reward/mean": 0.9}\n'
+    )
+    catalog = await anyio.to_thread.run_sync(Runs, [str(folder), str(other)])
+    async with serve_dashboard(catalog, Access(), 0) as url, aiohttp.ClientSession(url) as session:
+        runs = await text_of(session, "/")
+        assert 'name="run" value="a run"' in runs
+        page = await text_of(session, "/compare?run=a%20run&run=other")
+        charts = json.loads(await text_of(session, "/compare/charts.json?run=a%20run&run=other"))
+        await text_of(session, "/compare?run=other", 400)
+        await text_of(session, "/compare?run=other&run=none", 404)
+    assert "a run <output>0.3</output>" in page
+    assert "other <output>0.9</output>" in page
+    assert charts["steps"] == [1, 2, 3, 9]
+    shown = {chart["title"]: {line["label"]: line["values"] for line in chart["lines"]} for chart in charts["charts"]}
+    assert shown["Reward: training"] == {"a run": [0.1, 0.2, 0.3, None], "other": [None, 0.7, None, 0.9]}
+    assert shown["Loss"] == {"other": [None, 1.0, None, None]}
+    assert len({chart["name"] for chart in charts["charts"]}) == len(charts["charts"])

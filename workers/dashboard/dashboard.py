@@ -27,6 +27,8 @@ NAVIGATION: Final = (
     ("/timeline", "Timeline"),
     ("/workers", "Workers and engines"),
     ("/dead", "Dead letters"),
+    ("/logs", "Logs"),
+    ("/settings", "Settings"),
 )
 """Pages of a run: the end of the address, and the title."""
 

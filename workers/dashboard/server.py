@@ -21,8 +21,16 @@ from workers.dashboard.groups_page import show_groups
 from workers.dashboard.in_flight_page import render_in_flight, show_in_flight
 from workers.dashboard.live_view import RenderPart
 from workers.dashboard.rendering import load_templates, render
-from workers.dashboard.run_page import render_pipeline, render_state, render_steps, send_charts, show_run
-from workers.dashboard.runs_page import show_runs
+from workers.dashboard.run_page import (
+    render_pipeline,
+    render_state,
+    render_steps,
+    send_charts,
+    show_logs,
+    show_run,
+    show_settings,
+)
+from workers.dashboard.runs_page import send_comparison, show_comparison, show_runs
 from workers.dashboard.timeline_page import show_timeline
 from workers.dashboard.workers_page import render_workers, send_engines, show_workers
 from workers.runs.catalog import Runs
@@ -46,6 +54,8 @@ Page = Callable[[Dashboard, web.Request], Awaitable[web.StreamResponse]]
 _RUN: Final = "/runs/{run}"
 _PAGES: Final[dict[str, Page]] = {
     "/": show_runs,
+    "/compare": show_comparison,
+    "/compare/charts.json": send_comparison,
     _RUN: show_run,
     f"{_RUN}/charts.json": send_charts,
     f"{_RUN}/groups": show_groups,
@@ -60,6 +70,8 @@ _PAGES: Final[dict[str, Page]] = {
     f"{_RUN}/timeline": show_timeline,
     f"{_RUN}/dead": show_dead_letters,
     f"{_RUN}/dead/letter": send_letter,
+    f"{_RUN}/logs": show_logs,
+    f"{_RUN}/settings": show_settings,
 }
 _CHANGES: Final[dict[str, Page]] = {f"{_RUN}/dead": change_letters}
 """What the pages post; `access_middleware` lets it through only if changes are allowed."""

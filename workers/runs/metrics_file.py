@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from workers.runs.evaluations import FILE as EVALUATIONS
 from workers.runs.evaluations import EvaluationResult, read_evaluations
@@ -95,16 +95,16 @@ _GROUPS: Final[dict[str, tuple[_Plan, ...]]] = {
     "Reward": (
         _Plan("reward", "Reward", "mean of a step", {"training": "reward", "held out": "held_out/mean"}, None),
         _Plan("parts", "Reward parts", "mean, before weights", {"*": "reward/part/*/mean"}, None),
-        _Plan("spread", "Spread of rewards", "sample standard deviation", {"": "reward/std"}),
-        _Plan("pass", "Success in training", "at least one of K completions", {"pass@*": "pass@*/valid"}),
+        _Plan("spread", "Reward spread", "standard deviation", {"": "reward/std"}),
+        _Plan("pass", "Success", "one of K in training", {"pass@*": "pass@*/valid"}),
         _Plan(
-            "held_out", "Success on held-out prompts", "at least one of K completions", {"pass@*": "held_out/pass@*"}
+            "held_out", "Held-out success", "one of K", {"pass@*": "held_out/pass@*"}
         ),
-        _Plan("unjudged", "Answers that could not be judged", "completions", {"*": "reward/unjudged/*"}),
-        _Plan("logged", "Logged by reward functions", "mean", {"*": "logged/*"}, None),
+        _Plan("unjudged", "Not judged", "completions", {"*": "reward/unjudged/*"}),
+        _Plan("logged", "Logged by rewards", "mean", {"*": "logged/*"}, None),
     ),
     "Optimizer": (
-        _Plan("loss", "Loss", "mean over loss tokens", {"": "loss"}, None),
+        _Plan("loss", "Loss", "per loss token", {"": "loss"}, None),
         _Plan("gradient", "Gradient norm", "before clipping", {"": "grad_norm"}),
         _Plan("entropy", "Entropy", "nats per token", {"": "entropy"}),
         _Plan("clipped", "Clipped tokens", "fraction", {"all": "clip_fraction", "lower": "clip_fraction_lower"}),
@@ -113,12 +113,12 @@ _GROUPS: Final[dict[str, tuple[_Plan, ...]]] = {
     ),
     "Completions": (
         _Plan("length", "Completion length", "sampled tokens", {"mean": "length/mean", "longest": "length/max"}),
-        _Plan("ends", "Length by end", "sampled tokens, mean", {"*": "length/by_end/*"}),
+        _Plan("ends", "Length by end", "sampled tokens", {"*": "length/by_end/*"}),
         _Plan("turns", "Turns", "per completion", {"": "turns/mean"}),
-        _Plan("truncated", "Truncation by reason", "share of completions", {"*": "truncated_share/*"}),
+        _Plan("truncated", "Truncation", "share by reason", {"*": "truncated_share/*"}),
         _Plan("tools", "Tool errors", "share of calls", {"": "tool_error_share"}),
-        _Plan("valid", "Validity", "share of completions", {"valid": "valid", "*": "invalid_share/*"}),
-        _Plan("dropped", "Dropped groups by reason", "groups since the step before", {"*": "groups/dropped/*"}),
+        _Plan("valid", "Validity", "share by reason", {"valid": "valid", "*": "invalid_share/*"}),
+        _Plan("dropped", "Dropped by reason", "groups", {"*": "groups/dropped/*"}),
     ),
     "Off-policy": (
         _Plan("staleness", "Staleness", "policy versions", {"mean": "staleness", "oldest token": "staleness_max"}),
@@ -134,12 +134,12 @@ _GROUPS: Final[dict[str, tuple[_Plan, ...]]] = {
             "ratio",
             {"mean": "correction/rollout_is_mean", "largest": "correction/rollout_is_max"},
         ),
-        _Plan("ratio", "Policy ratio", "in training by proximal", {"mean": "ratio/mean", "largest": "ratio/max"}),
+        _Plan("ratio", "Policy ratio", "to proximal", {"mean": "ratio/mean", "largest": "ratio/max"}),
         _Plan("rejected", "Rejected tokens", "fraction", {"": "correction/rollout_rs_masked_fraction"}),
-        _Plan("cancelled", "Cancelled attempts", "at the prompts of a step", {"": "attempt/cancelled"}),
+        _Plan("cancelled", "Cancelled attempts", "of a step", {"": "attempt/cancelled"}),
     ),
     "Speed": (
-        _Plan("throughput", "Throughput", "sampled tokens per second", {"": "tokens_per_second"}),
+        _Plan("throughput", "Throughput", "tokens per second", {"": "tokens_per_second"}),
         _Plan(
             "time",
             "Time of a step",
@@ -252,6 +252,31 @@ def make_charts(rows: Rows, evaluations: Sequence[EvaluationResult] = (), max_po
                     )
                 )
     return MetricCharts(steps=[float(rows[-1]["step"]) for rows in points], steps_per_point=per_point, charts=charts)
+
+
+def overlay(runs: Mapping[str, MetricCharts]) -> MetricCharts:
+    """Return charts with a line for each of several runs, by their names; a chart for each line that one run has."""
+    steps = sorted({step for charts in runs.values() for step in charts.steps})
+    found: dict[tuple[str, str], list[Line]] = {}
+    plans: dict[tuple[str, str], Chart] = {}
+    for run, charts in runs.items():
+        for chart in charts.charts:
+            for line in chart.lines:
+                values = dict(zip(charts.steps, line.values, strict=True))
+                found.setdefault((chart.name, line.label), []).append(Line(run, [values.get(step) for step in steps]))
+                plans.setdefault((chart.name, line.label), chart)
+    drawn = [
+        structs.replace(
+            plans[key],
+            name=f"{key[0]}-{number}",
+            title=f"{plans[key].title}: {key[1]}" if key[1] else plans[key].title,
+            lines=lines,
+            omitted=0,
+        )
+        for number, (key, lines) in enumerate(found.items())
+    ]
+    per_point = max((charts.steps_per_point for charts in runs.values()), default=1)
+    return MetricCharts(steps=steps, steps_per_point=per_point, charts=drawn)
 
 
 def _expand(plan: _Plan, rows: Rows) -> Iterator[tuple[str, str]]:
