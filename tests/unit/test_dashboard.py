@@ -10,14 +10,20 @@ import aiohttp
 import anyio.to_thread
 import msgspec
 import pytest
+from msgspec import structs
 
 from stream.errors import PenstockError, SettingsError
+from stream.operator.run_status import RunStatus, StageStatus
 from workers.dashboard import server
 from workers.dashboard.access import Access
-from workers.dashboard.rendering import render, with_query
+from workers.dashboard.live_view import StatusReading
+from workers.dashboard.rendering import load_templates, render, with_query
+from workers.dashboard.run_page import render_state
 from workers.dashboard.server import serve_dashboard
+from workers.dashboard.workers_page import idle_workers, render_workers, started_workers, worker_rows
 from workers.runs.catalog import Runs, read_state
 from workers.runs.evaluations import EvaluationResult, EvaluationStats
+from workers.runs.live_run import LiveRun, write_live
 from workers.runs.logs import RunLogs
 from workers.runs.metrics_file import MAX_POINTS, MetricsFile, make_charts, read_metrics
 from workers.runs.warnings import Incident, TrainingWarning, read_incidents, write_warnings
@@ -384,3 +390,46 @@ async def test_ticked_runs_are_drawn_over_each_other(folder, tmp_path):
     assert shown["Reward: training"] == {"a run": [0.1, 0.2, 0.3, None], "other": [None, 0.7, None, 0.9]}
     assert shown["Loss"] == {"other": [None, 1.0, None, None]}
     assert len({chart["name"] for chart in charts["charts"]}) == len(charts["charts"])
+
+
+def goes_on(folder: Path, stopping: str = "") -> None:
+    """Let this process supervise the run."""
+    load_templates()
+    live = LiveRun.of_this_process("r", "unix:///nowhere.sock")
+    write_live(folder, structs.replace(live, stopping=stopping))
+
+
+async def test_a_run_that_stops_says_so_on_every_page(folder):
+    await anyio.to_thread.run_sync(goes_on, folder, "draining")
+    (run,) = await anyio.to_thread.run_sync(lambda: Runs([str(folder)]).all())
+    state = await anyio.to_thread.run_sync(read_state, run)
+    assert (state.state, state.detail) == ("stopping", "draining")
+    status = RunStatus(now_ms=0, stages={}, unfinished=0, outstanding=0, dead=1, counts={}, policy={"version": "3"})
+    status.stages |= {name: stage() for name in ("prompts", "groups", "scored")}
+    reading = StatusReading(status=status, stopping="draining")
+    shown = await render_state(run, reading, None)
+    assert "stopping: draining</span>" in shown
+    assert ">running<" not in shown
+    assert "1 dead letter</a>" in shown
+    assert "The run stops (draining)" in await render_workers(run, reading, None)
+    assert "No trainer holds this run now" in await render_workers(run, StatusReading(status=status), None)
+
+
+def stage(**held: int) -> StageStatus:
+    zeros = {"depth": 0, "claimed": 0, "delayed": 0, "marked": 0, "lag": 0, "oldest_age_ms": 0.0, "rate": 0.0}
+    return StageStatus(**zeros, consumers=held)
+
+
+async def test_idle_workers_of_a_run_that_goes_on_are_counted(folder):
+    with (folder / "run.toml").open("a") as file:
+        file.write("[rollout]\nworkers = 2\n")
+    (run,) = await anyio.to_thread.run_sync(lambda: Runs([str(folder)]).all())
+    assert await anyio.to_thread.run_sync(started_workers, run) == {}
+    await anyio.to_thread.run_sync(goes_on, folder)
+    known = await anyio.to_thread.run_sync(started_workers, run)
+    assert known == {"rollout": 2, "score": 1}
+    status = RunStatus(now_ms=0, stages={"prompts": stage()}, unfinished=0, outstanding=0, dead=0, counts={})
+    status.stages["prompts"] = stage(**{"rollout-vm-1-ab": 2})
+    assert idle_workers(worker_rows(status), known) == {"rollout": 1, "score": 1}
+    shown = await render_workers(run, StatusReading(status=status), None)
+    assert "idle: 1 of 2 rollout workers, 1 of 1 score worker<" in shown

@@ -31,7 +31,7 @@ from workers.dashboard.group_page import FIRST, LAST, visible_parts
 from workers.dashboard.groups_page import Bar, histogram, parse_filter
 from workers.dashboard.phase_bars import Axis
 from workers.dashboard.timeline_page import lanes
-from workers.dashboard.token_panel import TokenChoice
+from workers.dashboard.token_panel import TokenChoice, prompt_text
 from workers.dashboard.token_view import token_page
 from workers.runs.group_index import GroupIndex, summarize_group
 from workers.runs.phases import GroupTimes, StepTimes, main_phases
@@ -311,6 +311,31 @@ def test_phases_are_bars_on_an_axis_which_cuts_off_what_came_before_it():
         (1, 50.0, 50.0),
     ]
     assert [(bar.number, bar.left, bar.width) for bar in Axis(start=20.0, end=40.0).bars(phases)] == [(1, 0.0, 50.0)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ticks"),
+    [
+        (39.0, [(0.0, 0.0), (10.0, 25.641), (20.0, 51.282), (30.0, 76.923)]),
+        (0.5, [(0.0, 0.0), (0.1, 20.0), (0.2, 40.0), (0.3, 60.0), (0.4, 80.0), (0.5, 100.0)]),
+        (7200.0, [(0.0, 0.0), (2000.0, 27.778), (4000.0, 55.556), (6000.0, 83.333)]),
+    ],
+)
+def test_an_axis_has_a_few_round_ticks(seconds, ticks):
+    assert [(pytest.approx(at), left) for at, left in Axis(start=0.0, end=seconds).ticks] == ticks
+
+
+def test_a_prompt_is_shown_as_the_model_saw_it_without_the_middle_of_a_long_one():
+    def row(count: int) -> Row:
+        return Row(prompt_ids=array("i", range(count)).tobytes(), token_ids=b"", spans=[], logprobs=b"")
+
+    def decode(token_ids: bytes, start: int, end: int) -> list[str]:
+        return [f"<{token}>" for token in memoryview(token_ids).cast("i")[start:end]]
+
+    assert prompt_text(row(3), decode) == "<0><1><2>"
+    text = prompt_text(row(4003), decode)
+    assert "<1999>\n\n… 3 tokens are left out …\n\n<2003>" in text
+    assert text.endswith("<4002>")
 
 
 def test_lanes_of_a_timeline_share_an_axis_and_end_with_the_step_that_trained_their_group():

@@ -107,7 +107,7 @@ def _logs(run: Run, role: str) -> dict[str, Any]:
         values["lines"] = RunLogs(run.file(), role).last_lines(_LOG_LINES)
     except PenstockError as error:
         values["problem"] = str(error)
-    return values | {"is_live": read_state(run).state == "running"}
+    return values | {"is_live": read_state(run).state in ("running", "stopping")}
 
 
 async def show_settings(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:

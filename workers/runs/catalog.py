@@ -28,7 +28,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     key: str
     folder: str
     state: str
-    """`running`, `finished`, `stopped` or `failed`; `killed` if it ended without a summary; `not started`;
+    """`running`, `stopping`, `finished`, `stopped` or `failed`; `killed` if it ended without a summary; `not started`;
     `on a server` that was named to this process; `unreadable`."""
     detail: str = ""
     started_at: float | None = None
@@ -77,7 +77,10 @@ class Runs:
     def states(self) -> list[RunState]:
         """Return the state of each run: those that run first, then the newest. Blocks on files."""
         states = [read_state(run) for run in self.all()]
-        return sorted(states, key=lambda run: (run.state != "running", -(run.changed_at or run.started_at or 0.0)))
+        return sorted(
+            states,
+            key=lambda run: (run.state not in ("running", "stopping"), -(run.changed_at or run.started_at or 0.0)),
+        )
 
     def find(self, key: str) -> Run | None:
         """Return the run with this key; None if there is none. Blocks on files."""
@@ -114,6 +117,8 @@ def read_state(run: Run) -> RunState:
     failure = summary.failure if summary else None
     if live is not None:
         state, detail = "running", f"process {live.pid}" + (f" on {live.host}" if live.host else "")
+        if live.stopping:
+            state, detail = "stopping", live.stopping
     elif summary is None and run.has_named_server:
         state, detail = "on a server", "its page says how it is"
     elif summary is None:

@@ -97,9 +97,7 @@ _GROUPS: Final[dict[str, tuple[_Plan, ...]]] = {
         _Plan("parts", "Reward parts", "mean, before weights", {"*": "reward/part/*/mean"}, None),
         _Plan("spread", "Reward spread", "standard deviation", {"": "reward/std"}),
         _Plan("pass", "Success", "one of K in training", {"pass@*": "pass@*/valid"}),
-        _Plan(
-            "held_out", "Held-out success", "one of K", {"pass@*": "held_out/pass@*"}
-        ),
+        _Plan("held_out", "Held-out success", "one of K", {"pass@*": "held_out/pass@*"}),
         _Plan("unjudged", "Not judged", "completions", {"*": "reward/unjudged/*"}),
         _Plan("logged", "Logged by rewards", "mean", {"*": "logged/*"}, None),
     ),
