@@ -5,6 +5,7 @@ import random
 from array import array
 from pathlib import Path
 
+import anyio.to_thread
 import pytest
 
 from stream.codec import encode
@@ -26,13 +27,15 @@ from stream.trainer.ledger_records import LedgerRecord, content_hash
 from stream.trainer.outcomes import Dead, Dropped, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
-from tests.unit.test_dashboard import browser, text_of
+from tests.unit.test_dashboard import browser, evaluation, text_of
 from workers.dashboard.group_page import FIRST, LAST, visible_parts
 from workers.dashboard.groups_page import Bar, histogram, parse_filter
 from workers.dashboard.phase_bars import Axis
 from workers.dashboard.timeline_page import lanes
 from workers.dashboard.token_panel import TokenChoice, prompt_text
 from workers.dashboard.token_view import token_page
+from workers.runs.evaluations import write_groups
+from workers.runs.export import encode_json
 from workers.runs.group_index import GroupIndex, summarize_group
 from workers.runs.phases import GroupTimes, StepTimes, main_phases
 from workers.runs.selection import CompletionFilter
@@ -380,3 +383,23 @@ async def test_pages_of_groups_keep_their_filters_and_show_hostile_text_as_text(
         assert "groups without an outcome are on the server only" in await text_of(
             session, "/runs/run/groups?at=trainer"
         )
+
+
+async def test_evaluations_are_listed_and_their_conversations_open(run):
+    folder = run.path
+    prompt = Prompt(id="held:0", messages=[{"role": "user", "content": HOSTILE}])
+    done = Completion(index=0, messages=[{"role": "assistant", "content": "I say 4."}], reward=Measured(0.5), turns=1)
+    (folder / "eval.jsonl").write_bytes(b"".join(encode_json(evaluation(n, 0.25)) + b"\n" for n in (0, 7)))
+    await anyio.to_thread.run_sync(write_groups, folder, 7, [encode(Group(prompt=prompt, completions=[done]))])
+    async with browser(folder) as session:
+        address = f"/runs/{folder.name}"
+        page = await text_of(session, f"{address}/evaluations")
+        assert f'href="{address}/evaluations?step=7"' in page
+        assert f'href="{address}/evaluations?step=0"' not in page  # it has no groups
+        assert f'href="{address}/group?id=evaluation-7%2Fheld%3A0"' in page
+        group = await text_of(session, f"{address}/group?id=evaluation-7%2Fheld%3A0")
+        assert "evaluation of step 7" in group
+        assert "I say 4." in group
+        assert "<script>alert" not in group
+        await text_of(session, f"{address}/group?id=evaluation-7%2Fheld%3A1", 404)
+        await text_of(session, f"{address}/group?id=evaluation-8%2Fheld%3A0", 404)

@@ -24,6 +24,7 @@ NAVIGATION: Final = (
     ("", "Run"),
     ("/in-flight", "In flight"),
     ("/groups", "Groups"),
+    ("/evaluations", "Evaluations"),
     ("/timeline", "Timeline"),
     ("/workers", "Workers and engines"),
     ("/dead", "Dead letters"),

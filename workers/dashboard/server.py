@@ -15,6 +15,7 @@ from stream.errors import PenstockError
 from workers.dashboard.access import Access, access_middleware, add_headers
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.dead_letters_page import change_letters, send_letter, show_dead_letters
+from workers.dashboard.evaluations_page import show_evaluations
 from workers.dashboard.failures import describe_exception, log_page_failure
 from workers.dashboard.group_page import send_message, send_messages, send_snapshot, send_tokens, show_group
 from workers.dashboard.groups_page import show_groups
@@ -64,6 +65,7 @@ _PAGES: Final[dict[str, Page]] = {
     f"{_RUN}/group/message": send_message,
     f"{_RUN}/group/snapshot": send_snapshot,
     f"{_RUN}/group/tokens": send_tokens,
+    f"{_RUN}/evaluations": show_evaluations,
     f"{_RUN}/in-flight": show_in_flight,
     f"{_RUN}/workers": show_workers,
     f"{_RUN}/engines": send_engines,

@@ -1,6 +1,12 @@
-"""`eval.jsonl` in a run's folder: one line per evaluation, which the trainer writes and every screen reads."""
+"""Evaluations in a run's folder, which the trainer writes and every screen reads.
 
-from collections.abc import Iterator
+::
+
+    eval.jsonl                       one line per evaluation
+    evaluations/step-000010.groups   its scored groups (MessagePack, an array of records of `stream.codec`)
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -8,8 +14,17 @@ from typing import Final
 import msgspec
 from msgspec import Struct, field
 
+from stream.codec import decode
+from stream.durable import write_file_atomically
+from stream.errors import RecordError
+from stream.records import Group
+
 FILE: Final = "eval.jsonl"
 """Name of the file in the run's folder."""
+GROUPS: Final = "evaluations"
+"""Folder of the scored groups."""
+_KEPT: Final = 20
+"""Evaluations whose groups are kept, the newest ones."""
 
 
 class EvaluationStats(Struct, kw_only=True):
@@ -64,3 +79,34 @@ def read_lines(path: Path) -> Iterator[tuple[EvaluationResult, int]]:
             return
         with suppress(ValueError):
             yield msgspec.json.decode(text, type=EvaluationResult), end_offset
+
+
+def write_groups(folder: Path, step: int, groups: Sequence[bytes]) -> None:
+    """Write the scored groups of an evaluation. Those of later steps go: their weights are lost. Blocks on files."""
+    file = _groups_file(folder, step)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_file_atomically(file, msgspec.msgpack.encode(groups))
+    steps = evaluated_steps(folder)
+    kept = [each for each in steps if each <= step][:_KEPT]
+    for each in set(steps) - set(kept):
+        _groups_file(folder, each).unlink(missing_ok=True)
+
+
+def evaluated_steps(folder: Path) -> list[int]:
+    """Return the steps whose evaluation has its groups here, the last first. Blocks on files."""
+    files = (folder / GROUPS).glob("step-*.groups")
+    return sorted((int(number) for file in files if (number := file.stem[5:]).isdecimal()), reverse=True)
+
+
+def read_groups(folder: Path, step: int) -> list[Group]:
+    """Return the scored groups of an evaluation, by prompt; a damaged one is left out. Blocks on files."""
+    found = []
+    with suppress(OSError, ValueError):
+        for payload in msgspec.msgpack.decode(_groups_file(folder, step).read_bytes(), type=list[bytes]):
+            with suppress(RecordError):
+                found.append(decode(payload, Group))
+    return sorted(found, key=lambda group: (len(group.prompt.id), group.prompt.id))
+
+
+def _groups_file(folder: Path, step: int) -> Path:
+    return folder / GROUPS / f"step-{step:06}.groups"

@@ -23,6 +23,7 @@ from stream.validity import Measured, Reward, TruncationReason
 from workers.runs.transcript import invalid_reason
 
 UNFINISHED: Final = "unfinished"
+EVALUATED: Final = "evaluated"
 """Outcome of a group that has none yet."""
 
 
@@ -32,9 +33,9 @@ class CompletionView(Struct, frozen=True, kw_only=True):
     group: Group
     completion: Completion
     outcome: str
-    """Of the group: `trained`, `dropped:REASON`, or `unfinished`."""
+    """Of the group: `trained`, `dropped:REASON`, `unfinished`, or `evaluated`."""
     step: int | None = None
-    """The step that ended the group; None if it is unfinished."""
+    """The step that ended the group, or whose weights were evaluated; None if it is unfinished."""
     trained: TrainedCompletion | None = None
     """What the step did with the completion; None if no step had it, or it was not archived."""
     record: LedgerRecord | None = None
@@ -156,6 +157,13 @@ def _labels(end: str, why_invalid: str, reason: str, outcome: str) -> frozenset[
 def unfinished_views(group: Group) -> list[CompletionView]:
     """Return the completions of a group without an outcome."""
     return [CompletionView(group=group, completion=each, outcome=UNFINISHED) for each in group.completions]
+
+
+def evaluated_group(group: Group, step: int) -> RunGroup:
+    """Return a group of the evaluation of this step's weights."""
+    return RunGroup(
+        [CompletionView(group=group, completion=each, outcome=EVALUATED, step=step) for each in group.completions]
+    )
 
 
 class ArchivedRunGroups:

@@ -9,9 +9,10 @@ from typing import Final
 import msgspec
 import torch
 
+from stream.disk_space import persist
 from stream.queue.evaluation import PromptEvaluation
 from stream.trainer.folder_lock import RunFolderLock
-from workers.runs.evaluations import FILE, EvaluationResult, EvaluationStats, read_lines
+from workers.runs.evaluations import FILE, GROUPS, EvaluationResult, EvaluationStats, read_lines, write_groups
 from workers.train.algorithms.pass_at_k import pass_at_k
 from workers.train.metrics_log import MetricsLog
 
@@ -109,6 +110,7 @@ class EvaluationLog:
             results.append(result)
             length = end_offset
         self.results = results
+        self._folder = folder
         self._file = MetricsLog(folder / FILE, length, folder_lock, cut=cut)
 
     @property
@@ -129,7 +131,9 @@ class EvaluationLog:
         """Cut off the results of later steps."""
         self._file.cut()
 
-    def append(self, result: EvaluationResult) -> None:
-        """Write one line."""
+    def append(self, result: EvaluationResult, groups: Sequence[bytes] = ()) -> None:
+        """Write the scored groups, and then one line."""
+        if groups:
+            persist(self._folder / GROUPS, lambda: write_groups(self._folder, result.step, groups))
         self._file.append(msgspec.to_builtins(result))
         self.results.append(result)

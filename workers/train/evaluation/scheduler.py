@@ -169,7 +169,8 @@ class EvaluationScheduler:
             overall=overall,
             environments=by_environment,
         )
-        await anyio.to_thread.run_sync(self._results.append, result)
+        groups = [each.group for each in evaluations.values() if each.group]
+        await anyio.to_thread.run_sync(self._results.append, result, groups)
         self._running, self._new_result = None, result
         await self._trainer_lease.end_evaluation(_last_result(self._results))
         log.info(
