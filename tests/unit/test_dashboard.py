@@ -226,6 +226,13 @@ def test_shares_are_drawn_of_what_a_step_counts_and_nothing_of_what_it_did_not_m
     }
 
 
+def test_a_reason_that_a_step_does_not_name_did_not_occur():
+    found = drawn(
+        {"step": 1, "rows/valid": 1, "rows/failed:x": 1}, {"step": 2, "rows/valid": 2}, {"step": 3, "loss": 1.0}
+    )
+    assert found["valid"] == {"failed:x": [0.5, 0.0, None]}
+
+
 def test_of_many_lines_the_largest_are_drawn_in_the_order_in_which_they_first_occur():
     row = {"step": 1} | {f"logged/{n}": float(n) for n in range(9)}
     (chart,) = make_charts([row]).charts

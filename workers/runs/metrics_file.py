@@ -25,6 +25,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tokens_per_second": ("tokens_per_second",),
 }
 
+_REASONS: Final = ("invalid_share/", "truncated_share/", "groups/dropped/")
+"""A step that counts completions and does not name one of these had none."""
 _NO_REASONS: Final = ("rows/valid", "truncated/reward_mean", "truncated/length_mean")
 
 MAX_POINTS: Final = 600
@@ -225,7 +227,10 @@ def make_charts(rows: Rows, evaluations: Sequence[EvaluationResult] = (), max_po
         evaluations: each is drawn at the step whose weights were measured.
         max_points: points of a line; with more steps each is the mean over several.
     """
-    steps: dict[int, dict[str, Any]] = {row["step"]: row | _shares(row) for row in rows}
+    rows = [row | _shares(row) for row in rows]
+    nothing = {name: 0.0 for row in rows for name in row if name.startswith(_REASONS)}
+    counted = [any(name.startswith("rows/") for name in row) for row in rows]
+    steps = {row["step"]: nothing | row if has else row for row, has in zip(rows, counted, strict=True)}
     for each in evaluations:
         steps[each.step] = steps.get(each.step, {"step": each.step}) | _scores(each)
     rows = [steps[step] for step in sorted(steps)]
