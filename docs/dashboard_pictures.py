@@ -203,7 +203,6 @@ def take_all(folder: Path, out: Path) -> None:
                 "timeline": f"{page}/timeline?step=4..6",
                 "compare": f"{root}/compare?run=demo&run=demo-killed",
                 "evaluations": f"{page}/evaluations",
-                "logs": f"{page}/logs",
                 "in-flight": f"{page}/in-flight",
                 "workers": f"{page}/workers",
                 "dead": f"{page}/dead",
