@@ -1,4 +1,4 @@
-"""The page *Run*: the pipeline with depth, rate and age of each stage, and the charts of its steps."""
+"""The pages *Run*, *Logs* and *Settings*: how it goes, what its processes say, and how it was started."""
 
 from typing import Any, Final
 
@@ -8,13 +8,20 @@ from aiohttp import web
 from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
+from stream.errors import PenstockError
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.live_view import StatusReading
 from workers.dashboard.rendering import render
 from workers.runs.folder import file_state
+from workers.runs.logs import RunLogs, log_names
 from workers.runs.run import Run
 from workers.runs.status import QueueReport, StageReport, queue_report
+from workers.runs.warnings import read_incidents
+from workers.settings.toml_file import dump_redacted
 
+_INCIDENTS: Final = 12
+"""Warnings and restarts on the page; the logs have all."""
+_LOG_LINES: Final = 500
 _WORKERS: Final = {"prompts": "rollout", "groups": "score", "scored": "train"}
 """The role that takes entries out of each queue."""
 
@@ -72,10 +79,9 @@ async def show_run(dashboard: Dashboard, request: web.Request) -> web.StreamResp
     run = await dashboard.run(request)
     frame = await dashboard.view(run).read(("state", "pipeline"))
     charts = await anyio.to_thread.run_sync(dashboard.metrics(run).charts)
-    overview = await anyio.to_thread.run_sync(run.state)
-    return dashboard.page(
-        "run.html", run, {"frame": frame, "charts": charts, "overview": overview, "more_parts": ",steps"}
-    )
+    incidents = await anyio.to_thread.run_sync(read_incidents, run.file(), _INCIDENTS + 1)
+    values = {"frame": frame, "charts": charts, "incidents": incidents[:_INCIDENTS], "more_parts": ",steps"}
+    return dashboard.page("run.html", run, values | {"has_more": len(incidents) > _INCIDENTS})
 
 
 async def send_charts(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
@@ -85,3 +91,26 @@ async def send_charts(dashboard: Dashboard, request: web.Request) -> web.StreamR
     return web.Response(
         body=await anyio.to_thread.run_sync(msgspec.json.encode, charts), content_type="application/json"
     )
+
+
+async def show_logs(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The page *Logs*: the last lines of all processes, or of one."""
+    run = await dashboard.run(request)
+    role = request.query.get("role", "")
+    return dashboard.page("logs.html", run, await anyio.to_thread.run_sync(_logs, run, role))
+
+
+def _logs(run: Run, role: str) -> dict[str, Any]:
+    values = {"role": role, "names": log_names(run.file()), "lines": [], "problem": "", "count": _LOG_LINES}
+    try:
+        values["lines"] = RunLogs(run.file(), role).last_lines(_LOG_LINES)
+    except PenstockError as error:
+        values["problem"] = str(error)
+    return values | {"is_live": run.state().state in ("running", "stopping")}
+
+
+async def show_settings(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The page *Settings*: `run.toml` as the run was last started, without secrets."""
+    run = await dashboard.run(request)
+    settings = await anyio.to_thread.run_sync(lambda: run.settings)
+    return dashboard.page("settings.html", run, {"text": dump_redacted(settings) if settings else ""})

@@ -8,11 +8,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from stream.errors import PenstockError
-from stream.records import Completion, TrainedCompletion
+from stream.records import Completion, Row, TrainedCompletion
 from workers.dashboard.rendering import parse_number
 from workers.dashboard.token_view import COLORS, Decode, TokenColor, TokenPage, decoder, token_page
 from workers.runs.run import Run
 
+_PROMPT_END: Final = 2000
+"""Tokens of a long prompt that are shown of its beginning and of its end."""
 _DEFAULT: Final[TokenColor] = "advantage"
 
 
@@ -25,6 +27,8 @@ class TokenPanel(Struct, frozen=True, kw_only=True):
     rows: int
     color: TokenColor
     page: TokenPage | None = None
+    prompt: str = ""
+    """The prompt as the model saw it, from its recorded tokens; empty beyond the first page."""
     problem: str = ""
     """Why there is no page."""
 
@@ -67,7 +71,16 @@ class TokenChoice(Struct, frozen=True):
         except PenstockError as error:
             return replace(panel, problem=str(error))
         page = token_page(row, number, trained, decode, self.color, min(start, len(row.tokens)))
-        return replace(panel, page=page)
+        return replace(panel, page=page, prompt="" if start else prompt_text(row, decode))
+
+
+def prompt_text(row: Row, decode: Decode) -> str:
+    """Return the text of a row's prompt, special tokens included; the middle of a long one is left out."""
+    count = len(row.prompt_ids) // 4
+    if count <= 2 * _PROMPT_END:
+        return "".join(decode(row.prompt_ids, 0, count))
+    first, last = decode(row.prompt_ids, 0, _PROMPT_END), decode(row.prompt_ids, count - _PROMPT_END, count)
+    return f"{''.join(first)}\n\n… {count - 2 * _PROMPT_END:,} tokens are left out …\n\n{''.join(last)}"
 
 
 def _decoder(run: Run) -> Decode:

@@ -2,11 +2,18 @@
 
 import math
 from collections import Counter
+from typing import Final
 
+from msgspec import structs
+
+from stream.codec import encode
 from stream.queue.evaluation import PromptEvaluation
 from stream.records import Completion, Group
 from stream.validity import Unmeasured
 from workers.settings import Settings
+
+_MAX_BYTES: Final = 1_000_000
+"""Of one group: the results of all prompts are in memory at once."""
 
 
 def evaluate_group(group: Group, version: int, settings: Settings) -> PromptEvaluation:
@@ -36,6 +43,13 @@ def evaluate_group(group: Group, version: int, settings: Settings) -> PromptEval
         invalid=dict(invalid),
         mixed_versions=mixed,
     )
+
+
+def encode_transcript(group: Group) -> bytes:
+    """Encode a group without final states of environments; empty if it is larger than an evaluation keeps."""
+    completions = [structs.replace(completion, snapshot=None) for completion in group.completions]
+    payload = encode(structs.replace(group, completions=completions))
+    return payload if len(payload) <= _MAX_BYTES else b""
 
 
 def _invalid_reason(completion: Completion, settings: Settings) -> str:

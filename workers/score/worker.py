@@ -31,7 +31,7 @@ from workers.runtime.reward_functions import (
     open_reward_functions,
 )
 from workers.runtime.work_loop import work_loop
-from workers.score.evaluation import evaluate_group
+from workers.score.evaluation import encode_transcript, evaluate_group
 
 
 async def score(context: WorkerContext) -> None:
@@ -62,6 +62,7 @@ async def score(context: WorkerContext) -> None:
             with evaluation_in_flight.group(lease, group.prompt.environment, len(group.completions)) as progress:
                 await score_group(group, functions, factories, settings.rollout.call_timeout_s, progress)
             result = evaluate_group(group, group.evaluated_version, settings)
+            result.group = b"" if settings.archive.keep == "none" else encode_transcript(group)
             await evaluation_stage.record_evaluation(lease, msgspec.json.encode(result))
 
         def describe(lease: Lease) -> str:

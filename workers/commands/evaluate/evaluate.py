@@ -17,13 +17,14 @@ from workers.commands.evaluate.standalone_rollout import roll_out_and_score
 from workers.datasets.environment_rows import temporary_folder, write_evaluation_rows
 from workers.feed.evaluation_prompts import read_evaluation_prompts
 from workers.run.process_main import run_async
+from workers.runs.evaluations import EvaluationResult
 from workers.runtime.exit_codes import ExitCode
 from workers.score.evaluation import evaluate_group
 from workers.settings import Lora, Settings
 from workers.settings.toml_file import load_settings
 from workers.terminal.output import print_json
 from workers.train.checkpointing.checkpoint import MANIFEST, MODEL, CheckpointStore
-from workers.train.evaluation.results import EvaluationResult, summarize
+from workers.train.evaluation.results import summarize
 from workers.train.model.adapter import is_adapter
 
 

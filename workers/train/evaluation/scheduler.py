@@ -31,8 +31,9 @@ from stream.queue.evaluation import (
     read_prompt_evaluations,
 )
 from stream.trainer.lease import TrainerLease
+from workers.runs.evaluations import EvaluationResult
 from workers.settings import Settings
-from workers.train.evaluation.results import EvaluationLog, EvaluationResult, summarize
+from workers.train.evaluation.results import EvaluationLog, evaluation_metrics, summarize
 
 log = structlog.get_logger()
 
@@ -127,7 +128,7 @@ class EvaluationScheduler:
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of an evaluation that ended since the previous call."""
         result, self._new_result = self._new_result, None
-        return result.metrics() if result is not None else {}
+        return evaluation_metrics(result) if result is not None else {}
 
     @property
     def _connection(self) -> RunConnection:
@@ -168,7 +169,8 @@ class EvaluationScheduler:
             overall=overall,
             environments=by_environment,
         )
-        await anyio.to_thread.run_sync(self._results.append, result)
+        groups = [each.group for each in evaluations.values() if each.group]
+        await anyio.to_thread.run_sync(self._results.append, result, groups)
         self._running, self._new_result = None, result
         await self._trainer_lease.end_evaluation(_last_result(self._results))
         log.info(
