@@ -69,6 +69,9 @@ def write_project(folder: Path) -> Path:
     table["environments"] = {"calculator": f"{folder / 'slow.py'}:Slow"}
     table["rollout"]["call_timeout_s"] = 300.0
     table["run"]["dashboard"] = "off"
+    prompts = Path(table["data"]["path"]).read_text().splitlines()
+    (folder / "held_out.jsonl").write_text("\n".join(prompts[:16]))
+    table["eval"] = {"path": str(folder / "held_out.jsonl"), "every": 3, "group_size": 2}
     file.write_text(tomli_w.dumps(table))
     return file
 
@@ -160,7 +163,7 @@ def token_url(folder: Path, page: str) -> str:
     command = [
         sys.executable,
         "-m",
-        "workers",
+        "penstock",
         "groups",
         "demo",
         "--json",
@@ -198,6 +201,8 @@ def take_all(folder: Path, out: Path) -> None:
                 "group": group,
                 "group-tokens": f"{group}&tokens=0,1&color=advantage",
                 "timeline": f"{page}/timeline?step=4..6",
+                "compare": f"{root}/compare?run=demo&run=demo-killed",
+                "evaluations": f"{page}/evaluations",
                 "in-flight": f"{page}/in-flight",
                 "workers": f"{page}/workers",
                 "dead": f"{page}/dead",

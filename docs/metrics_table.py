@@ -17,6 +17,7 @@ _NAMES_BY_UNIT = {
     "completions": "reward/count trained/reward_count rows/* truncated/* reward/unjudged/* eval/invalid eval/mixed",
     "groups": "groups/kept groups/tie groups/singleton groups/dropped/* stragglers/abandoned",
     "attempts": "attempt/cancelled",
+    "calls": "tools/calls tools/errors",
     "fraction": "valid_fraction pass@* clip_fraction clip_fraction_lower eval/pass@*",
     "tokens": "length/mean length/max length/by_end/* truncated/length_mean tokens/loss tokens/sampled tokens/too_old "
     "tokens/not_finite",

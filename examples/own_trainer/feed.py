@@ -4,9 +4,7 @@ import sys
 
 import anyio
 
-from stream.connection.run_connection import connect
-from stream.queue.feed import Feed
-from stream.records import Prompt
+from penstock.trainer import Feed, Prompt, connect
 
 
 async def main(redis, run, total):

@@ -16,10 +16,7 @@ import anyio
 import msgspec
 from engine import push
 
-from stream.connection.run_connection import connect
-from stream.trainer.consume import consume
-from stream.trainer.leased_group import ResumePoint
-from stream.validity import Measured
+from penstock.trainer import Measured, ResumePoint, connect, consume
 
 
 def train(table, group):

@@ -42,6 +42,8 @@ class PromptEvaluation(Struct, kw_only=True, omit_defaults=True):
     (`failed:engine`)."""
     mixed_versions: int = 0
     """Completions with a token sampled by another policy version."""
+    group: bytes = b""
+    """The scored group, encoded, for people who read it; empty if it is too large, or nothing is archived."""
 
 
 class EvaluationProgress(Struct, frozen=True):

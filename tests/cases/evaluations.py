@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from workers.train.evaluations import FILE, EvaluationResult
+from workers.runs.evaluations import FILE, EvaluationResult
 
 
 def read_evaluations(folder: Path) -> list[EvaluationResult]:

@@ -230,6 +230,7 @@ def pages(browser: Browser, page: str, axe: str) -> None:
     paths = {"run": "", "in-flight": "/in-flight", "groups": "/groups", "group": "/group?id=prompts:0:0"}
     paths["tokens"] = "/group?id=prompts:0:0&tokens=0,1,2,3&color=mask"
     paths |= {"timeline": "/timeline", "workers": "/workers", "dead": "/dead", "runs": "/../../?all"}
+    paths |= {name: f"/{name}" for name in ("evaluations", "logs", "settings")}
     for name, path in paths.items():
         for width in (1440, 390):
             for theme in ("light", "dark"):

@@ -20,7 +20,19 @@ from tests.evaluation.project import describe, ended, ledger, run
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300), pytest.mark.usefixtures("preloaded")]
 
 GROUPS = 48
-PAGES = ("", "/in-flight", "/groups", "/timeline", "/workers", "/engines", "/dead", "/charts.json")
+PAGES = (
+    "",
+    "/in-flight",
+    "/groups",
+    "/timeline",
+    "/workers",
+    "/engines",
+    "/dead",
+    "/logs",
+    "/settings",
+    "/evaluations",
+    "/charts.json",
+)
 ONCE = (("queues", "--in-flight", "--json"), ("groups", "--json"), ("show",), ("queues", "--json"), ("audit", "--json"))
 FOREVER = {
     "watch": ("queues", "--watch", "--json"),

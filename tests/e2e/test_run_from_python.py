@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("preloaded")]
 
 CURSOR = "\x1b"
 RUN = """
-import json, sys, msgspec, penstock
+import json, signal, sys, msgspec, penstock
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may have been started with it ignored
 print(json.dumps(msgspec.to_builtins(penstock.run(sys.argv[1]))), file=sys.stderr)
 """
 NOTEBOOK = """
@@ -41,8 +43,11 @@ print(json.dumps(asyncio.run(cells())))
 """
 
 
-def python(code, *arguments):
-    return [sys.executable, "-c", code, *map(str, arguments)]
+def script(project, code):
+    """Return the command of a script of the user's, which starts or opens the project's run."""
+    file = project.folder / "script.py"
+    file.write_text(code)
+    return [sys.executable, str(file), str(project.write())]
 
 
 def test_a_run_returns_its_final_numbers_and_prints_plain_lines(project, capfd):
@@ -91,8 +96,8 @@ def test_a_failed_run_raises_with_the_place_in_the_users_code(project):
 
 
 def test_an_interrupt_drains_the_run_and_a_second_call_resumes_it(project):
-    project.prompts(200)
-    command = python(RUN, project.write())
+    project.prompts(5000)  # more than are trained before the interrupt
+    command = script(project, RUN)
     process = subprocess.Popen(
         command, cwd=project.folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -102,25 +107,26 @@ def test_an_interrupt_drains_the_run_and_a_second_call_resumes_it(project):
     assert process.returncode == 0, f"{out}\n{err}"
     stopped = json.loads(err)
     assert (stopped["finished"], balanced(stopped)) == (False, True)
-    assert 4 <= stopped["groups_trained"] < 200
+    assert 4 <= stopped["groups_trained"] < 5000
     assert f"stopped; `penstock run {project.run_folder}` resumes" in out
 
     steps = stopped["steps"] + 1
     resumed = penstock.run(project.run_folder, {"train.max_steps": steps}, quiet=True)
     assert (resumed.finished, resumed.steps) == (True, steps)
-    ends = [line["prompt"] for line in project.ledger()]
+    ends = [line["prompt"] for line in project.ledger() if "prompt" in line]
     assert len(ends) == len(set(ends))
     assert resumed.groups_trained > stopped["groups_trained"]
 
 
 def test_all_of_it_works_where_an_event_loop_runs_as_in_a_notebook(project):
     write_base_model("tool-caller", project.folder / "model")
-    command = python(NOTEBOOK, project.write())
+    command = script(project, NOTEBOOK)
     done = subprocess.run(
         command, cwd=project.folder, env=environment(), capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert [reward["type"] for reward in found.pop("rewards")] == ["measured"] * 2
-    assert found == {"ok": True, "finished": True, "trained": 4, "clean": True, "groups": 4}
+    assert found.pop("groups") >= 4  # those that were dropped are among them
+    assert found == {"ok": True, "finished": True, "trained": 4, "clean": True}
     assert done.stderr == ""

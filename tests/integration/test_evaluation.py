@@ -27,6 +27,8 @@ from stream.trainer.trainer_lease import TrainerLease
 from tests.cases.records import assert_records_are_owned
 from workers.role.concurrency import ConcurrencyLimit
 from workers.role.work_loop import work_loop
+from workers.runs.evaluations import read_groups
+from workers.score.worker import encode_transcript
 from workers.settings.toml_file import parse_settings
 from workers.train.evaluations import EvaluationLog, EvaluationScheduler
 
@@ -228,9 +230,12 @@ async def test_a_publication_waits_until_the_evaluation_is_sampled(tmp_path, con
     assert held.is_set()
     await evaluating.end_if_complete()
     assert not book.results, "nothing is scored yet"
-    await score(worker(connection, "eval:groups"), 99, successes=1, reward_sum=1.5)
+    scored = encode_transcript(pipe.group("scored"))
+    await score(worker(connection, "eval:groups"), 99, successes=1, reward_sum=1.5, group=scored)
     await evaluating.end_if_complete()
     (line,) = book.results
+    kept = await anyio.to_thread.run_sync(read_groups, tmp_path, 0)
+    assert [group.prompt.id for group in kept] == ["scored"] * len(PROMPTS)
     assert (line.version, line.step, line.overall.n, line.overall.valid) == (4, 0, 24, 24)
     assert line.overall.mean_valid == 0.75
     assert evaluating.pop_metrics()["eval/pass@2/all"] == 1.0

@@ -1,21 +1,32 @@
 """The dashboard's pages: who may see them, what they show, and that nothing from a run can act in a page."""
 
 import json
+import math
 import shutil
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import anyio.to_thread
+import msgspec
 import pytest
+from msgspec import structs
 
 from stream.errors import PenstockError, SettingsError
+from stream.operator.status import RunStatus, StageStatus
 from workers.dashboard import app
 from workers.dashboard.access import Access
 from workers.dashboard.app import serve_dashboard
-from workers.dashboard.templating import render, with_query
+from workers.dashboard.live_view import StatusReading
+from workers.dashboard.run_pages import render_state
+from workers.dashboard.templating import load_templates, render, with_query
+from workers.dashboard.workers_page import idle_workers, render_workers, started_workers, worker_rows
 from workers.runs.catalog import Runs
-from workers.runs.metrics_file import MAX_POINTS, make_charts, read_metrics
+from workers.runs.evaluations import EvaluationResult, EvaluationStats
+from workers.runs.live_run import LiveRun, write_live
+from workers.runs.logs import RunLogs
+from workers.runs.metrics_file import MAX_POINTS, MetricsFile, make_charts, read_metrics
+from workers.runs.warnings import Incident, TrainingWarning, read_incidents, write_warnings
 
 TOKEN = "a token, 7 words long"
 STEPS = [
@@ -80,7 +91,11 @@ async def test_a_killed_run_opens_from_its_folder_alone(folder):
         assert "killed" in runs
         page = await text_of(session, "/")  # the only run
         assert "No server runs for this run now" in page
-        assert "reward <output>0.3</output>" in page
+        assert "training <output>0.3</output>" in page
+        assert [name for name in ("Reward", "Completions", "Off-policy") if f"<h2>{name}</h2>" in page] == [
+            "Reward",
+            "Completions",
+        ]
         charts = json.loads(await text_of(session, "/runs/a%20run/charts.json"))
     assert charts["steps"] == [1, 2, 3]
     valid = next(chart for chart in charts["charts"] if chart["name"] == "valid")
@@ -88,8 +103,6 @@ async def test_a_killed_run_opens_from_its_folder_alone(folder):
         "valid": [0.75] * 3,
         "reward:timeout": [0.25] * 3,
     }
-    throughput = next(chart for chart in charts["charts"] if chart["name"] == "throughput")
-    assert throughput["empty"] == "no step measured it"
 
 
 async def test_every_answer_forbids_foreign_scripts_and_frames(folder):
@@ -179,18 +192,70 @@ def test_charts_of_a_long_run_are_means_over_equal_numbers_of_steps():
     charts = make_charts([{"step": n, "reward/mean": float(n % 2)} for n in range(1, 10 * MAX_POINTS + 1)])
     assert (charts.steps_per_point, len(charts.steps), charts.steps[-1]) == (10, MAX_POINTS, 10 * MAX_POINTS)
     assert charts.charts[0].lines[0].values == [0.5] * MAX_POINTS
-    assert [chart.empty for chart in make_charts([]).charts] == ["no step yet: the first one adds a point"] * 6
+    assert make_charts([]).charts == []
 
 
 def test_the_reward_is_drawn_with_its_parts_if_it_has_several():
     row = {"step": 1, "reward/mean": 1.5, "reward/part/env.served/mean": 1.0, "reward/part/env.served/std": 0.0}
 
-    def lines(row):
-        return [(line.label, line.last) for line in make_charts([row]).charts[0].lines]
-
-    assert lines(row) == [("reward", 1.5)]
+    assert drawn(row) == {"reward": {"training": [1.5]}}
     both = row | {"reward/part/env.clean/mean": 0.5}
-    assert lines(both) == [("reward", 1.5), ("env.served", 1.0), ("env.clean", 0.5)]
+    assert drawn(both)["parts"] == {"env.served": [1.0], "env.clean": [0.5]}
+
+
+def drawn(*rows, evaluations=()) -> dict[str, dict[str, list[float | None]]]:
+    charts = make_charts(list(rows), evaluations).charts
+    return {chart.name: {line.label: line.values for line in chart.lines} for chart in charts}
+
+
+def test_shares_are_drawn_of_what_a_step_counts_and_nothing_of_what_it_did_not_measure():
+    row = {"step": 1, "tools/calls": 4, "tools/errors": 1, "truncated/length": 2, "rows/valid": 6, "rows/failed:x": 2}
+    row |= {
+        "truncated/length_mean": 70.0,
+        "correction/k3_kl": 0.1,
+        "kl/k3": 0.2,
+        "reference/kl": math.nan,
+        "loss": -1.0,
+    }
+    assert drawn(row) == {
+        "loss": {"": [-1.0]},
+        "truncated": {"length": [0.25]},
+        "tools": {"": [0.25]},
+        "valid": {"failed:x": [0.25]},
+        "kl": {"to engine": [0.1], "in batch": [0.2]},
+    }
+
+
+def test_a_reason_that_a_step_does_not_name_did_not_occur():
+    found = drawn(
+        {"step": 1, "rows/valid": 1, "rows/failed:x": 1}, {"step": 2, "rows/valid": 2}, {"step": 3, "loss": 1.0}
+    )
+    assert found["valid"] == {"failed:x": [0.5, 0.0, None]}
+
+
+def test_of_many_lines_the_largest_are_drawn_in_the_order_in_which_they_first_occur():
+    row = {"step": 1} | {f"logged/{n}": float(n) for n in range(9)}
+    (chart,) = make_charts([row]).charts
+    assert ([line.label for line in chart.lines], chart.omitted) == (["3", "4", "5", "6", "7", "8"], 3)
+
+
+def evaluation(step: int, mean: float) -> EvaluationResult:
+    score = EvaluationStats(
+        prompts=1, n=1, valid=1, invalid={}, mixed=0, mean_valid=mean, mean_all=mean, pass_at={"1": {"valid": mean}}
+    )
+    return EvaluationResult(version=step, step=step, time=1.0, seconds=1.0, overall=score)
+
+
+def test_evaluations_are_drawn_at_the_step_that_was_measured_the_final_one_too(folder):
+    found = [evaluation(0, 0.1), evaluation(3, 0.9)]
+    assert drawn(*STEPS, evaluations=found)["reward"] == {
+        "training": [None, 0.1, 0.2, 0.3],
+        "held out": [0.1, None, None, 0.9],
+    }
+    file = MetricsFile(folder / "metrics.jsonl")
+    assert file.charts().steps == [1, 2, 3]
+    (folder / "eval.jsonl").write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in found) + b'{"ver')
+    assert file.charts().steps == [0, 1, 2, 3]
 
 
 def test_runs_of_one_name_have_addresses_of_their_own(folder, tmp_path):
@@ -251,3 +316,127 @@ def test_a_run_that_was_removed_leaves_the_list(folder, tmp_path, monkeypatch):
     shutil.rmtree(kept)
     assert catalog.all() == []
     assert catalog.find("a run") is None
+
+
+async def test_warnings_and_restarts_of_a_run_are_on_its_page_the_newest_first(folder):
+    warning = TrainingWarning(name="reward_tie", text="all <equal>", step=2, time=20.0)
+    write_warnings(folder, [warning])
+    events = [
+        {
+            "event": "role.restarted",
+            "name": "rollout-0",
+            "code": -9,
+            "after_s": 1.0,
+            "timestamp": "1970-01-01T00:00:30Z",
+        },
+        {"event": "role.started", "name": "rollout-0", "timestamp": "1970-01-01T00:00:31Z"},
+    ]
+    lines = [json.dumps({"level": "warning", **event}) for event in events]
+    (folder / "logs" / "supervisor.log").write_text("\n".join([*lines, '{"half']))
+    assert await anyio.to_thread.run_sync(read_incidents, folder, 9) == [
+        Incident(time=30.0, what="rollout-0 restarted", text="code -9, after_s 1.0"),
+        Incident(time=20.0, what="reward_tie at step 2", text="all <equal>"),
+    ]
+    async with browser(folder) as session:
+        page = await text_of(session, "/")
+    assert page.index("rollout-0 restarted") < page.index("all &lt;equal&gt;")
+
+
+async def test_the_logs_of_a_run_are_shown_from_their_ends_by_process(folder):
+    long = "x" * 2000
+    (folder / "logs" / "rollout-0.log").write_text("".join(f"line {n} {long}\n" for n in range(1000)))
+    (folder / "logs" / "train-0.log").write_text("<b>a library says\n")
+    async with browser(folder) as session:
+        every = await text_of(session, "/runs/a%20run/logs")
+        one = await text_of(session, "/runs/a%20run/logs?role=train-0")
+        none = await text_of(session, "/runs/a%20run/logs?role=../run")
+    assert [text in every for text in ("line 999 ", "line 899 ", "line 0 ", "&lt;b&gt;a library says")] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    assert "line 999" not in one
+    assert "a library says" in one
+    assert "has no log of &#39;../run&#39;; it has rollout-0, train-0" in none
+    logs = await anyio.to_thread.run_sync(RunLogs, folder, "rollout")
+    assert [line.text[:8] for line in await anyio.to_thread.run_sync(logs.last_lines, 2)] == ["line 998", "line 999"]
+
+
+async def test_settings_are_shown_without_secrets(folder):
+    text = (folder / "run.toml").read_text().replace('"r"', '"r"\nredis = "redis://me:sesame@h:1/0"')
+    text += 'args = {judge_api_key = "sesame", max_tokens = 7, url = "https://me:sesame@judge/x?token=sesame"}\n'
+    (folder / "run.toml").write_text(text)
+    async with browser(folder) as session:
+        page = await text_of(session, "/runs/a%20run/settings")
+    assert "sesame" not in page
+    assert [
+        text
+        for text in ("redis://h:1/0", "(hidden)", "max_tokens = 7", "https://judge/x", "learning_rate", "group_size")
+        if text not in page
+    ] == []
+
+
+async def test_ticked_runs_are_drawn_over_each_other(folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "metrics.jsonl").write_text(
+        '{"step": 2, "reward/mean": 0.7, "loss": 1.0}\n{"step": 9, "reward/mean": 0.9}\n'
+    )
+    catalog = await anyio.to_thread.run_sync(Runs, [str(folder), str(other)])
+    async with serve_dashboard(catalog, Access(), 0) as url, aiohttp.ClientSession(url) as session:
+        runs = await text_of(session, "/")
+        assert 'name="run" value="a run"' in runs
+        page = await text_of(session, "/compare?run=a%20run&run=other")
+        charts = json.loads(await text_of(session, "/compare/charts.json?run=a%20run&run=other"))
+        await text_of(session, "/compare?run=other", 400)
+        await text_of(session, "/compare?run=other&run=none", 404)
+    assert "a run <output>0.3</output>" in page
+    assert "other <output>0.9</output>" in page
+    assert charts["steps"] == [1, 2, 3, 9]
+    shown = {chart["title"]: {line["label"]: line["values"] for line in chart["lines"]} for chart in charts["charts"]}
+    assert shown["Reward: training"] == {"a run": [0.1, 0.2, 0.3, None], "other": [None, 0.7, None, 0.9]}
+    assert shown["Loss"] == {"other": [None, 1.0, None, None]}
+    assert len({chart["name"] for chart in charts["charts"]}) == len(charts["charts"])
+
+
+def goes_on(folder: Path, stopping: str = "") -> None:
+    """Let this process supervise the run."""
+    load_templates()
+    live = LiveRun.of_this_process("r", "unix:///nowhere.sock")
+    write_live(folder, structs.replace(live, stopping=stopping))
+
+
+async def test_a_run_that_stops_says_so_on_every_page(folder):
+    await anyio.to_thread.run_sync(goes_on, folder, "draining")
+    (run,) = await anyio.to_thread.run_sync(lambda: Runs([str(folder)]).all())
+    state = await anyio.to_thread.run_sync(run.state)
+    assert (state.state, state.detail) == ("stopping", "draining")
+    status = RunStatus(now_ms=0, stages={}, unfinished=0, outstanding=0, dead=1, counts={}, policy={"version": "3"})
+    status.stages |= {name: stage() for name in ("prompts", "groups", "scored")}
+    reading = StatusReading(status=status, stopping="draining")
+    shown = await render_state(run, reading, None)
+    assert "stopping: draining</span>" in shown
+    assert ">running<" not in shown
+    assert "1 dead letter</a>" in shown
+    assert "The run stops (draining)" in await render_workers(run, reading, None)
+    assert "No trainer holds this run now" in await render_workers(run, StatusReading(status=status), None)
+
+
+def stage(**held: int) -> StageStatus:
+    zeros = {"depth": 0, "claimed": 0, "delayed": 0, "marked": 0, "lag": 0, "oldest_age_ms": 0.0, "rate": 0.0}
+    return StageStatus(**zeros, consumers=held)
+
+
+async def test_idle_workers_of_a_run_that_goes_on_are_counted(folder):
+    with (folder / "run.toml").open("a") as file:
+        file.write("[rollout]\nworkers = 2\n")
+    (run,) = await anyio.to_thread.run_sync(lambda: Runs([str(folder)]).all())
+    assert await anyio.to_thread.run_sync(started_workers, run) == {}
+    await anyio.to_thread.run_sync(goes_on, folder)
+    known = await anyio.to_thread.run_sync(started_workers, run)
+    assert known == {"rollout": 2, "score": 1}
+    status = RunStatus(now_ms=0, stages={"prompts": stage()}, unfinished=0, outstanding=0, dead=0, counts={})
+    status.stages["prompts"] = stage(**{"rollout-vm-1-ab": 2})
+    assert idle_workers(worker_rows(status), known) == {"rollout": 1, "score": 1}
+    shown = await render_workers(run, StatusReading(status=status), None)
+    assert "idle: 1 of 2 rollout workers, 1 of 1 score worker<" in shown

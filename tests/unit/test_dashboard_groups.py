@@ -5,6 +5,7 @@ import random
 from array import array
 from pathlib import Path
 
+import anyio.to_thread
 import pytest
 
 from stream.codec import encode
@@ -25,11 +26,13 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import Dead, Dropped, LedgerRecord, Trained, content_hash
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
-from tests.unit.test_dashboard import browser, text_of
+from tests.unit.test_dashboard import browser, evaluation, text_of
 from workers.dashboard.group_page import FIRST, LAST, visible_parts
 from workers.dashboard.groups_page import Bar, histogram, parse_filter
 from workers.dashboard.timeline_page import Axis, lanes
-from workers.dashboard.token_view import TokenChoice, token_page
+from workers.dashboard.token_view import TokenChoice, prompt_text, token_page
+from workers.runs.evaluations import write_groups
+from workers.runs.export import encode_json
 from workers.runs.group_index import GroupIndex, summarize_group
 from workers.runs.phases import GroupTimes, StepTimes, main_phases
 from workers.runs.selection import CompletionFilter
@@ -310,6 +313,31 @@ def test_phases_are_bars_on_an_axis_which_cuts_off_what_came_before_it():
     assert [(bar.number, bar.left, bar.width) for bar in Axis(start=20.0, end=40.0).bars(phases)] == [(1, 0.0, 50.0)]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "ticks"),
+    [
+        (39.0, [(0.0, 0.0), (10.0, 25.641), (20.0, 51.282), (30.0, 76.923)]),
+        (0.5, [(0.0, 0.0), (0.1, 20.0), (0.2, 40.0), (0.3, 60.0), (0.4, 80.0), (0.5, 100.0)]),
+        (7200.0, [(0.0, 0.0), (2000.0, 27.778), (4000.0, 55.556), (6000.0, 83.333)]),
+    ],
+)
+def test_an_axis_has_a_few_round_ticks(seconds, ticks):
+    assert [(pytest.approx(at), left) for at, left in Axis(start=0.0, end=seconds).ticks] == ticks
+
+
+def test_a_prompt_is_shown_as_the_model_saw_it_without_the_middle_of_a_long_one():
+    def row(count: int) -> Row:
+        return Row(prompt_ids=array("i", range(count)).tobytes(), token_ids=b"", spans=[], logprobs=b"")
+
+    def decode(token_ids: bytes, start: int, end: int) -> list[str]:
+        return [f"<{token}>" for token in memoryview(token_ids).cast("i")[start:end]]
+
+    assert prompt_text(row(3), decode) == "<0><1><2>"
+    text = prompt_text(row(4003), decode)
+    assert "<1999>\n\n… 3 tokens are left out …\n\n<2003>" in text
+    assert text.endswith("<4002>")
+
+
 def test_lanes_of_a_timeline_share_an_axis_and_end_with_the_step_that_trained_their_group():
     trained = summarize_group(0, "trained", 3, timed_group("a", 1.0))
     dropped = summarize_group(1, "dropped:zero_variance", 3, timed_group("b", 2.0))
@@ -352,3 +380,23 @@ async def test_pages_of_groups_keep_their_filters_and_show_hostile_text_as_text(
         assert "groups without an outcome are on the server only" in await text_of(
             session, "/runs/run/groups?at=trainer"
         )
+
+
+async def test_evaluations_are_listed_and_their_conversations_open(run):
+    folder = run.path
+    prompt = Prompt(id="held:0", messages=[{"role": "user", "content": HOSTILE}])
+    done = Completion(index=0, messages=[{"role": "assistant", "content": "I say 4."}], reward=Measured(0.5), turns=1)
+    (folder / "eval.jsonl").write_bytes(b"".join(encode_json(evaluation(n, 0.25)) + b"\n" for n in (0, 7)))
+    await anyio.to_thread.run_sync(write_groups, folder, 7, [encode(Group(prompt=prompt, completions=[done]))])
+    async with browser(folder) as session:
+        address = f"/runs/{folder.name}"
+        page = await text_of(session, f"{address}/evaluations")
+        assert f'href="{address}/evaluations?step=7"' in page
+        assert f'href="{address}/evaluations?step=0"' not in page  # it has no groups
+        assert f'href="{address}/group?id=evaluation-7%2Fheld%3A0"' in page
+        group = await text_of(session, f"{address}/group?id=evaluation-7%2Fheld%3A0")
+        assert "evaluation of step 7" in group
+        assert "I say 4." in group
+        assert "<script>alert" not in group
+        await text_of(session, f"{address}/group?id=evaluation-7%2Fheld%3A1", 404)
+        await text_of(session, f"{address}/group?id=evaluation-8%2Fheld%3A0", 404)

@@ -139,6 +139,7 @@ def check_penstock(words: list[str]) -> None:
 
 @pytest.mark.parametrize("block", all_blocks("sh"), ids=name_of)
 def test_commands_options_targets_and_files_exist(block):
+    """A path that begins with `penstock/` is in a reader's clone."""
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     other = ("runs", "envs", "penstock")  # on pages, a folder of the reader's, or the clone
     folders = tuple(f"{path.name}/" for path in ROOT.iterdir() if path.is_dir() and path.name not in other)

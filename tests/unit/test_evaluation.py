@@ -2,6 +2,7 @@
 
 import pytest
 
+from stream.codec import decode
 from stream.errors import DataError, SettingsError
 from stream.operator.status import EvaluationStatus, RunStatus
 from stream.queue.evaluation import PromptEvaluation
@@ -11,10 +12,11 @@ from tests.cases.evaluations import read_evaluations
 from workers.datasets.prompts import read_evaluation_prompts
 from workers.evaluate.evaluate import find_policy_folder
 from workers.launch.watch import StallDetector
+from workers.runs.evaluations import EvaluationResult
 from workers.runs.status import evaluation_report, format_result
-from workers.score.worker import evaluate_group
+from workers.score.worker import encode_transcript, evaluate_group
 from workers.settings.toml_file import parse_settings
-from workers.train.evaluations import EvaluationLog, EvaluationResult, summarize
+from workers.train.evaluations import EvaluationLog, summarize
 
 TABLE = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
 
@@ -38,6 +40,14 @@ def completion(index=0, reward=None, versions=(3,), **facts):
 def judged(*completions, **sections):
     group = Group(prompt=Prompt(id="h:0:0", messages=[], environment="e"), completions=list(completions))
     return evaluate_group(group, 3, settings(**sections))
+
+
+def test_a_transcript_is_the_group_without_final_states_unless_it_is_too_large():
+    group = Group(prompt=Prompt(id="p", messages=[]), completions=[Completion(index=0, snapshot=b"x" * 2_000_000)])
+    assert decode(encode_transcript(group), Group).completions == [Completion(index=0)]
+    assert group.completions[0].snapshot
+    group.completions[0].messages = [{"role": "assistant", "content": "x" * 2_000_000}]
+    assert encode_transcript(group) == b""
 
 
 def test_each_completion_is_valid_invalid_or_mixed():

@@ -1,14 +1,17 @@
 """`play`: an episode without a model, through the rollout worker's code."""
 
+import os
+import signal
 import time
 
+import anyio
 import pytest
 
 from envs.builtin.calculator import exact_answer
 from envs.builtin.guess import Guess
 from stream.errors import EnvironmentFailure
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
-from workers.check.scripted import call, play
+from workers.check.scripted import call, play, run_in_daemon_thread
 from workers.settings import Rollout
 
 
@@ -92,3 +95,29 @@ def test_a_hanging_tool_ends_at_its_deadline():
     played = play(Sick, [call("act"), "done"], fields={"how": "hang"}, limits=Rollout(call_timeout_s=0.05))
     assert played.tool_replies == ["Error: act did not answer within 0.05 s"]
     assert played.reward_value == 1.0
+
+
+def test_an_interrupt_ends_what_was_begun_and_is_raised():
+    ended = []
+
+    async def interrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+            ended.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in_daemon_thread(interrupted)
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), SystemExit(3)])
+def test_what_is_raised_on_the_other_event_loop_reaches_the_caller(error):
+    async def failing():
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        run_in_daemon_thread(failing)

@@ -8,6 +8,7 @@ import pytest
 
 from stream.records import TrainedCompletion, TrainedRow
 from stream.trainer import ledger
+from workers.runs.metrics_file import _GROUPS, _NAMES
 from workers.runs.summary import RunSummary
 from workers.runs.tokens import TokenColumns
 from workers.settings.training import Tracker
@@ -55,3 +56,10 @@ def test_every_metric_of_the_correction_is_on_the_page():
 )
 def test_every_key_is_in_its_section(title, keys):
     assert [key for key in keys if f"`{key}`" not in section(title)] == []
+
+
+def test_the_dashboard_draws_metrics_that_exist():
+    derived = ("held_out/", "truncated_share/", "invalid_share/", "tool_error_share")
+    metrics = [metric for plans in _GROUPS.values() for plan in plans for metric in plan.lines.values()]
+    drawn = [_NAMES.get(metric, (metric,))[0] for metric in metrics if not metric.startswith(derived)]
+    assert runpy.run_path(str(ROOT / "docs" / "metrics_table.py"))["undocumented"](drawn) == []

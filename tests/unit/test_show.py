@@ -18,6 +18,7 @@ from stream.trainer.ledger_records import Dropped, LedgerRecord, Trained, conten
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 from workers.cli import penstock
+from workers.runs.evaluations import evaluated_steps, write_groups
 from workers.runs.selection import NumberRange
 
 TRAINED = Trained()
@@ -282,3 +283,26 @@ def test_many_equal_lines_of_two_completions_are_left_out(tmp_path):
     assert text.count("… 47 equal lines …") == 2
     assert "line 30" not in text
     assert "line 30" in run("show", str(made.path), "--diff", "0", "1", "--full").stdout
+
+
+def test_conversations_of_an_evaluation_are_shown_by_the_step_whose_weights_were_measured(folder):
+    def evaluated(name: str, *rewards: float) -> bytes:
+        prompt = Prompt(id=name, messages=[])
+        return encode(Group(prompt=prompt, completions=[completion(at, value) for at, value in enumerate(rewards)]))
+
+    assert "has no completion of an evaluation" in run("show", str(folder), "--eval").output
+    write_groups(folder, 5, [evaluated("held:1", 0.25), b"damaged"])
+    write_groups(folder, 10, [evaluated("held:0", 1.0, 0.5)])
+    assert shown(folder, "--eval", "--worst", "-n", "2") == [("held:1", 0), ("held:0", 1)]
+    assert shown(folder, "--eval", "--step", "10") == [("held:0", 0), ("held:0", 1)]
+    text = run("show", str(folder), "--eval", "-n", "1").output
+    assert "held:0 #0  step 10  evaluated" in text
+    assert "assistant  I say 0." in text
+    assert "1 completion; step: the one whose weights were evaluated" in text
+    assert "leave out --eval" in run("show", str(folder), "--eval", "--diff", "0", "1").output
+
+
+def test_groups_of_later_steps_and_of_the_oldest_evaluations_are_not_kept(tmp_path):
+    for step in (*range(0, 44, 2), 40):
+        write_groups(tmp_path, step, [b""])
+    assert evaluated_steps(tmp_path) == list(range(40, 2, -2))  # 20 with step 42, which goes

@@ -9,7 +9,7 @@ from stream.errors import PenstockError
 from stream.operator.status import RunStatus
 from stream.trainer.ledger_records import read_events
 from workers.runs.live_run import read_live
-from workers.runs.metrics_file import read_metrics
+from workers.runs.metrics_file import make_charts, read_metrics
 from workers.runs.progress import Progress
 from workers.runs.progress_picture import draw_progress, make_figure, smooth
 from workers.runs.summary import (
@@ -168,7 +168,7 @@ def row(step: int, **metrics: float) -> dict[str, object]:
     ],
 )
 def test_a_plot_shows_what_was_measured(metrics, panels):
-    figure = make_figure([row(7, **metrics)], "my", "")
+    figure = make_figure(make_charts([row(7, **metrics)]), "my", "")
     assert [axes.get_title(loc="left") for axes in figure.axes] == panels
 
 
@@ -184,7 +184,7 @@ def test_a_plot_names_step_and_version_as_the_terminal_does_and_begins_with_the_
     status.policy |= {"step": "42", "version": "42"}
     draw_progress(tmp_path, status)
     assert facts == ["step 42, policy version 41, 1.0 min", "step 42, policy version 42, 1.0 min"]
-    assert {axes.get_xlim() for axes in make_figure(rows, "my", "").axes} == {(40.5, 42.5)}
+    assert {axes.get_xlim() for axes in make_figure(make_charts(rows), "my", "").axes} == {(40.5, 42.5)}
 
 
 def rewarded(served: float, clean: float) -> dict[str, float]:

@@ -64,7 +64,7 @@ def test_times_that_are_missing_leave_their_spans_out():
     group = make_group(score_claimed_at=0.0)
     group.completions[0].intervals.clear()
     span = group_phase(group, "dropped:ties", None)
-    assert names(span) == ["wait for a rollout worker", "rollout p"]
+    assert names(span) == ["wait for a rollout worker", "rollout p", "score"]
     assert not span.children[1].children
     assert group_phase(Group(prompt=Prompt(id="p", messages=[]), completions=[]), "trained", None) is None
 

@@ -182,6 +182,7 @@ def _filters(command: Any) -> Any:
 @click.option("count", "-n", default=3, show_default=True, type=click.IntRange(1), help="How many completions.")
 @click.option("--seed", default=0, show_default=True, help="Of the random choice.")
 @click.option("--full", is_flag=True, help="Do not shorten long messages.")
+@click.option("evaluated", "--eval", is_flag=True, help="Of held-out prompts; --step: whose weights were evaluated.")
 @click.option("pair", "--diff", nargs=2, type=int, metavar="A B", help="Two completions of one group, side by side.")
 @options.json
 def show(
@@ -206,11 +207,15 @@ def show(
     from workers.terminal.show import show_completions, show_difference
 
     log_errors_only("show")
+    evaluated = conditions.pop("evaluated")
+    if evaluated and pair is not None:
+        raise click.UsageError("--diff compares completions of the training: leave out --eval")
     wanted, run = _parse_filter(conditions), open_run(target, redis)
     if pair is not None:
         show_difference(run, wanted, pair, full=full, as_json=as_json)
         return
-    show_completions(run, wanted, Selection(order or "newest", count, seed), full=full, as_json=as_json)
+    selection = Selection(order or "newest", count, seed)
+    show_completions(run, wanted, selection, evaluated=evaluated, full=full, as_json=as_json)
 
 
 @click.command(short_help="List groups with outcome and rewards.")

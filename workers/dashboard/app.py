@@ -21,10 +21,22 @@ from stream.errors import PenstockError
 from workers.dashboard.access import Access, access_middleware, add_headers
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.dead_letters_page import change_letters, send_letter, show_dead_letters
+from workers.dashboard.evaluations_page import show_evaluations
 from workers.dashboard.group_page import send_message, send_messages, send_snapshot, send_tokens, show_group
 from workers.dashboard.groups_page import show_groups
 from workers.dashboard.live_view import RenderPart
-from workers.dashboard.run_pages import render_pipeline, render_state, render_steps, send_charts, show_run, show_runs
+from workers.dashboard.run_pages import (
+    render_pipeline,
+    render_state,
+    render_steps,
+    send_charts,
+    send_comparison,
+    show_comparison,
+    show_logs,
+    show_run,
+    show_runs,
+    show_settings,
+)
 from workers.dashboard.templating import describe_exception, load_templates, log_page_failure, render
 from workers.dashboard.timeline_page import show_timeline
 from workers.dashboard.workers_page import render_in_flight, render_workers, send_engines, show_in_flight, show_workers
@@ -50,6 +62,8 @@ Page = Callable[[Dashboard, web.Request], Awaitable[web.StreamResponse]]
 _RUN: Final = "/runs/{run}"
 _PAGES: Final[dict[str, Page]] = {
     "/": show_runs,
+    "/compare": show_comparison,
+    "/compare/charts.json": send_comparison,
     _RUN: show_run,
     f"{_RUN}/charts.json": send_charts,
     f"{_RUN}/groups": show_groups,
@@ -58,12 +72,15 @@ _PAGES: Final[dict[str, Page]] = {
     f"{_RUN}/group/message": send_message,
     f"{_RUN}/group/snapshot": send_snapshot,
     f"{_RUN}/group/tokens": send_tokens,
+    f"{_RUN}/evaluations": show_evaluations,
     f"{_RUN}/in-flight": show_in_flight,
     f"{_RUN}/workers": show_workers,
     f"{_RUN}/engines": send_engines,
     f"{_RUN}/timeline": show_timeline,
     f"{_RUN}/dead": show_dead_letters,
     f"{_RUN}/dead/letter": send_letter,
+    f"{_RUN}/logs": show_logs,
+    f"{_RUN}/settings": show_settings,
 }
 _CHANGES: Final[dict[str, Page]] = {f"{_RUN}/dead": change_letters}
 """What the pages post; `access_middleware` lets it through only if changes are allowed."""

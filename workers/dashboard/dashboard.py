@@ -28,9 +28,12 @@ NAVIGATION: Final = (
     ("", "Run"),
     ("/in-flight", "In flight"),
     ("/groups", "Groups"),
+    ("/evaluations", "Evaluations"),
     ("/timeline", "Timeline"),
     ("/workers", "Workers and engines"),
     ("/dead", "Dead letters"),
+    ("/logs", "Logs"),
+    ("/settings", "Settings"),
 )
 """Pages of a run: the end of the address, and the title."""
 

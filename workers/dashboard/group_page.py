@@ -1,11 +1,12 @@
 """The page *Group*: the completions of one prompt side by side, and its way from the feeder to the gradient."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import anyio.to_thread
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from stream.operator.unfinished_groups import find_unfinished_group
 from stream.records import Completion, Group, TrainedCompletion
@@ -14,7 +15,8 @@ from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.templating import parse_number, render
 from workers.dashboard.timeline_page import Axis, Bar
 from workers.dashboard.token_view import COLORS, TokenChoice, TokenPanel
-from workers.runs.groups import UNFINISHED, ArchivedRunGroups
+from workers.runs.evaluations import read_groups
+from workers.runs.groups import EVALUATED, UNFINISHED, ArchivedRunGroups
 from workers.runs.phases import GroupTimes, StepTimes, main_phases
 from workers.runs.run import NoServerError, Run
 from workers.runs.snapshots import describe_snapshot
@@ -30,6 +32,8 @@ from workers.runs.transcript import (
     shorten_message,
 )
 
+_EVALUATED_ID: Final = re.compile(r"evaluation-(\d{1,9})/.+")
+"""The id of a group of an evaluation in an address: its step, then the prompt's id."""
 FIRST: Final = 4
 LAST: Final = 3
 """Messages at the beginning and the end of a long conversation that are shown at once."""
@@ -215,12 +219,14 @@ def _column(completion: Completion, trained: TrainedCompletion | None, panel: To
 
 
 async def _find(dashboard: Dashboard, run: Run, request: web.Request) -> FoundGroup:
-    """Return the group of an address: from the archive, else from the server.
+    """Return the group of an address: of an evaluation, from the archive, or else from the server.
 
     Raises:
         HTTPNotFound: neither has it.
     """
     prompt = request.query.get("id", "")
+    if (evaluated := _EVALUATED_ID.fullmatch(prompt)) is not None:
+        return await anyio.to_thread.run_sync(_read_evaluated, run, prompt, int(evaluated[1]))
     groups = (await dashboard.groups(run)).groups
     if (number := groups.find(prompt)) is not None:
         return await anyio.to_thread.run_sync(_read_archived, groups, number)
@@ -237,6 +243,15 @@ async def _find(dashboard: Dashboard, run: Run, request: web.Request) -> FoundGr
     stage, group = unfinished
     place = "server, waiting for the trainer" if stage == "scored" else "server, waiting for rewards"
     return FoundGroup(group=group, outcome=UNFINISHED, place=place)
+
+
+def _read_evaluated(run: Run, address: str, step: int) -> FoundGroup:
+    """Read a group of an evaluation; its id becomes the one in the address, for links. Blocks on files."""
+    for group in read_groups(run.file(), step):
+        if group.prompt.id == address.partition("/")[2]:
+            group.prompt = structs.replace(group.prompt, id=address)
+            return FoundGroup(group=group, outcome=EVALUATED, place=f"evaluation of step {step}")
+    raise web.HTTPNotFound(text=f"The evaluation of step {step} has no such group, or is not kept any more.")
 
 
 def _read_archived(groups: ArchivedRunGroups, number: int) -> FoundGroup:

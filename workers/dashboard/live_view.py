@@ -18,6 +18,7 @@ from stream.errors import PenstockError, ServerError
 from stream.operator.status import RunStatus, read_status
 from workers.dashboard.templating import describe_exception, log_page_failure, render
 from workers.runs.folder import disk_problems
+from workers.runs.live_run import read_live
 from workers.runs.run import NoServerError, Run
 
 log = structlog.get_logger()
@@ -41,6 +42,8 @@ class StatusReading(Struct, frozen=True, kw_only=True):
     """Why there is no status."""
     label: str = ""
     """The problem in a word or two."""
+    stopping: str = ""
+    """How the run ends; empty: nobody asked it to, or it is not known here."""
     disk: list[str] = []
     """Disks that cannot be written, for which the run waits."""
     is_offline: bool = False
@@ -164,7 +167,9 @@ class LiveView:
         """Render the parts that open pages show, and hand the frame to all viewers."""
         parts = {}
         problems = await anyio.to_thread.run_sync(disk_problems, self._run.folder, snapshot.status)
-        snapshot = structs.replace(snapshot, disk=[] if snapshot.is_offline else list(map(str, problems)))
+        stopping = await anyio.to_thread.run_sync(_stopping, self._run)
+        disk = [] if snapshot.is_offline else list(map(str, problems))
+        snapshot = structs.replace(snapshot, disk=disk, stopping=stopping)
         for name in [name for name, count in self._wanted.items() if name and count > 0]:
             with anyio.move_on_after(_READ_S):
                 parts[name] = await self._render_part(name, snapshot, connection)
@@ -193,3 +198,12 @@ class LiveView:
         if self._frame is None or self._frame.snapshot.problem != problem:
             log.error("run.unreadable", run=self._run.key, why=problem)
         return StatusReading(problem=problem, label="unreadable")
+
+
+def _stopping(run: Run) -> str:
+    """Return how a run ends that is asked to; empty otherwise. Blocks on files."""
+    try:
+        live = read_live(run.folder) if run.folder else None
+    except PenstockError:  # `live.json` is another user's
+        return ""
+    return live.stopping if live else ""

@@ -1,6 +1,6 @@
-"""The page *Run*: the pipeline with depth, rate and age of each stage, and the charts of its steps.
+"""The pages *Run*, *Logs* and *Settings*: how it goes, what its processes say, and how it was started.
 
-The page *Runs*: running, finished and killed runs, from their folders alone.
+The pages *Runs* and *Runs compared*: running, finished and killed runs, from their folders alone.
 """
 
 from typing import Any, Final
@@ -13,13 +13,21 @@ from msgspec import Struct
 from yarl import URL
 
 from stream.connection.run_connection import RunConnection
+from stream.errors import PenstockError
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.live_view import StatusReading
 from workers.dashboard.templating import render
 from workers.runs.folder import file_state
+from workers.runs.logs import RunLogs, log_names
+from workers.runs.metrics_file import MAX_LINES, MetricCharts, overlay
 from workers.runs.run import Run
 from workers.runs.status import QueueReport, StageReport, queue_report
+from workers.runs.warnings import read_incidents
+from workers.settings.toml_file import dump_redacted
 
+_INCIDENTS: Final = 12
+"""Warnings and restarts on the page; the logs have all."""
+_LOG_LINES: Final = 500
 _WORKERS: Final = {"prompts": "rollout", "groups": "score", "scored": "train"}
 """The role that takes entries out of each queue."""
 
@@ -77,10 +85,9 @@ async def show_run(dashboard: Dashboard, request: web.Request) -> web.StreamResp
     run = await dashboard.run(request)
     frame = await dashboard.view(run).read(("state", "pipeline"))
     charts = await anyio.to_thread.run_sync(dashboard.metrics(run).charts)
-    overview = await anyio.to_thread.run_sync(run.state)
-    return dashboard.page(
-        "run.html", run, {"frame": frame, "charts": charts, "overview": overview, "more_parts": ",steps"}
-    )
+    incidents = await anyio.to_thread.run_sync(read_incidents, run.file(), _INCIDENTS + 1)
+    values = {"frame": frame, "charts": charts, "incidents": incidents[:_INCIDENTS], "more_parts": ",steps"}
+    return dashboard.page("run.html", run, values | {"has_more": len(incidents) > _INCIDENTS})
 
 
 async def send_charts(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
@@ -92,9 +99,61 @@ async def send_charts(dashboard: Dashboard, request: web.Request) -> web.StreamR
     )
 
 
+async def show_logs(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The page *Logs*: the last lines of all processes, or of one."""
+    run = await dashboard.run(request)
+    role = request.query.get("role", "")
+    return dashboard.page("logs.html", run, await anyio.to_thread.run_sync(_logs, run, role))
+
+
+def _logs(run: Run, role: str) -> dict[str, Any]:
+    values = {"role": role, "names": log_names(run.file()), "lines": [], "problem": "", "count": _LOG_LINES}
+    try:
+        values["lines"] = RunLogs(run.file(), role).last_lines(_LOG_LINES)
+    except PenstockError as error:
+        values["problem"] = str(error)
+    return values | {"is_live": run.state().state in ("running", "stopping")}
+
+
+async def show_settings(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The page *Settings*: `run.toml` as the run was last started, without secrets."""
+    run = await dashboard.run(request)
+    settings = await anyio.to_thread.run_sync(lambda: run.settings)
+    return dashboard.page("settings.html", run, {"text": dump_redacted(settings) if settings else ""})
+
+
 async def show_runs(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Runs*; a dashboard of one run goes to its page."""
     runs = await anyio.to_thread.run_sync(dashboard.runs.all)
     if len(runs) == 1 and "all" not in request.query:
         raise web.HTTPSeeOther(URL(f"/runs/{quote(runs[0].key, safe='')}", encoded=True))
     return dashboard.page("runs.html", None, {"states": await anyio.to_thread.run_sync(dashboard.runs.states)})
+
+
+async def show_comparison(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The page *Runs compared*: the charts of the runs that the address names, over each other."""
+    names = _chosen(request)
+    if len(names) < 2:
+        raise web.HTTPBadRequest(text="Tick two or more runs.")
+    values = {"names": names, "charts": await _overlay(dashboard, names), "most": MAX_LINES}
+    return dashboard.page("comparison.html", None, values)
+
+
+async def send_comparison(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+    """The points of the charts, as JSON."""
+    body = msgspec.json.encode(await _overlay(dashboard, _chosen(request)))
+    return web.Response(body=body, content_type="application/json")
+
+
+def _chosen(request: web.Request) -> list[str]:
+    """Return the names of the runs of an address, as many as a chart has lines."""
+    return list(dict.fromkeys(request.query.getall("run", [])))[:MAX_LINES]
+
+
+async def _overlay(dashboard: Dashboard, names: list[str]) -> MetricCharts:
+    runs = {}
+    for name in names:
+        if (run := await anyio.to_thread.run_sync(dashboard.runs.find, name)) is None:
+            raise web.HTTPNotFound(text=f"This dashboard has no run {name!r}.")
+        runs[name] = await anyio.to_thread.run_sync(dashboard.metrics(run).charts)
+    return await anyio.to_thread.run_sync(overlay, runs)

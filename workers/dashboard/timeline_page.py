@@ -3,6 +3,7 @@
 Phases of groups as bars on a common axis of time, for the pages *Group* and *Timeline*.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -42,6 +43,15 @@ class Axis(Struct, frozen=True, kw_only=True):
     def of_phases(cls, phases: Sequence[Phase]) -> "Axis":
         """Return the axis on which all these phases are; there is one or more."""
         return cls(start=phases[0].began_at, end=max(phase.ended_at for phase in phases))
+
+    @property
+    def ticks(self) -> list[tuple[float, float]]:
+        """Round times after the start, in seconds, at most six of them, each with its position in percent."""
+        length = max(self.end - self.start, 1e-9)
+        rough = length / 6
+        unit = 10.0 ** math.floor(math.log10(rough))
+        step = next(unit * times for times in (1, 2, 5, 10) if unit * times >= rough)
+        return [(step * n, round(100 * step * n / length, 3)) for n in range(int(length / step) + 1)]
 
     def bars(self, phases: Sequence[Phase]) -> list[Bar]:
         """Return phases as bars; what lies before the axis is cut off."""

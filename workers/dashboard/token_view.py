@@ -285,6 +285,8 @@ def _title(tokens: _Tokens, at: int, text: str) -> str:
     return " \u00b7 ".join(parts)
 
 
+_PROMPT_END: Final = 2000
+"""Tokens of a long prompt that are shown of its beginning and of its end."""
 _DEFAULT: Final[TokenColor] = "advantage"
 
 
@@ -297,6 +299,8 @@ class TokenPanel(Struct, frozen=True, kw_only=True):
     rows: int
     color: TokenColor
     page: TokenPage | None = None
+    prompt: str = ""
+    """The prompt as the model saw it, from its recorded tokens; empty beyond the first page."""
     problem: str = ""
     """Why there is no page."""
 
@@ -339,7 +343,16 @@ class TokenChoice(Struct, frozen=True):
         except PenstockError as error:
             return replace(panel, problem=str(error))
         page = token_page(row, number, trained, decode, self.color, min(start, len(row.tokens)))
-        return replace(panel, page=page)
+        return replace(panel, page=page, prompt="" if start else prompt_text(row, decode))
+
+
+def prompt_text(row: Row, decode: Decode) -> str:
+    """Return the text of a row's prompt, special tokens included; the middle of a long one is left out."""
+    count = len(row.prompt_ids) // 4
+    if count <= 2 * _PROMPT_END:
+        return "".join(decode(row.prompt_ids, 0, count))
+    first, last = decode(row.prompt_ids, 0, _PROMPT_END), decode(row.prompt_ids, count - _PROMPT_END, count)
+    return f"{''.join(first)}\n\n… {count - 2 * _PROMPT_END:,} tokens are left out …\n\n{''.join(last)}"
 
 
 def _decoder(run: Run) -> Decode:

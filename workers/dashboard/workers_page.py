@@ -4,18 +4,22 @@ The page *In flight*: what each completion is doing now, where, and for how long
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import anyio.to_thread
 from aiohttp import web
 from markupsafe import Markup
 from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
+from stream.errors import PenstockError
 from stream.operator.status import RunStatus, groups_in_flight, ongoing_activities
 from stream.trainer.trainer_lease import owner_name
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.live_view import StatusReading
 from workers.dashboard.templating import render
+from workers.runs.live_run import read_live
 from workers.runs.run import Run
 from workers.runs.status import activities, count_stuck
 
@@ -84,12 +88,29 @@ def trainer_row(status: RunStatus) -> TrainerRow | None:
     )
 
 
+def started_workers(run: Run) -> dict[str, int]:
+    """Return how many workers `penstock run` keeps running, by role; empty: it did not start them. Blocks on files."""
+    try:
+        live, settings = read_live(run.file()), run.settings
+    except PenstockError:
+        return {}
+    return {"rollout": settings.rollout.workers, "score": settings.score.workers} if live and settings else {}
+
+
+def idle_workers(rows: Sequence[WorkerRow], started: Mapping[str, int]) -> dict[str, int]:
+    """Return how many of the started workers hold nothing, by role."""
+    busy = Counter(role for role in started for row in {row.worker for row in rows} if row.startswith(f"{role}-"))
+    return {role: count - busy[role] for role, count in started.items() if count > busy[role]}
+
+
 async def render_workers(run: Run, snapshot: StatusReading, _: RunConnection | None) -> str:
     """Render the tables of workers and of the trainer."""
     status = snapshot.status
     rows = worker_rows(status) if status else []
     trainer = trainer_row(status) if status else None
-    return render("parts/workers.html", {"run": run, "snapshot": snapshot, "rows": rows, "trainer": trainer})
+    known = await anyio.to_thread.run_sync(started_workers, run)
+    values = {"rows": rows, "trainer": trainer, "known": known, "idle": idle_workers(rows, known)}
+    return render("parts/workers.html", {"run": run, "snapshot": snapshot, **values})
 
 
 async def show_workers(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:

@@ -18,12 +18,13 @@ from workers.evaluate.standalone_rollout import roll_out_and_score
 from workers.evaluate.temporary_engine import with_existing_engine, with_started_engine
 from workers.launch.process import run_async
 from workers.role.exit_codes import ExitCode
+from workers.runs.evaluations import EvaluationResult
 from workers.score.worker import evaluate_group
 from workers.settings import Lora, Settings
 from workers.settings.toml_file import load_settings
 from workers.terminal.output import print_json
 from workers.train.checkpointing.checkpoint import MANIFEST, MODEL, CheckpointStore
-from workers.train.evaluations import EvaluationResult, summarize
+from workers.train.evaluations import summarize
 from workers.train.model.adapter import is_adapter
 
 

@@ -110,7 +110,7 @@ def _result(code: int, output: str, errors: list[str]) -> RunSummary:
         raise SettingsError(message)
     try:
         summary = msgspec.json.decode(output, type=RunSummary)
-    except ValueError:
+    except ValueError:  # none was printed, or another value
         summary = None
     if code not in (ExitCode.SUCCESS, ExitCode.UNTRAINED, ExitCode.INTERRUPTED):
         failure = summary.failure if summary is not None else None

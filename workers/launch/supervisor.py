@@ -17,7 +17,7 @@ No process outlives the supervisor: each dies with it and is killed together wit
 import signal
 import time
 from collections.abc import Collection, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ import anyio
 import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
-from msgspec import Struct
+from msgspec import Struct, structs
 from rich.text import Text
 
 from stream.causes import ErrorCause
@@ -48,7 +48,7 @@ from workers.role import prometheus
 from workers.role.context import Readiness
 from workers.runs.folder import replace_last_start
 from workers.runs.identity import FolderCheck, begin_run
-from workers.runs.live_run import LiveRun, remove_live, write_live
+from workers.runs.live_run import LiveRun, read_live, remove_live, write_live
 from workers.runs.warnings import read_warnings, warnings_size
 from workers.settings import Settings
 from workers.terminal.progress import ProgressDisplay, SupervisorState
@@ -260,6 +260,17 @@ class Supervisor:
 
         await anyio.to_thread.run_sync(persist, self._settings.folder, write)
 
+    async def _write_phase(self) -> None:
+        """Tell dashboards and `penstock runs` that the run ends; a full disk must not delay that."""
+        how = self._phase.partition(";")[0].removeprefix("stopping: ")
+
+        def write() -> None:
+            with suppress(OSError, PenstockError):
+                if live := read_live(self._settings.folder):
+                    write_live(self._settings.folder, structs.replace(live, stopping=how))
+
+        await anyio.to_thread.run_sync(write)
+
     async def _watch(self, connection: RunConnection, restart_loop: RestartLoop) -> None:
         """Show progress once a second, and fail a run that makes no progress."""
         detector: StallDetector | None = None
@@ -367,6 +378,8 @@ class Supervisor:
             order = _DRAIN_ORDER
         else:
             self._phase = "finishing"
+        await self._write_phase()
+        if self._phase == "finishing":
             with anyio.move_on_after(_FINISH_TIMEOUT_S):
                 await self._children.wait_exited(_ROLES)
         for roles in order:

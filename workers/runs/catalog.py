@@ -41,7 +41,10 @@ class Runs:
     def states(self) -> list[RunState]:
         """Return the state of each run: those that run first, then the newest. Blocks on files."""
         states = [run.state() for run in self.all()]
-        return sorted(states, key=lambda run: (run.state != "running", -(run.changed_at or run.started_at or 0.0)))
+        return sorted(
+            states,
+            key=lambda run: (run.state not in ("running", "stopping"), -(run.changed_at or run.started_at or 0.0)),
+        )
 
     def find(self, key: str) -> Run | None:
         """Return the run with this key; None if there is none. Blocks on files."""

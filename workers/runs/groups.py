@@ -23,6 +23,7 @@ from workers.runs.html import COMPLETION_COLUMNS, completion_cells, group_html, 
 from workers.runs.transcript import describe_reward, escape_controls, invalid_reason, paragraphs
 
 UNFINISHED: Final = "unfinished"
+EVALUATED: Final = "evaluated"
 """Outcome of a group that has none yet."""
 
 
@@ -32,9 +33,9 @@ class CompletionView(Struct, frozen=True, kw_only=True):
     group: Group
     completion: Completion
     outcome: str
-    """Of the group: `trained`, `dropped:REASON`, or `unfinished`."""
+    """Of the group: `trained`, `dropped:REASON`, `unfinished`, or `evaluated`."""
     step: int | None = None
-    """The step that ended the group; None if it is unfinished."""
+    """The step that ended the group, or whose weights were evaluated; None if it is unfinished."""
     trained: TrainedCompletion | None = None
     """What the step did with the completion; None if no step had it, or it was not archived."""
     record: LedgerRecord | None = None
@@ -196,6 +197,13 @@ def groups_html(groups: Iterable[RunGroup]) -> str:
 def unfinished_views(group: Group) -> list[CompletionView]:
     """Return the completions of a group without an outcome."""
     return [CompletionView(group=group, completion=each, outcome=UNFINISHED) for each in group.completions]
+
+
+def evaluated_group(group: Group, step: int) -> RunGroup:
+    """Return a group of the evaluation of this step's weights."""
+    return RunGroup(
+        [CompletionView(group=group, completion=each, outcome=EVALUATED, step=step) for each in group.completions]
+    )
 
 
 class ArchivedRunGroups:

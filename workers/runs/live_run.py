@@ -25,6 +25,8 @@ class LiveRun(Struct, kw_only=True):
     """Host of the supervisor; empty: this one."""
     process_start: str = ""
     """When the supervisor started (`process_start`): another process may have got its id since."""
+    stopping: str = ""
+    """How it ends, such as `draining`; empty: nobody asked it to."""
 
     @classmethod
     def of_this_process(cls, run: str, redis: str, engines: tuple[str, ...] = ()) -> "LiveRun":

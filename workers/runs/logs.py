@@ -15,6 +15,8 @@ _SHARED_KEYS: Final = frozenset({"event", "level", "timestamp", "role", "run", "
 """Keys that lines of most events have; the others are an event's own."""
 _MAX_LINE_BYTES: Final = 1 << 20
 """A longer line is shown in parts."""
+_TAIL_BYTES: Final = 1 << 18
+"""Of each file, for its last lines."""
 
 
 class LogLine(Struct, frozen=True, kw_only=True):
@@ -30,6 +32,11 @@ class LogLine(Struct, frozen=True, kw_only=True):
     values: dict[str, Any] = field(default_factory=dict)
     text: str = ""
     """A plain line, or the traceback of an event."""
+
+
+def log_names(folder: Path) -> list[str]:
+    """Return the names of the processes of which a run has a log, such as `rollout-0`."""
+    return sorted(file.stem for file in (folder / "logs").glob("*.log"))
 
 
 class RunLogs:
@@ -48,13 +55,22 @@ class RunLogs:
         self._read: dict[Path, int] = {}
         self._times: dict[Path, float] = {}
         if not self._files():
-            names = ", ".join(sorted(file.stem for file in self._folder.glob("*.log")))
+            names = ", ".join(log_names(folder))
             which = f"of {role!r}" if role else "yet"
             raise PenstockError(f"{self._folder} has no log {which}" + (f"; it has {names}" if names else ""))
 
     def read_new(self) -> Iterator[LogLine]:
         """Yield the lines that were completed since the last call, of all files in the order of their times."""
         return heapq.merge(*(self._lines(file) for file in self._files()), key=lambda line: line.time)
+
+    def last_lines(self, count: int) -> list[LogLine]:
+        """Return the last lines of all files together; a large file is read from near its end."""
+        for file in self._files():
+            skipped = max(0, file.stat().st_size - _TAIL_BYTES)
+            with file.open("rb") as opened:
+                opened.seek(skipped)
+                self._read[file] = skipped + (len(opened.readline()) if skipped else 0)
+        return list(self.read_new())[-count:]
 
     def _files(self) -> list[Path]:
         files = sorted(self._folder.glob("*.log"))

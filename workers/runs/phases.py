@@ -115,7 +115,7 @@ def main_phases(times: GroupTimes, step: StepTimes | None = None) -> list[Phase]
         (times.fed_at, times.claimed_at),
         (times.claimed_at, times.rolled_out_at),
         (times.rolled_out_at, times.score_claimed_at),
-        (times.score_claimed_at, times.scored_at),
+        (times.score_claimed_at or times.rolled_out_at, times.scored_at),
     ]
     if step is not None:
         spans += [

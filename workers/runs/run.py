@@ -246,6 +246,8 @@ class Run:
         self,
         wanted: "CompletionFilter | None" = None,
         chosen: "Selection | None" = None,
+        *,
+        evaluated: bool = False,
         **conditions: "Unpack[Conditions]",
     ) -> "Matches[CompletionView]":
         """Return completions that match, with what the trainer did with each of their tokens.
@@ -253,6 +255,7 @@ class Run:
         Args:
             wanted: the filter; None: one that is made of `conditions`.
             chosen: which of them; None: the newest three.
+            evaluated: those of held-out prompts, by the step whose weights were evaluated, instead of the training's.
             conditions: such as `reward="..0.2"`; see `Conditions`.
 
         Raises:
@@ -268,7 +271,10 @@ class Run:
                 selection.offer(view)
             return not selection.is_complete
 
-        archived, notes = self._search(wanted, offer, lambda: bool(selection.offered))
+        if evaluated:
+            archived, notes = self._search_evaluations(wanted, offer), list[str]()
+        else:
+            archived, notes = self._search(wanted, offer, lambda: bool(selection.offered))
         views = [archived.annotate(view) for view in selection.result()]
         return Matches(views, archived, wanted, notes, 0 if selection.is_complete else selection.offered)
 
@@ -336,6 +342,21 @@ class Run:
 
         _, folder = self.files("tracing")
         return read_trace(folder, NumberRange.parse(step, "step") if step else None, count)
+
+    def _search_evaluations(
+        self, wanted: "CompletionFilter", offer: "Callable[[RunGroup], bool]"
+    ) -> "ArchivedRunGroups":
+        """Offer the groups of evaluations as long as `offer` wants more, the last evaluation first."""
+        from workers.runs.evaluations import evaluated_steps, read_groups
+        from workers.runs.groups import ArchivedRunGroups, evaluated_group
+
+        _, folder = self.files("looking at evaluations")
+        archived = ArchivedRunGroups(folder)
+        for step in filter(wanted.has_step, evaluated_steps(folder)):
+            for group in read_groups(folder, step):
+                if not offer(evaluated_group(group, step)):
+                    return archived
+        return archived
 
     def _search(
         self, wanted: "CompletionFilter", offer: "Callable[[RunGroup], bool]", has_match: Callable[[], bool]

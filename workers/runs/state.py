@@ -24,7 +24,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     key: str
     folder: str
     state: str
-    """`running`, `finished`, `stopped` or `failed`; `killed` if it ended without a summary; `not started`;
+    """`running`, `stopping`, `finished`, `stopped` or `failed`; `killed` if it ended without a summary; `not started`;
     `on a server` that was named to this process; `unreadable`."""
     detail: str = ""
     started_at: float | None = None
@@ -60,6 +60,8 @@ def read_state(folder: Path | None, key: str, *, has_named_server: bool) -> RunS
     failure = summary.failure if summary else None
     if live is not None:
         state, detail = "running", f"process {live.pid}" + (f" on {live.host}" if live.host else "")
+        if live.stopping:
+            state, detail = "stopping", live.stopping
     elif summary is None and has_named_server:
         state, detail = "on a server", "its page says how it is"
     elif summary is None:

@@ -1,4 +1,4 @@
-"""`warnings.jsonl` in a run's folder: what the trainer warned of while the run went on."""
+"""What went wrong while a run went on: `warnings.jsonl` of its trainer, and what its supervisor logged of processes."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,10 +10,22 @@ import structlog
 from msgspec import Struct
 
 from stream.durable import append_all
+from stream.errors import PenstockError
+from workers.runs.logs import RunLogs
 
 log = structlog.get_logger()
 
 WARNINGS_FILE: Final = "warnings.jsonl"
+_INCIDENTS: Final = {
+    "role.restarted": "restarted",
+    "worker.recycled": "replaced",
+    "worker.died": "died",
+    "role.killed": "killed",
+    "role.hanging": "hangs",
+    "run.restored": "restored from object storage",
+    "disk.full": "disk is full",
+}
+"""Events of the supervisor's log, in words."""
 
 
 class TrainingWarning(Struct, frozen=True, kw_only=True):
@@ -62,3 +74,26 @@ def read_warnings(folder: Path, start: int) -> tuple[list[TrainingWarning], int]
         with suppress(ValueError):  # a damaged line
             found.append(msgspec.json.decode(line, type=TrainingWarning))
     return found, start + len(whole) + 1
+
+
+class Incident(Struct, frozen=True, kw_only=True):
+    """A warning of the trainer, or what happened to a process."""
+
+    time: float
+    """Unix time in seconds."""
+    what: str
+    """Rule of the warning, or process and event in words."""
+    text: str
+
+
+def read_incidents(folder: Path, count: int) -> list[Incident]:
+    """Return the last warnings, restarts and deaths of processes of a run, the newest first. Blocks on file I/O."""
+    warnings, _ = read_warnings(folder, 0)
+    found = [Incident(time=each.time, what=f"{each.name} at step {each.step}", text=each.text) for each in warnings]
+    with suppress(PenstockError):  # there is no such log yet
+        for line in RunLogs(folder, "supervisor").read_new():
+            if word := _INCIDENTS.get(line.event):
+                facts = {name: value for name, value in line.values.items() if name != "name"}
+                text = ", ".join(f"{name} {value}" for name, value in facts.items() if value not in (None, "", []))
+                found.append(Incident(time=line.time, what=f"{line.values.get('name', '')} {word}".strip(), text=text))
+    return sorted(found, key=lambda incident: -incident.time)[:count]

@@ -10,13 +10,16 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Final
 
 import anyio
 import msgspec
+from msgspec import structs
 
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
 from envs.rewards.parts import merge_parts
+from stream.codec import encode
 from stream.errors import RecordError
 from stream.queue.evaluation import PromptEvaluation, create_evaluation_streams
 from stream.queue.in_flight import Activity
@@ -66,6 +69,7 @@ async def score(context: WorkerContext) -> None:
             with evaluation_in_flight.group(lease, group.prompt.environment, len(group.completions)) as progress:
                 await score_group(group, functions, factories, settings.rollout.call_timeout_s, progress)
             result = evaluate_group(group, group.evaluated_version, settings)
+            result.group = b"" if settings.archive.keep == "none" else encode_transcript(group)
             await evaluation_stage.record_evaluation(lease, msgspec.json.encode(result))
 
         def describe(lease: Lease) -> str:
@@ -100,6 +104,10 @@ async def score_group(
             completion.reward = merge_parts(completion.parts)
 
 
+_MAX_BYTES: Final = 1_000_000
+"""Of one group: the results of all prompts are in memory at once."""
+
+
 def evaluate_group(group: Group, version: int, settings: Settings) -> PromptEvaluation:
     """Classify each completion of a scored group.
 
@@ -127,6 +135,13 @@ def evaluate_group(group: Group, version: int, settings: Settings) -> PromptEval
         invalid=dict(invalid),
         mixed_versions=mixed,
     )
+
+
+def encode_transcript(group: Group) -> bytes:
+    """Encode a group without final states of environments; empty if it is larger than an evaluation keeps."""
+    completions = [structs.replace(completion, snapshot=None) for completion in group.completions]
+    payload = encode(structs.replace(group, completions=completions))
+    return payload if len(payload) <= _MAX_BYTES else b""
 
 
 def _invalid_reason(completion: Completion, settings: Settings) -> str:

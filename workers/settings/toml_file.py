@@ -39,6 +39,10 @@ _NESTED_TABLES: Final[dict[str, type[Section]]] = {"sampling": SamplingSettings,
 _SHORT_FLOAT: Final = re.compile(r"[+-]?(\.\d+|\d+\.)(e[+-]?\d+)?")
 """`.3` and `3.`, which TOML does not know."""
 _MAX_INTEGER: Final = 2**63 - 1
+_SECRET_NAMES: Final = frozenset(
+    {"key", "apikey", "token", "secret", "password", "passwd", "auth", "authorization", "credentials", "cookie"}
+)
+"""Words of a key whose value no screen shows."""
 DEFAULT_OPTIONS: Final[dict[str, type[Section]]] = {"estimator": Grpo, "loss": Clipped}
 """Tables whose `name` may be left out."""
 
@@ -121,6 +125,26 @@ def parse_rewards(table: dict[str, Any], source: str) -> tuple[RewardSettings, .
 def dump_settings(settings: Settings) -> str:
     """Return the settings as TOML; `load_settings` reads an equal value back."""
     return tomli_w.dumps(msgspec.to_builtins(settings, str_keys=True, builtin_types=(datetime, date, time)))
+
+
+def dump_redacted(settings: Settings) -> str:
+    """Return the settings as TOML for a screen.
+
+    URLs are without user, password and options; other secrets are known by the names of their keys.
+    """
+    return tomli_w.dumps(_redact(tomllib.loads(dump_settings(settings))))
+
+
+def _redact(value: Any, name: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _redact(inner, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_redact(each, name) for each in value]
+    if not isinstance(value, str) or not value:
+        return value
+    if _SECRET_NAMES.intersection(re.split(r"[^a-z0-9]+", name.lower())):
+        return "(hidden)"
+    return redact_url(value) if "://" in value else value
 
 
 def _convert(table: dict[str, Any], source: str) -> Settings:

@@ -15,7 +15,7 @@ from rich.text import Text
 from stream.errors import PenstockError
 from stream.records import Row
 from workers.runs.export import completion_record
-from workers.runs.groups import CompletionView, RunGroup
+from workers.runs.groups import EVALUATED, CompletionView, RunGroup
 from workers.runs.run import Run
 from workers.runs.selection import CompletionFilter, Matches, Selection
 from workers.runs.snapshots import render_completions
@@ -34,16 +34,28 @@ _CONTEXT: Final = 2
 
 
 def show_completions(
-    run: Run, wanted: CompletionFilter, chosen: Selection, *, full: bool = False, as_json: bool = False
+    run: Run,
+    wanted: CompletionFilter,
+    chosen: Selection,
+    *,
+    evaluated: bool = False,
+    full: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """Print chosen completions of a run.
+    """Print chosen completions of a run; `evaluated`: of its evaluations.
 
     Raises:
         PenstockError: no completion of it matches.
     """
-    matches = run.completions(wanted, chosen)
+    matches = run.completions(wanted, chosen, evaluated=evaluated)
     for note in matches.notes:
         print_note(note)
+    if not matches and evaluated:
+        which = f" that matches {wanted}" if str(wanted) else ""
+        raise PenstockError(
+            f"run {run.name!r} has no completion of an evaluation{which}; [eval] evaluates during a run, and "
+            "archive.keep = 'none' keeps none"
+        )
     if not matches:
         raise PenstockError(f"run {run.name!r} has {matches.why_empty()}")
     settings, _ = run.files("showing completions")
@@ -79,11 +91,14 @@ def render(
         for line in paragraph_lines(shown, width, 0 if full else _MAX_MESSAGE_CHARACTERS):
             console.print(line.rich_text())
         console.print()
+    count = f"{len(matches):,} completion{'' if len(matches) == 1 else 's'}"
+    count += f" of {matches.offered:,} that match" if matches.offered else ""
+    if matches[0].outcome == EVALUATED:
+        console.print(f"{count}; step: the one whose weights were evaluated", style="bright_black")
+        return
     archived = matches.archived
     of = f"steps {archived.steps[0]} to {archived.steps[1]}" if archived.steps else "no step yet"
     missing = f", {archived.missing:,} more are not archived any more (archive.keep)" if archived.missing else ""
-    more = f" of {matches.offered:,} that match" if matches.offered else ""
-    count = f"{len(matches):,} completion{'' if len(matches) == 1 else 's'}{more}"
     text = f"{count}; the archive of {run} has {len(archived):,} groups, {of}{missing}"
     console.print(text, style="bright_black")
 

@@ -25,8 +25,7 @@ repeats it if `eval.jsonl` has no line for the step of its weights.
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -34,9 +33,10 @@ import anyio
 import msgspec
 import structlog
 import torch
-from msgspec import Struct, field
+from msgspec import Struct
 
 from stream.connection.run_connection import MAX_BLOCK_S, RunConnection
+from stream.disk_space import persist
 from stream.queue.evaluation import (
     EvaluationProgress,
     PromptEvaluation,
@@ -48,12 +48,10 @@ from stream.queue.evaluation import (
 from stream.trainer.folder_lock import RunFolderLock
 from stream.trainer.trainer_lease import TrainerLease
 from stream.waiting import cancel_on
+from workers.runs.evaluations import FILE, GROUPS, EvaluationResult, EvaluationStats, read_lines, write_groups
 from workers.settings import Settings
 from workers.train.algorithms.pass_at_k import pass_at_k
 from workers.train.metrics_log import MetricsLog
-
-FILE = "eval.jsonl"
-"""Name of the file in the run's folder; one line per evaluation."""
 
 EVALUATION_METRICS: Final[dict[str, str]] = {
     "eval/version": "the evaluated policy version; these metrics are in the line of the step after the evaluation",
@@ -66,48 +64,13 @@ EVALUATION_METRICS: Final[dict[str, str]] = {
 """Metrics of an evaluation that ended since the previous step; the trainer adds them."""
 
 
-class EvaluationStats(Struct, kw_only=True):
-    """Result of a policy on a set of prompts; `n = valid + mixed + sum of invalid`."""
-
-    prompts: int
-    n: int
-    """Number of completions requested."""
-    valid: int
-    """Completions sampled by this version alone, with a measured reward."""
-    invalid: dict[str, int]
-    """By state. `dead`: the prompt is a dead letter; `missing`: no result came in time."""
-    mixed: int
-    """Completions with a token of another policy version; they count in no mean."""
-    mean_valid: float | None
-    """Mean reward of valid completions; None if there is none."""
-    mean_all: float | None
-    """The same sum divided by valid and invalid completions, as if an invalid one had reward 0."""
-    pass_at: dict[str, dict[str, float]]
-    """Unbiased estimate that one of k completions succeeds, by k, then `valid` and `all`: mean over prompts with k such
-    completions. `all` counts an invalid completion as a failure."""
-
-
-class EvaluationResult(Struct, kw_only=True):
-    """One evaluation, a line of `eval.jsonl`."""
-
-    version: int
-    """The evaluated policy version; -1 for a model that no run published."""
-    step: int
-    time: float
-    """Unix time at the end, in seconds."""
-    seconds: float
-    """Duration."""
-    overall: EvaluationStats
-    environments: dict[str, EvaluationStats] = field(default_factory=dict)
-    """By environment name; empty if the run has none."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of `EVALUATION_METRICS` for `metrics.jsonl`; means over nothing are omitted."""
-        score = self.overall
-        found = {"version": self.version, "mean/valid": score.mean_valid, "mean/all": score.mean_all}
-        found |= {"mixed": score.mixed, "invalid": sum(score.invalid.values())}
-        found |= {f"pass@{k}/{name}": value for k, both in score.pass_at.items() for name, value in both.items()}
-        return {f"eval/{name}": value for name, value in found.items() if value is not None}
+def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+    """Return the metrics of `EVALUATION_METRICS` for `metrics.jsonl`; means over nothing are omitted."""
+    score = result.overall
+    found = {"version": result.version, "mean/valid": score.mean_valid, "mean/all": score.mean_all}
+    found |= {"mixed": score.mixed, "invalid": sum(score.invalid.values())}
+    found |= {f"pass@{k}/{name}": value for k, both in score.pass_at.items() for name, value in both.items()}
+    return {f"eval/{name}": value for name, value in found.items() if value is not None}
 
 
 def summarize(
@@ -178,12 +141,13 @@ class EvaluationLog:
 
     def __init__(self, folder: Path, step: int, folder_lock: RunFolderLock | None = None, *, cut: bool = True) -> None:
         results, length = [], 0
-        for result, end_offset in _read_lines(folder / FILE):
+        for result, end_offset in read_lines(folder / FILE):
             if result.step > step:
                 break
             results.append(result)
             length = end_offset
         self.results = results
+        self._folder = folder
         self._file = MetricsLog(folder / FILE, length, folder_lock, cut=cut)
 
     @property
@@ -194,29 +158,22 @@ class EvaluationLog:
     def final_metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of the evaluation of the run's last step, which no line of `metrics.jsonl` has."""
         last = self.last
-        return {"step": step, "time": last.time, **last.metrics()} if last is not None and last.step == step else {}
+        return (
+            {"step": step, "time": last.time, **evaluation_metrics(last)}
+            if last is not None and last.step == step
+            else {}
+        )
 
     def cut(self) -> None:
         """Cut off the results of later steps."""
         self._file.cut()
 
-    def append(self, result: EvaluationResult) -> None:
-        """Write one line."""
+    def append(self, result: EvaluationResult, groups: Sequence[bytes] = ()) -> None:
+        """Write the scored groups, and then one line."""
+        if groups:
+            persist(self._folder / GROUPS, lambda: write_groups(self._folder, result.step, groups))
         self._file.append(msgspec.to_builtins(result))
         self.results.append(result)
-
-
-def _read_lines(path: Path) -> Iterable[tuple[EvaluationResult, int]]:
-    """Yield the complete lines, each with the file's length up to its end. A damaged line is skipped."""
-    if not path.exists():
-        return
-    end_offset = 0
-    for text in path.read_bytes().splitlines(keepends=True):
-        end_offset += len(text)
-        if not text.endswith(b"\n"):
-            return
-        with suppress(ValueError):
-            yield msgspec.json.decode(text, type=EvaluationResult), end_offset
 
 
 log = structlog.get_logger()
@@ -312,7 +269,7 @@ class EvaluationScheduler:
     def pop_metrics(self) -> dict[str, float]:
         """Return the metrics of an evaluation that ended since the previous call."""
         result, self._new_result = self._new_result, None
-        return result.metrics() if result is not None else {}
+        return evaluation_metrics(result) if result is not None else {}
 
     @property
     def _connection(self) -> RunConnection:
@@ -353,7 +310,8 @@ class EvaluationScheduler:
             overall=overall,
             environments=by_environment,
         )
-        await anyio.to_thread.run_sync(self._results.append, result)
+        groups = [each.group for each in evaluations.values() if each.group]
+        await anyio.to_thread.run_sync(self._results.append, result, groups)
         self._running, self._new_result = None, result
         await self._trainer_lease.end_evaluation(_last_result(self._results))
         log.info(

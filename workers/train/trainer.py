@@ -224,13 +224,14 @@ class Trainer:
 
 
 def attempt_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the mean duration of the attempts that are trained on, and of the first attempts at the same prompts.
+    """Return the tool calls of the batch, the mean duration of the attempts, and of the first ones at the same prompts.
 
     A cancelled attempt counts with the time that it had run, a lower bound of what it would have taken. Its number of
     tokens is unknown: an aborted request returns none.
     """
     if not groups:
         return {}
+    completions = [completion for group in groups for completion in group.completions]
     trained = [group.rolled_out_at - group.claimed_at for group in groups]
     first = [
         group.cancelled_attempts_s[0] if group.cancelled_attempts_s else seconds
@@ -240,6 +241,8 @@ def attempt_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "attempt/seconds": sum(trained) / len(trained),
         "attempt/seconds_first": sum(first) / len(first),
         "attempt/cancelled": sum(len(group.cancelled_attempts_s) for group in groups),
+        "tools/calls": sum(completion.tool_calls for completion in completions),
+        "tools/errors": sum(completion.tool_errors for completion in completions),
     }
 
 

@@ -1,6 +1,6 @@
 """The till without a model: `python -m pytest` in this project's folder."""
 
-from workers.check.scripted import call, play
+from penstock.testing import call, play
 
 REWARDS = ["rewards.py:thrift"]
 

@@ -79,8 +79,7 @@
   function draw(data) {
     for (const chart of data.charts) {
       const figure = charts.querySelector(`[data-chart="${chart.name}"]`);
-      if (!figure || chart.empty) continue;
-      if (figure.dataset.lines !== String(chart.lines.length)) return location.reload(); // a line appeared: the legend is the server's
+      if (figure?.dataset.lines !== String(chart.lines.length)) return location.reload(); // a line appeared: the legend is the server's
       const place = figure.querySelector(".plot");
       const values = [data.steps, ...chart.lines.map((line) => line.values)];
       const labels = chart.lines.map((line) => line.label).join("\n");

@@ -96,6 +96,8 @@ COLLECTION_METRICS: Final[dict[str, str]] = {
     "attempt/seconds_first": "the same for the first attempt at each prompt; a cancelled attempt counts with the time "
     "that it ran, a lower bound. Above `attempt/seconds`, training favours short completions",
     "attempt/cancelled": "attempts at the batch's prompts that were cancelled for their age",
+    "tools/calls": "tool calls in the batch's groups",
+    "tools/errors": "of those, calls that ended with an error",
     "stragglers/seconds": "time that a full batch waited for stragglers",
     "stragglers/abandoned": "stragglers abandoned after half of `abort.stall_timeout_s`",
 }
