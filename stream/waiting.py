@@ -1,14 +1,18 @@
-"""Exponential back-off with jitter: how long to wait before the next try.
-
-Cancel a block when an event is set.
-"""
+"""Waiting: back-off with jitter before the next try, a block that an event cancels, async code in a synchronous caller."""
 
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from threading import Event, Thread
+from typing import TypeVar
 
 import anyio
+from anyio.from_thread import BlockingPortal
 from msgspec import Struct
+
+_INTERRUPT_S = 10.0
+"""After an interrupt: for what was begun to end, such as an engine."""
+T = TypeVar("T")
 
 
 class Backoff(Struct, frozen=True):
@@ -45,3 +49,46 @@ async def cancel_on(event: anyio.Event) -> AsyncIterator[None]:
         tasks.start_soon(watch)
         yield
         tasks.cancel_scope.cancel()
+
+
+def run_in_daemon_thread(main: Callable[[], Awaitable[T]]) -> T:
+    """Run `main` on a separate event loop, and return its result or raise its exception.
+
+    An interrupt cancels `main`, waits a while for its end, and is raised. Threads inherit whether they are daemons.
+    Threads that hang in user code are children of this one, so they do not keep the process from exiting; with
+    `anyio.from_thread.start_blocking_portal` they would.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    portals: list[tuple[BlockingPortal, anyio.CancelScope]] = []
+    ended = Event()
+    """Waited for instead of the thread: Python 3.11 takes a thread whose `join` was interrupted for ended."""
+
+    async def run_until_cancelled() -> None:
+        async with BlockingPortal() as portal:
+            with anyio.CancelScope() as scope:
+                portals.append((portal, scope))
+                try:
+                    results.append(await main())
+                except anyio.get_cancelled_exc_class():
+                    raise
+                except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread, in no group)
+                    errors.append(error)
+
+    def run() -> None:
+        try:
+            anyio.run(run_until_cancelled)
+        finally:
+            ended.set()
+
+    try:
+        Thread(target=run, daemon=True, name="penstock event loop").start()
+        ended.wait()
+    except KeyboardInterrupt:
+        for portal, scope in portals:
+            portal.start_task_soon(scope.cancel)
+            ended.wait(_INTERRUPT_S)
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]

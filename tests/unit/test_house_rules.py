@@ -141,7 +141,7 @@ SHORT_FILES = frozenset(
     envs/builtin/guess.py penstock/__main__.py penstock/testing.py penstock/trainer.py
     plugins/vllm/penstock_vllm/errors.py plugins/vllm/penstock_vllm/tensor_probe.py
     plugins/vllm/penstock_vllm/vllm_internals.py stream/connection/keys.py stream/connection/scripts.py
-    stream/parent_death.py stream/trainer/leased_group.py stream/trainer/ledger_ends.py stream/waiting.py
+    stream/parent_death.py stream/trainer/leased_group.py stream/trainer/ledger_ends.py
     workers/demo/new_project.py workers/role/exit_codes.py workers/settings/secrets.py workers/terminal/engines.py
     workers/terminal/groups.py workers/terminal/output.py workers/train/algorithms/pass_at_k.py
     workers/train/algorithms/proximal.py workers/train/model/policy_folder.py

@@ -11,7 +11,8 @@ from envs.builtin.calculator import exact_answer
 from envs.builtin.guess import Guess
 from stream.errors import EnvironmentFailure
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
-from workers.check.scripted import call, play, run_in_daemon_thread
+from stream.waiting import run_in_daemon_thread
+from workers.check.scripted import call, play
 from workers.settings import Rollout
 
 

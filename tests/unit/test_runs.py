@@ -148,10 +148,10 @@ def test_a_run_that_is_only_on_a_server_has_no_files():
 
 def test_what_blocks_can_be_called_where_an_event_loop_runs_as_in_a_notebook():
     code = (
-        "import asyncio\nfrom workers.runs.run import run_blocking\n"
+        "import asyncio\nfrom stream.waiting import run_in_daemon_thread\n"
         "async def answer(): return await asyncio.sleep(0, 7)\n"
-        "async def cell(): print(run_blocking(answer))\n"
-        "print(run_blocking(answer)); asyncio.run(cell())"
+        "async def cell(): print(run_in_daemon_thread(answer))\n"
+        "print(run_in_daemon_thread(answer)); asyncio.run(cell())"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "7\n7\n"
 

@@ -17,6 +17,7 @@ from envs.references import resolve
 from envs.rewards import loading
 from stream.errors import ReferenceNotFoundError, SettingsError
 from stream.records import Prompt
+from stream.waiting import run_in_daemon_thread
 from workers.check.chat import check_chats
 from workers.check.datasets import check_data
 from workers.check.environment import EnvironmentCheck, check_environments
@@ -24,7 +25,7 @@ from workers.check.machine import check_engines, check_machine, check_redis
 from workers.check.model import check_model
 from workers.check.report import Checker, CheckReport
 from workers.check.rewards import check_rewards
-from workers.check.scripted import Call, run_in_daemon_thread
+from workers.check.scripted import Call
 from workers.check.user_code import named_parameters, required_parameters
 from workers.role.watchdogs import HangGuard, LoopWatchdog
 from workers.rollout.tool_formats.parsing import ToolCall

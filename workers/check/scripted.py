@@ -9,18 +9,16 @@ artificial.
 """
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from threading import Event, Thread
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import anyio
 import msgspec
-from anyio.from_thread import BlockingPortal
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from envs.factory import EnvironmentFactory
@@ -30,6 +28,7 @@ from envs.snapshot import thaw
 from envs.tools import ToolSpec
 from stream.records import Completion, Failure, Message, Prompt, RewardPart, Span
 from stream.validity import Measured, Reward, TruncationReason
+from stream.waiting import run_in_daemon_thread
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
@@ -45,8 +44,6 @@ T = TypeVar("T")
 _NAME = "played"
 UNLIMITED = 10_000_000
 """Tokens of an episode whose length is no matter."""
-_INTERRUPT_S = 10.0
-"""After an interrupt: for what was begun to end, such as an engine."""
 _START, _END = "<|start|>", "<|end|>"
 _TEMPLATE = """\
 {%- for message in messages %}
@@ -260,46 +257,3 @@ def _tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (_START, _END)])
     return tokenizer
-
-
-def run_in_daemon_thread(main: Callable[[], Awaitable[T]]) -> T:
-    """Run `main` on a separate event loop, and return its result or raise its exception.
-
-    An interrupt cancels `main`, waits a while for its end, and is raised. Threads inherit whether they are daemons.
-    Threads that hang in user code are children of this one, so they do not keep the process from exiting; with
-    `anyio.from_thread.start_blocking_portal` they would.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-    portals: list[tuple[BlockingPortal, anyio.CancelScope]] = []
-    ended = Event()
-    """Waited for instead of the thread: Python 3.11 takes a thread whose `join` was interrupted for ended."""
-
-    async def run_until_cancelled() -> None:
-        async with BlockingPortal() as portal:
-            with anyio.CancelScope() as scope:
-                portals.append((portal, scope))
-                try:
-                    results.append(await main())
-                except anyio.get_cancelled_exc_class():
-                    raise
-                except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread, in no group)
-                    errors.append(error)
-
-    def run() -> None:
-        try:
-            anyio.run(run_until_cancelled)
-        finally:
-            ended.set()
-
-    try:
-        Thread(target=run, daemon=True, name="penstock event loop").start()
-        ended.wait()
-    except KeyboardInterrupt:
-        for portal, scope in portals:
-            portal.start_task_soon(scope.cancel)
-            ended.wait(_INTERRUPT_S)
-        raise
-    if errors:
-        raise errors[0]
-    return results[0]

@@ -20,7 +20,7 @@ from envs.factory import EnvironmentFactory, first_row
 from stream.errors import SettingsError
 from stream.records import Group, Message, Prompt
 from stream.validity import Measured, Unmeasured
-from workers.check.scripted import run_in_daemon_thread
+from stream.waiting import run_in_daemon_thread
 from workers.check.user_code import try_reset
 from workers.evaluate.chat_endpoint import open_chat_endpoint
 from workers.evaluate.chat_episode import play_group

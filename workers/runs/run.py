@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
 from stream.errors import PenstockError, ServerError
 from stream.operator.status import RunStatus, read_status
+from stream.waiting import run_in_daemon_thread
 from workers.runs.folder import disk_problems, file_state, lock_folder
 from workers.runs.live_run import read_live
 from workers.settings import Settings
@@ -169,7 +170,7 @@ class Run:
             async with self.connect() as connection:
                 return await main(connection)
 
-        return run_blocking(there)
+        return run_in_daemon_thread(there)
 
     def state(self) -> "RunState":
         """Return what its folder says: running, stopped, killed or finished, its last step and the last reward."""
@@ -325,7 +326,7 @@ class Run:
         """Return the engines of the run, and whether each answers this machine."""
         from workers.runs.engines import read_engine_reports
 
-        return run_blocking(partial(read_engine_reports, self.settings, self.folder))
+        return run_in_daemon_thread(partial(read_engine_reports, self.settings, self.folder))
 
     def trace(self, step: str = "", count: int = 1000) -> "Trace":
         """Return where the newest archived groups spent their time.
@@ -397,17 +398,3 @@ class Run:
         if not is_running and may_be_unfinished and not has_match() and self.has_private_server:
             ask_server()  # what a killed run left on its private server
         return archived, notes + archived.damaged[:3]
-
-
-def run_blocking(main: Callable[[], Awaitable[T]]) -> T:
-    """Run an async function to its end, in a thread of its own where an event loop runs already, as in a notebook."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    import anyio
-
-    try:
-        anyio.get_current_task()
-    except RuntimeError:  # no event loop runs
-        return anyio.run(main)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(anyio.run, main).result()
