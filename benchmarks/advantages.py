@@ -189,7 +189,9 @@ class Tokens(Rows):
 
     def advantages(self, name: str) -> Tensor:
         """Return advantages on tokens, as in the trainer."""
-        chosen = settings.Settings(model=settings.Model(path=""), data=settings.Data(path=""), estimator=CHOICES[name])
+        chosen = settings.Settings(
+            model=settings.ModelSettings(path=""), data=settings.DataSettings(path=""), estimator=CHOICES[name]
+        )
         return estimate_advantages(self.batch, self.masks, chosen).tokens_RT
 
     def loss(self) -> Tensor:

@@ -59,7 +59,7 @@ from workers.rollout.engine_client.sampling_apis import GenerateApi, SamplingReq
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 EPISODES, ENGINE_S, ROUND = 64, 0.05, 32
 READ = '<tool_call>\n{"name": "read", "arguments": {"characters": %d}}\n</tool_call>'
@@ -176,7 +176,9 @@ class LoopTimer:
 
 
 @asynccontextmanager
-async def runner_of(folder: Path, name: str, engine: CannedEngine, limits: Rollout) -> AsyncIterator[GroupRunner]:
+async def runner_of(
+    folder: Path, name: str, engine: CannedEngine, limits: RolloutSettings
+) -> AsyncIterator[GroupRunner]:
     """Make a group runner for one of the environments `benchmarks.rollout_case:Adder` and `Library`."""
     factory = EnvironmentFactory.load(name)
     chat = ChatTokenizer.load(folder, {}, [tool.schema for tool in factory.tools])
@@ -191,7 +193,7 @@ async def short(folder: Path, tokenizer: Tokenizer, groups: int) -> dict[str, An
     turns = [padded(tokenizer, CALL)] * (TURNS - 1) + [padded(tokenizer, ANSWER)]
     engine = CannedEngine(turns, ENGINE_S)
     messages = conversations(tokenizer, groups + EPISODES // GROUP)
-    async with runner_of(folder, "benchmarks.rollout_case:Adder", engine, Rollout()) as runner:
+    async with runner_of(folder, "benchmarks.rollout_case:Adder", engine, RolloutSettings()) as runner:
         await _roll_out(runner, messages[groups:], "warm")
         gc.freeze()
         rounds = []
@@ -233,7 +235,7 @@ async def paired(folder: Path, tokenizer: Tokenizer, text: str, turns: int, toke
     """Run an early and a late part of episodes in turns; return how much more CPU time the late turns take."""
     call, answer = _call(tokenizer, text, tokens // turns), padded(tokenizer, ANSWER)
     (messages,) = conversations(tokenizer, 1)
-    limits = Rollout(max_tokens=2 * tokens, max_turns=turns, max_tool_calls=turns, episode_timeout_s=3600)
+    limits = RolloutSettings(max_tokens=2 * tokens, max_turns=turns, max_tool_calls=turns, episode_timeout_s=3600)
     growth: list[float] = []
 
     async def run(engine: PairedEngine, other: PairedEngine) -> None:
@@ -261,7 +263,7 @@ async def long(folder: Path, tokenizer: Tokenizer, text: str, turns: int, tokens
     """Run one episode; return the milliseconds of CPU that turns take, and how long the loop was held."""
     call = _call(tokenizer, text, tokens // turns)
     engine = CannedEngine([call] * (turns - 1) + [padded(tokenizer, ANSWER)])
-    limits = Rollout(max_tokens=2 * tokens, max_turns=turns, max_tool_calls=turns, episode_timeout_s=3600)
+    limits = RolloutSettings(max_tokens=2 * tokens, max_turns=turns, max_tool_calls=turns, episode_timeout_s=3600)
     async with runner_of(folder, "benchmarks.episode:Library", engine, limits) as runner:
         (messages,) = conversations(tokenizer, 1)
         timer = LoopTimer()

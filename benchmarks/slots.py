@@ -27,7 +27,7 @@ from workers.rollout.engine_client.sampling import SampledTurn, SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 SLOTS, RESET_S, ENGINE_S, LIMIT = 64, 0.1, 0.03, 0.8
 
@@ -86,7 +86,7 @@ async def measure(groups: int, threads: int) -> dict[str, float]:
                     chats={"slow": ChatSetup(chat, TOOL_FORMATS["hermes"])},
                     sampler=engine,
                     pool=pool,
-                    limits=Rollout(),
+                    limits=RolloutSettings(),
                 ).run(todo.pop())
                 for completion in group.completions:
                     assert (completion.failure, completion.turns, completion.tool_errors) == (None, TURNS, 0)

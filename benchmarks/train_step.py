@@ -232,10 +232,10 @@ def main() -> int:
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(f"{folder}/base")
         learner = Learner(
             settings.Settings(
-                model=settings.Model(path=f"{folder}/base", dtype=dtype),
-                data=settings.Data(path="none"),
-                run=settings.Run(threads=given.threads),
-                train=settings.Train(
+                model=settings.ModelSettings(path=f"{folder}/base", dtype=dtype),
+                data=settings.DataSettings(path="none"),
+                run=settings.RunSettings(threads=given.threads),
+                train=settings.TrainSettings(
                     learning_rate=3e-4 if given.model == "small" else 1e-6,
                     updates_per_batch=given.updates,
                     micro_batch_tokens=given.micro_batch_tokens,

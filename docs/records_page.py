@@ -13,7 +13,7 @@ import msgspec
 from stream import records, validity
 
 ORDER = (
-    "Prompt", "Group", "Completion", "Row", "Span", "RewardPart", "Failure", "ToolRun", "Interval",
+    "Prompt", "Group", "Completion", "Row", "Span", "RewardPart", "Failure", "ToolRun", "ActivityTime",
     "TrainedCompletion", "TrainedRow", "Measured", "Unmeasured",
 )  # fmt: skip
 """Records in the order of the page."""

@@ -172,7 +172,7 @@ class ToolRun(Struct, frozen=True, array_like=True):
     """Where the tool raised or hung; None if it did not, or if the call was malformed."""
 
 
-class Interval(Struct, frozen=True, array_like=True):
+class ActivityTime(Struct, frozen=True, array_like=True):
     """When a completion did something; kept for people (`penstock trace`)."""
 
     activity: str
@@ -218,7 +218,7 @@ class Completion(Struct, kw_only=True):
     """One for each tool message of `messages`, in their order; empty if the environment ran its own loop."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by activity: `reset`, `engine`, `tools`, `reward`, `total`."""
-    intervals: list[Interval] = field(default_factory=list)
+    intervals: list[ActivityTime] = field(default_factory=list)
     """When each of them went on, in the order of their ends; at most `MAX_INTERVALS`."""
 
 

@@ -1,4 +1,4 @@
-"""Waiting: back-off with jitter before the next try, a block that an event cancels, async code in a synchronous caller."""
+"""Waiting: back-off before the next try, a block that an event cancels, async code for a synchronous caller."""
 
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable

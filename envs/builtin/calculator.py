@@ -18,7 +18,7 @@ _LIMIT = 10**100
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class LoggedCall:
     """One tool call."""
 
     tool: str
@@ -36,7 +36,7 @@ class Calculator:
     def __init__(self) -> None:
         self.problem = ""
         self.answer: Any = None
-        self.calls: list[ToolCall] = []
+        self.calls: list[LoggedCall] = []
 
     def reset(self, problem: str = "", answer: Any = None, **fields: Any) -> None:  # noqa: ARG002
         """Start an episode.
@@ -80,7 +80,7 @@ class Calculator:
     def _record_call(self, tool: str, a: int, b: int, result: int) -> int:
         if abs(result) >= _LIMIT:
             raise ValueError("the result has more than 100 digits")  # the model reads this
-        self.calls.append(ToolCall(tool, a, b, result))
+        self.calls.append(LoggedCall(tool, a, b, result))
         return result
 
 

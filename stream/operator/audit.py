@@ -103,7 +103,7 @@ class AuditInput(Struct, kw_only=True):
     scan: RunScan = field(default_factory=RunScan)
 
 
-class Finding(Struct, frozen=True):
+class AuditFinding(Struct, frozen=True):
     """A prompt that is lost, or counted twice."""
 
     prompt: str
@@ -122,8 +122,8 @@ class AuditReport(Struct, kw_only=True):
     outstanding: dict[str, int]
     """By the last stage that has an entry. `marked`: a step took the group and left no record; `again`: will be
     again."""
-    lost: list[Finding]
-    twice: list[Finding]
+    lost: list[AuditFinding]
+    twice: list[AuditFinding]
     clean: bool
     """Nothing is lost and nothing is counted twice."""
     unsaved: int
@@ -141,7 +141,7 @@ def audit(facts: AuditInput) -> AuditReport:
     dead = _group_by_prompt((letter for letter in scan.dead if letter.ends_prompt), lambda letter: letter.prompt)
     entries = _group_by_prompt(scan.entries, lambda entry: entry.prompt)
     locations: Counter[str] = Counter()
-    findings: dict[str, list[Finding]] = {"lost": [], "twice": []}
+    findings: dict[str, list[AuditFinding]] = {"lost": [], "twice": []}
     unsaved = 0
     prompts = facts.fed | scan.unfinished | lines.keys() | dead.keys() | scan.dropped_dead
     for prompt in prompts:
@@ -161,7 +161,7 @@ def audit(facts: AuditInput) -> AuditReport:
             line.record.has_group and not evidence.is_checkpointed(line) for line in evidence.lines
         )
         if location in findings:
-            findings[location].append(Finding(prompt, evidence.describe()))
+            findings[location].append(AuditFinding(prompt, evidence.describe()))
     lost, twice = (sorted(findings[name], key=lambda finding: finding.prompt) for name in ("lost", "twice"))
     return AuditReport(
         fed=len(prompts),

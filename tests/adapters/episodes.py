@@ -19,7 +19,7 @@ from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 
 async def completions(
@@ -42,7 +42,7 @@ async def completions(
             },
             sampler=script if hasattr(script, "sample") else Scripted(script),
             pool=pool,
-            limits=Rollout(**{"max_tokens": 20_000, "max_tokens_per_turn": 5_000, **limits}),
+            limits=RolloutSettings(**{"max_tokens": 20_000, "max_tokens_per_turn": 5_000, **limits}),
             factories={"it": factory},
             endpoint=endpoint,
         ).run(prompt)

@@ -11,11 +11,11 @@ from stream.validity import RewardReason
 from tests.adapters.rigged_game import Rigged
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 from workers.check.scripted import play
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 textarena = pytest.importorskip("textarena", reason='needs pip install "penstock[textarena]"')
 REF = "envs.adapters.textarena_games:TextArena"
-LONG = Rollout(max_turns=20, max_tokens=1_000_000)
+LONG = RolloutSettings(max_turns=20, max_tokens=1_000_000)
 
 
 def first_empty_cell(observation):

@@ -24,7 +24,7 @@ from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 NODE = {"message": {"role": "assistant", "content": "x"}}
 OK = {"ok": True, "is_timeout": False, "errors": []}
@@ -278,7 +278,7 @@ async def test_an_agent_environment_without_an_endpoint_is_refused():
                 chats={prompt.environment: ChatSetup(make_chat(), TOOL_FORMATS["hermes"])},
                 sampler=Scripted([]),
                 pool=pool,
-                limits=Rollout(),
+                limits=RolloutSettings(),
             ).run(prompt)
 
 

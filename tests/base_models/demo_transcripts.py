@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from workers.demo.task import Problem, Step, training_problems
+from workers.demo.task import Operation, Problem, training_problems
 
 Message = dict[str, Any]
 
@@ -52,11 +52,11 @@ def build_transcript(problem: Problem, behavior: Behavior, rng: random.Random) -
     """Return the conversation of one scripted episode: user, calls with their results, answer."""
     first, second = problem.steps
     broken = rng.randrange(2)
-    calls: list[Step] = []
+    calls: list[Operation] = []
     if behavior is not Behavior.NO_TOOL:
         calls.append(_spoil(first, behavior, rng) if broken == 0 else first)
     if behavior not in (Behavior.NO_TOOL, Behavior.HASTY):
-        follow = Step(second.tool, calls[0].result, second.b)
+        follow = Operation(second.tool, calls[0].result, second.b)
         calls.append(_spoil(follow, behavior, rng) if broken == 1 else follow)
     messages: list[Message] = [{"role": "user", "content": problem.text}]
     for call in calls:
@@ -65,19 +65,19 @@ def build_transcript(problem: Problem, behavior: Behavior, rng: random.Random) -
     return [*messages, {"role": "assistant", "content": f"Answer: {answer}"}]
 
 
-def _call(step: Step) -> Message:
+def _call(step: Operation) -> Message:
     function = {"name": step.tool, "arguments": {"a": step.a, "b": step.b}}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
-def _spoil(step: Step, behavior: Behavior, rng: random.Random) -> Step:
+def _spoil(step: Operation, behavior: Behavior, rng: random.Random) -> Operation:
     """Return the call with the error that the behavior demands; unchanged for other behaviors."""
     if behavior is Behavior.WRONG_TOOL:
-        return Step(rng.choice(sorted({"add", "subtract", "multiply"} - {step.tool})), step.a, step.b)
+        return Operation(rng.choice(sorted({"add", "subtract", "multiply"} - {step.tool})), step.a, step.b)
     if behavior is Behavior.WRONG_ARGUMENT and rng.random() < 0.5:
-        return Step(step.tool, _change_digit(step.a, rng), step.b)
+        return Operation(step.tool, _change_digit(step.a, rng), step.b)
     if behavior is Behavior.WRONG_ARGUMENT:
-        return Step(step.tool, step.a, _change_digit(step.b, rng))
+        return Operation(step.tool, step.a, _change_digit(step.b, rng))
     return step
 
 

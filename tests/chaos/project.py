@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.chaos.ends import GROUP_SIZE, REFUSED, intended
-from workers.launch.specs import COMMANDS, ENGINE, RoleSpec, role_specs
+from workers.launch.specs import COMMANDS, ENGINE, ProcessSpec, role_specs
 from workers.settings import Settings
 from workers.settings.toml_file import parse_settings
 
@@ -58,7 +58,7 @@ def commands(settings: Settings, **others: tuple[str, ...]) -> AbstractContextMa
     return patch.dict(COMMANDS, {"train": WITNESS, ENGINE: engine, **others})
 
 
-def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
+def roles(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[ProcessSpec]:
     """Return the command lines of `penstock run`, with the witness as the trainer's learner."""
     with commands(settings):
         return role_specs(settings, file, redis, engines)

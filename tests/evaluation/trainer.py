@@ -11,7 +11,7 @@ if __name__ == "__main__":
 
 from tests.chaos import witness
 from workers.launch.role_process import ROLE_MAINS, run_role
-from workers.settings import Abort
+from workers.settings import AbortSettings
 from workers.train.worker import train
 
 WAIT_S = "TRAINER_WAIT_S"
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--engine", action="append", required=True)
     options = parser.parse_args()
     if wait_s := os.environ.get(WAIT_S):
-        Abort.trainer_wait_s = float(wait_s)  # type: ignore[assignment,method-assign]
+        AbortSettings.trainer_wait_s = float(wait_s)  # type: ignore[assignment,method-assign]
     ROLE_MAINS["train"] = lambda: partial(train, make_learner=Witness)
     return run_role("train", options.file, (), options.redis, tuple(options.engine))
 

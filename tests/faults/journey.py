@@ -17,7 +17,7 @@ from tests.chaos.audit import Verdict, audit
 from tests.faults import patient_rollout
 from tests.faults.proxy import Plan, Proxy, address_of
 from workers.launch import supervisor
-from workers.launch.specs import RoleSpec, role_specs
+from workers.launch.specs import ProcessSpec, role_specs
 from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.role import log_setup as logs
 from workers.runs import live_run
@@ -123,7 +123,9 @@ def travel(
             journey = Journey(settings=settings, engine=engine, redis=redis)
             journeys.append(journey)
 
-            def behind_proxies(settings: Settings, file: Path, server: str, engines: tuple[str, ...]) -> list[RoleSpec]:
+            def behind_proxies(
+                settings: Settings, file: Path, server: str, engines: tuple[str, ...]
+            ) -> list[ProcessSpec]:
                 redis.upstream = address_of(server)
                 if engines:  # none yet while the supervisor preloads the roles' modules
                     engine.upstream = address_of(engines[0])

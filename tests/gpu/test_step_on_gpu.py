@@ -7,7 +7,7 @@ from torch.nn.functional import cosine_similarity
 
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured
-from workers.settings import Train
+from workers.settings import TrainSettings
 from workers.settings.toml_file import parse_settings
 from workers.train.model.attention import set_attention
 from workers.train.model.lm_head import find_lm_head
@@ -107,7 +107,7 @@ def gradients(model, device, packing, attention, dtype):
     chosen = torch.arange(150) < lengths[:, None]
     chosen[:, 0] = False
     parts = [part.to(device) for part in (tokens, chosen)]
-    train = Train(packing=packing, attention=attention)
+    train = TrainSettings(packing=packing, attention=attention)
     chosen_way = set_attention(LogprobModel(model, find_lm_head(model)), train, dtype)
     with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
         result = token_logprobs(chosen_way, *parts, temperature=0.7, lengths_M=lengths.to(device))

@@ -25,7 +25,7 @@ from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 FAULTS = get_args(Fault)
 RETRIED = [fault for fault in FAULTS if fault != "400"]
@@ -69,7 +69,7 @@ async def group_of(client: EngineClient, folder, size: int, name: str = "d:0:0")
             chats={prompt.environment: ChatSetup(chat, TOOL_FORMATS["hermes"])},
             sampler=client,
             pool=pool,
-            limits=Rollout(max_tokens=16, max_tokens_per_turn=16),
+            limits=RolloutSettings(max_tokens=16, max_tokens_per_turn=16),
             factories={"numbered": factory},
         ).run(prompt)
     return decode(encode(group), Group)

@@ -22,7 +22,7 @@ from workers.engine_api.http_server import listen
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.engine_client.sampling_apis import CompletionsApi, GenerateApi
-from workers.settings import Eval, Rollout
+from workers.settings import EvalSettings, RolloutSettings
 from workers.settings.toml_file import parse_settings
 
 pytestmark = pytest.mark.models
@@ -116,7 +116,7 @@ async def test_a_client_probes_what_the_run_and_its_evaluations_need():
         EngineClient.from_settings(settings, ["http://x"]).sampling_options for settings in (alone, evaluated)
     ]
     assert [[sampling.temperature for sampling in each] for each in sampling_options] == [[1.0], [1.0, 0.6]]
-    assert Rollout().temperature == Eval().temperature == 1
+    assert RolloutSettings().temperature == EvalSettings().temperature == 1
 
 
 async def test_the_local_engine_passes_the_same_probe(models):  # noqa: F811

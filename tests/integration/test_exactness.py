@@ -23,7 +23,7 @@ from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import Algorithm, Data, Model, RewardSettings, Rollout, Settings
+from workers.settings import AlgorithmSettings, DataSettings, ModelSettings, RewardSettings, RolloutSettings, Settings
 from workers.train.publishing.publisher import WeightPublisher
 from workers.train.publishing.transport import PausedUpdate, SharedFolderTransfer
 from workers.train.step.batch import collate
@@ -31,7 +31,7 @@ from workers.train.step.group_checks import mask_batch
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(120)]
 
-LIMITS = Rollout(group_size=4, max_turns=4, max_tokens_per_turn=40, max_tokens=220)
+LIMITS = RolloutSettings(group_size=4, max_turns=4, max_tokens_per_turn=40, max_tokens=220)
 TOLERANCE = 1e-4
 
 
@@ -179,7 +179,10 @@ async def test_sampled_tokens_and_only_they_bear_loss(policies):
             completion.reward = Measured(float(i))
     batch = collate(groups)
     settings = Settings(
-        model=Model(path="m"), data=Data(path="d"), rewards=(RewardSettings(ref="x"),), algorithm=Algorithm()
+        model=ModelSettings(path="m"),
+        data=DataSettings(path="d"),
+        rewards=(RewardSettings(ref="x"),),
+        algorithm=AlgorithmSettings(),
     )
     masks = mask_batch(batch, settings, version=0)
     rows = [row for group in groups for completion in group.completions for row in completion.rows]

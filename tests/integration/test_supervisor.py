@@ -38,13 +38,13 @@ from workers.launch.restarts import (
     count_oom_kills,
     was_killed_from_outside,
 )
-from workers.launch.specs import COMMANDS, RoleSpec
+from workers.launch.specs import COMMANDS, ProcessSpec
 from workers.launch.start import raise_for_failure, supervise
 from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.runs.folder import lock_folder, write_settings
 from workers.runs.identity import check_folder
 from workers.runs.live_run import LiveRun, process_start, read_live, write_live
-from workers.settings import Queue, Settings
+from workers.settings import QueueSettings, Settings
 from workers.settings.toml_file import parse_settings
 from workers.terminal.progress import SilentDisplay, SupervisorState
 
@@ -243,7 +243,7 @@ async def test_a_role_that_crashes_too_often_fails_the_run(make_pipeline):
 
 
 def test_kills_from_outside_are_not_counted_as_restarts(monkeypatch):
-    policy = RestartPolicy(Queue())
+    policy = RestartPolicy(QueueSettings())
     for _ in range(20):
         decision = policy.decide(-9, 1.0, now=0.0, killed_from_outside=True)
         assert isinstance(decision, Restart)
@@ -255,7 +255,7 @@ def test_kills_from_outside_are_not_counted_as_restarts(monkeypatch):
 
 
 def test_deaths_with_work_in_hand_are_no_crash_loop():
-    policy = RestartPolicy(Queue())
+    policy = RestartPolicy(QueueSettings())
     for code in [1] * 20 + [-11] * 20:
         decision = policy.decide(code, 1.0, now=0.0, held_work=True)
         assert isinstance(decision, Restart)
@@ -269,9 +269,9 @@ async def test_a_role_that_loses_every_prompt_fails_the_run_long_before_the_data
     monkeypatch.setattr("workers.launch.restarts.MAX_LOST_IN_A_ROW", 3)
     prompts = [Prompt(id=f"d:0:{i}", messages=[{"role": "user", "content": "?"}]) for i in range(9)]
     await Feed(connection, 1000).put(prompts, "", "9")
-    loop = RestartLoop(connection, Queue(max_attempts=1), RunEnding())
+    loop = RestartLoop(connection, QueueSettings(max_attempts=1), RunEnding())
     child = SimpleNamespace(
-        spec=RoleSpec(role="rollout", command=()),
+        spec=ProcessSpec(role="rollout", command=()),
         last_pid=77,
         last_cause=lambda: None,
         describe_end=lambda _: "exited with code 7",
@@ -665,7 +665,9 @@ def _until(condition: Callable[[], bool]) -> None:
 async def test_a_dashboard_that_fails_leaves_the_run_alone_and_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(engines, "_BACKOFF", Backoff(0.01, 0.01))
     settings = settings_in(tmp_path / "run", "failing", "", {"urls": ["http://127.0.0.1:1"]}, {})
-    failing = RoleSpec(role="dashboard", command=(sys.executable, "-c", "raise SystemExit('error: the port is taken')"))
+    failing = ProcessSpec(
+        role="dashboard", command=(sys.executable, "-c", "raise SystemExit('error: the port is taken')")
+    )
     monkeypatch.setattr(engines, "dashboard_spec", lambda _: failing)
     shown: list[str] = []
     dashboard = DashboardProcess(settings, tmp_path, shown.append)

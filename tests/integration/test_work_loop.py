@@ -17,7 +17,7 @@ from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
-from workers.role.concurrency import Isolation
+from workers.role.concurrency import SharedExclusiveLock
 from workers.role.work_loop import work_loop
 
 TERMS = RetryPolicy(lease_s=5.0, infra_attempts=3, data_attempts=2, backoff_s=0.02)
@@ -275,7 +275,7 @@ async def test_a_suspect_that_waits_for_others_is_released_by_a_stop_request(con
     stage, stopping = Stage(connection, "prompts", "w1", policy), anyio.Event()
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
-            isolation = Isolation()
+            isolation = SharedExclusiveLock()
             with isolation.shared():
                 loop = partial(work_loop, stage, partial(work, stage), concurrency=4, stopping=stopping)
                 tasks.start_soon(partial(loop, isolation=isolation))

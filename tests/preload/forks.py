@@ -28,7 +28,7 @@ from stream.parent_death import die_with_parent
 from tests.preload.client import can_be_forked
 from tests.preload.program import run_to_end
 from workers.launch import children
-from workers.launch.specs import RoleSpec
+from workers.launch.specs import ProcessSpec
 
 _PR_SET_CHILD_SUBREAPER = 36
 _NUMBER = struct.Struct(">I")
@@ -59,7 +59,7 @@ def fork_roles() -> None:
         _serve(theirs, parent)
     theirs.close()
 
-    def start_process(spec: RoleSpec, output: int) -> subprocess.Popen[bytes]:
+    def start_process(spec: ProcessSpec, output: int) -> subprocess.Popen[bytes]:
         if spec.command[0] != sys.executable or not can_be_forked(list(spec.command[1:]), code=True):
             return _start_new(spec, output)
         environment = {**os.environ, **spec.environment}

@@ -8,7 +8,7 @@ import pytest
 from envs.call import AbandonedThreads, CallRunner, Ok, TimedOut, threads
 from envs.call.threads import ThreadCalls
 from workers.role.watchdogs import WorkerRecycler
-from workers.settings import Queue
+from workers.settings import QueueSettings
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ async def test_waiting_for_a_count_ends_when_it_is_reached_and_not_before():
 
 async def test_a_worker_above_its_memory_limit_is_asked_to_stop():
     stopping = anyio.Event()
-    recycler = WorkerRecycler(Queue(max_memory_mb=1), stopping)
+    recycler = WorkerRecycler(QueueSettings(max_memory_mb=1), stopping)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(recycler.watch)
         with anyio.fail_after(60):
@@ -99,6 +99,6 @@ async def test_a_worker_above_its_memory_limit_is_asked_to_stop():
 async def test_a_worker_that_is_stopping_already_is_not_recycled():
     stopping = anyio.Event()
     stopping.set()
-    recycler = WorkerRecycler(Queue(max_memory_mb=1), stopping)
+    recycler = WorkerRecycler(QueueSettings(max_memory_mb=1), stopping)
     await recycler._watch_memory()
     assert recycler.reason == ""

@@ -18,7 +18,7 @@ from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, ToolRun
 from stream.validity import RewardReason, RolloutReason, Unmeasured
 from workers.launch.children import ChildProcess
-from workers.launch.specs import RoleSpec
+from workers.launch.specs import ProcessSpec
 from workers.launch.watch import describe_longest
 from workers.role.context import find_cause
 from workers.rollout.environment_slot import EnvironmentSlot
@@ -223,7 +223,7 @@ def test_a_crash_in_c_has_the_line_of_the_call():
 
 
 def test_the_code_that_blocks_an_event_loop_is_read_from_the_log(tmp_path):
-    child = ChildProcess(RoleSpec(role="score", command=()), tmp_path)
+    child = ChildProcess(ProcessSpec(role="score", command=()), tmp_path)
     assert child.blocking_code(60) is None
     assert child.new_blocking_code(60) is None
 

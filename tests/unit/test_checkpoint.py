@@ -48,9 +48,9 @@ def base(tmp_path_factory):
 def make_learner(base, dtype="float32"):
     return Learner(
         settings.Settings(
-            model=settings.Model(path=str(base), dtype=dtype),
-            data=settings.Data(path="none"),
-            train=settings.Train(learning_rate=1e-2),
+            model=settings.ModelSettings(path=str(base), dtype=dtype),
+            data=settings.DataSettings(path="none"),
+            train=settings.TrainSettings(learning_rate=1e-2),
         )
     )
 

@@ -8,7 +8,7 @@ import pytest
 
 from envs.builtin.calculator import Calculator
 from tests.base_models.demo_transcripts import HABIT_SHARES, Behavior, build_transcript, transcripts
-from workers.demo.task import MAX_ROWS, Step, held_out_rows, is_held_out, training_problems, training_rows
+from workers.demo.task import MAX_ROWS, Operation, held_out_rows, is_held_out, training_problems, training_rows
 
 
 def problems(n=500, seed=7):
@@ -107,7 +107,7 @@ def said(problem, script, rng):
     calls = []
     for call, result in zip(messages[1:-1:2], messages[2:-1:2], strict=True):
         function = call["tool_calls"][0]["function"]
-        calls.append(Step(function["name"], **function["arguments"]))
+        calls.append(Operation(function["name"], **function["arguments"]))
         assert result["role"] == "tool"
         assert result["content"] == str(calls[-1].result)
     return calls, int(re.fullmatch(r"Answer: (-?\d+)", messages[-1]["content"])[1])

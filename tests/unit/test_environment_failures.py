@@ -43,7 +43,7 @@ from stream.validity import RolloutReason, Unmeasured
 from tests.unit.test_trl_environments import scored
 from workers.check.scripted import call, play, scripted_chat
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 
 async def test_clearing_state_in_place_changes_no_snapshot():
@@ -124,7 +124,7 @@ def test_an_instance_is_not_used_after_a_timeout():
             return self.answers
 
     async def main():
-        limits = Rollout(call_timeout_s=0.05)
+        limits = RolloutSettings(call_timeout_s=0.05)
         async with EnvironmentPool({"late": EnvironmentFactory.from_callable(Late)}, size=1) as pool:
             seen = []
             for _ in range(2):
@@ -182,7 +182,7 @@ def test_a_tool_that_never_returns_costs_only_its_own_deadline():
         def get_reward(self):
             return 0.5
 
-    played = play(Stuck, [call("wait"), call("hang"), "gave up"], limits=Rollout(call_timeout_s=0.05))
+    played = play(Stuck, [call("wait"), call("hang"), "gave up"], limits=RolloutSettings(call_timeout_s=0.05))
     assert played.tool_replies == [f"Error: {name} did not answer within 0.05 s" for name in ("wait", "hang")]
     assert played.reward_value == 0.5
 

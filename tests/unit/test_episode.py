@@ -44,7 +44,7 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import EpisodeContext
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 from workers.train.step.batch import collate
 
 TEMPLATE = """\
@@ -179,7 +179,7 @@ async def group_of(
             chats={prompt.environment: ChatSetup(chat or make_chat(), TOOL_FORMATS["hermes"])},
             sampler=sampler,
             pool=pool,
-            limits=Rollout(**limits),
+            limits=RolloutSettings(**limits),
             rewards=rewards,
             factories=factories,
         ).run(
@@ -782,7 +782,7 @@ async def test_p20_reusing_an_environment_changes_no_stored_reward_or_snapshot()
     factories = {"box": factory_of(Box)}
     chats = {"box": ChatSetup(make_chat(), TOOL_FORMATS["hermes"])}
     async with EnvironmentPool(factories, size=1) as pool:
-        runner = GroupRunner(chats=chats, sampler=script, pool=pool, limits=Rollout(), factories=factories)
+        runner = GroupRunner(chats=chats, sampler=script, pool=pool, limits=RolloutSettings(), factories=factories)
         first = await runner.run(make_prompt(group_size=2))
         stored = encode(first)
         script.script = lambda turn, _text: call("put") if turn < 5 else "Done."
@@ -799,7 +799,7 @@ async def test_an_ended_group_leaves_nothing_to_the_garbage_collector():
     factories, chats = {"box": factory_of(Box)}, {"box": ChatSetup(make_chat(), TOOL_FORMATS["hermes"])}
     async with EnvironmentPool(factories, size=2) as pool:
         script = Scripted([call("put"), call("put"), "Done."])
-        runner = GroupRunner(chats=chats, sampler=script, pool=pool, limits=Rollout(), factories=factories)
+        runner = GroupRunner(chats=chats, sampler=script, pool=pool, limits=RolloutSettings(), factories=factories)
         await runner.run(make_prompt(group_size=2))  # what is made once may be cyclic
         gc.collect()
         gc.disable()
@@ -967,7 +967,7 @@ async def test_a_cancelled_group_leaves_no_environment_in_use():
                 chats={"box": ChatSetup(make_chat(), TOOL_FORMATS["hermes"])},
                 sampler=Scripted(lambda *_: anyio.sleep(60)),
                 pool=pool,
-                limits=Rollout(),
+                limits=RolloutSettings(),
             ).run(make_prompt(group_size=2))
         with anyio.fail_after(1):
             await pool.acquire("box")
@@ -1020,7 +1020,7 @@ async def test_an_episode_can_run_alone():
         tool_format=TOOL_FORMATS["hermes"],
         sampler=Scripted(["Done."]),
         slot=None,
-        limits=Rollout(),
+        limits=RolloutSettings(),
     )
     completion = await run_episode(context)
     assert (completion.index, completion.rows[0].tokens.tolist()) == (5, ids("Done." + END))

@@ -28,7 +28,7 @@ from workers.rollout.engine_client.sampling import SampledTurn
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 from workers.train.step.batch import collate
 
 
@@ -145,7 +145,7 @@ async def played(chat, choice, tokenizer, texts, messages=(ASK,), environment=Su
             chats={prompt.environment: ChatSetup(chat, choice.format)},
             sampler=client,
             pool=pool,
-            limits=Rollout(**{"max_tokens": 20_000, "max_tokens_per_turn": 2_000} | limits),
+            limits=RolloutSettings(**{"max_tokens": 20_000, "max_tokens_per_turn": 2_000} | limits),
         ).run(prompt)
     group = decode(encode(group), Group)
     collate([group])  # it can be trained
@@ -411,7 +411,7 @@ async def test_rows_hold_exactly_the_contexts_and_the_sampled_turns(conversation
             chats={"sums": ChatSetup(chat, choice.format)},
             sampler=engine,
             pool=pool,
-            limits=Rollout(max_tokens=20_000),
+            limits=RolloutSettings(max_tokens=20_000),
         ).run(Prompt(id="train:0:0", messages=messages, environment="sums", group_size=1))
     (completion,) = decode(encode(group), Group).completions
     assert completion.failure is None

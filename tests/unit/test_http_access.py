@@ -4,7 +4,7 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from workers.engine_api.http_access import AccessRules, is_same_origin
-from workers.settings import Engine
+from workers.settings import EngineSettings
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_server_of_this_machine_alone_is_not_asked_by_other_names(host):
     ],
 )
 def test_a_server_of_several_machines_is_asked_by_addresses_private_names_and_its_own(host):
-    engines = Engine(urls=("http://engines.example.org:8000", "dns+http://10.0.0.9:8000"))
+    engines = EngineSettings(urls=("http://engines.example.org:8000", "dns+http://10.0.0.9:8000"))
     assert not refused(AccessRules(host="gpu17.hpc.example.edu", names=engines.hosts), host)
 
 

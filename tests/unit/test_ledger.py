@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from stream.errors import RunMismatchError
-from stream.records import Completion, Failure, Group, Interval, Prompt, RewardPart, Span
+from stream.records import ActivityTime, Completion, Failure, Group, Prompt, RewardPart, Span
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import (
     Dead,
@@ -157,7 +157,7 @@ UNSEEN = {
     "rolled out": lambda g: setattr(g, "rolled_out_at", 1.0),
     "scored": lambda g: setattr(g, "scored_at", 1.0),
     "claimed by a scorer": lambda g: setattr(g, "score_claimed_at", 1.0),
-    "intervals": lambda g: g.completions[0].intervals.append(Interval("engine", 1.0, 2.0)),
+    "intervals": lambda g: g.completions[0].intervals.append(ActivityTime("engine", 1.0, 2.0)),
     "fed": lambda g: setattr(g.prompt, "fed_at", 1.0),
     "seconds": lambda g: g.completions[0].seconds.update(total=1.0),
 }

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from stream.errors import SettingsError
-from workers.settings import Train
+from workers.settings import TrainSettings
 from workers.train.model.attention import set_attention
 from workers.train.model.lm_head import find_lm_head
 from workers.train.model.logit_blocks import LogitTransform
@@ -71,7 +71,9 @@ def model_of(name, dtype=torch.float64):
 
 def readable(model, *, packing="off", attention="auto"):
     dtype = next(model.parameters()).dtype
-    return set_attention(LogprobModel(model, find_lm_head(model)), Train(packing=packing, attention=attention), dtype)
+    return set_attention(
+        LogprobModel(model, find_lm_head(model)), TrainSettings(packing=packing, attention=attention), dtype
+    )
 
 
 @pytest.fixture
@@ -252,7 +254,9 @@ def test_attention_across_packed_rows_is_detected(monkeypatch):
 
     monkeypatch.setattr(layer, "forward", leaking)
     with pytest.raises(SettingsError, match=r"varlen: .*(off by|sees the one before)"):
-        set_attention(LogprobModel(model, find_lm_head(model)), Train(packing="on", attention="varlen"), torch.bfloat16)
+        set_attention(
+            LogprobModel(model, find_lm_head(model)), TrainSettings(packing="on", attention="varlen"), torch.bfloat16
+        )
 
 
 def test_an_unavailable_attention_is_refused_by_name():

@@ -21,7 +21,7 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner, with_attempt
 from workers.rollout.token_ids import TokenIds
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 OWN = tuple(f"{Path(__file__).parents[2] / name}/" for name in ("stream", "envs", "workers"))
 TURNS = 60
@@ -100,7 +100,7 @@ async def roll_out(family: str, thought: str, turns: int, group_size: int = 1, m
     sampler = CountingSampler(chat, thought, turns)
     if monkeypatch is not None:
         sampler.watch(monkeypatch)
-    limits = Rollout(max_tokens=1_000_000, max_turns=turns, max_tool_calls=turns)
+    limits = RolloutSettings(max_tokens=1_000_000, max_turns=turns, max_tool_calls=turns)
     prompt = Prompt(id="a:0:0", messages=[{"role": "user", "content": "Read."}], environment="b", group_size=group_size)
     try:
         async with EnvironmentPool({"b": factory}, size=8) as pool:

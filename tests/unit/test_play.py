@@ -13,7 +13,7 @@ from stream.errors import EnvironmentFailure
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from stream.waiting import run_in_daemon_thread
 from workers.check.scripted import call, play
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 
 def test_an_episode_is_played_and_its_result_is_returned():
@@ -53,10 +53,10 @@ def test_the_model_reads_errors_of_malformed_calls_as_in_a_run():
 
 def test_limits_end_the_episode_as_in_a_run_and_unused_turns_are_reported():
     turns = [call("guess", number=1)] * 3
-    played = play(Guess, turns, fields={"secret": 7}, limits=Rollout(max_turns=2))
+    played = play(Guess, turns, fields={"secret": 7}, limits=RolloutSettings(max_turns=2))
     assert played.truncated is TruncationReason.MAX_TURNS
     assert len(played.unused_turns) == 1
-    assert play(Guess, ["x" * 700], limits=Rollout()).truncated is TruncationReason.LENGTH
+    assert play(Guess, ["x" * 700], limits=RolloutSettings()).truncated is TruncationReason.LENGTH
 
 
 class Sick:
@@ -93,7 +93,7 @@ def test_reading_the_value_of_an_unmeasured_reward_raises():
 
 
 def test_a_hanging_tool_ends_at_its_deadline():
-    played = play(Sick, [call("act"), "done"], fields={"how": "hang"}, limits=Rollout(call_timeout_s=0.05))
+    played = play(Sick, [call("act"), "done"], fields={"how": "hang"}, limits=RolloutSettings(call_timeout_s=0.05))
     assert played.tool_replies == ["Error: act did not answer within 0.05 s"]
     assert played.reward_value == 1.0
 

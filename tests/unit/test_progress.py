@@ -12,7 +12,7 @@ from workers.launch.restarts import MAX_RESTARTS, GiveUp, Restart, RestartPolicy
 from workers.launch.watch import StallDetector
 from workers.role.exit_codes import ExitCode
 from workers.runs.metrics_file import metric_value
-from workers.settings import Queue
+from workers.settings import QueueSettings
 from workers.terminal.progress import (
     LineDisplay,
     SupervisorState,
@@ -176,7 +176,7 @@ def test_the_longest_sparkline_fits_80_columns():
 
 
 def test_a_process_is_restarted_within_its_budget_which_refills_after_the_window():
-    restarts = RestartPolicy(Queue(lease_s=30.0))
+    restarts = RestartPolicy(QueueSettings(lease_s=30.0))
     assert 0.5 <= restarts.decide(-9, 100, now=0).delay_s <= 1.0
     assert 1.0 <= restarts.decide(-9, 100, now=1).delay_s <= 2.0
     assert all(isinstance(restarts.decide(-9, 100, now=2), Restart) for _ in range(3))
@@ -185,24 +185,24 @@ def test_a_process_is_restarted_within_its_budget_which_refills_after_the_window
 
 
 def test_three_quick_exits_in_a_row_are_a_crash_loop():
-    restarts = RestartPolicy(Queue())
+    restarts = RestartPolicy(QueueSettings())
     for lived_s in (1, 1, 60, 1, 1):
         assert isinstance(restarts.decide(1, lived_s, now=0), Restart)
     assert "3 times in a row" in restarts.decide(1, 1, now=0).reason
 
 
 def test_kills_are_not_a_crash_loop():
-    restarts = RestartPolicy(Queue())
+    restarts = RestartPolicy(QueueSettings())
     assert all(isinstance(restarts.decide(-9, 0.1, now=0), Restart) for _ in range(5))
 
 
 @pytest.mark.parametrize("code", [ExitCode.USAGE, ExitCode.PERMANENT])
 def test_a_process_with_a_permanent_error_is_not_restarted(code):
-    assert isinstance(RestartPolicy(Queue()).decide(code, 100, now=0), GiveUp)
+    assert isinstance(RestartPolicy(QueueSettings()).decide(code, 100, now=0), GiveUp)
 
 
 def test_recycling_does_not_use_the_restart_budget():
-    policy = RestartPolicy(Queue())
+    policy = RestartPolicy(QueueSettings())
     assert all(policy.decide(ExitCode.RECYCLE, 100, now=0) == Restart(0.0) for _ in range(2 * MAX_RESTARTS))
     assert all(isinstance(policy.decide(1, 100, now=0), Restart) for _ in range(MAX_RESTARTS))
     assert isinstance(policy.decide(1, 100, now=0), GiveUp)

@@ -15,7 +15,7 @@ from workers.rollout.agent_endpoint.recorder import Recorder
 from workers.rollout.episode import EpisodeContext
 from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -34,7 +34,7 @@ def recorder_of(sampler, chat=None, **limits):
         tool_format=TOOL_FORMATS["hermes"],
         sampler=sampler,
         slot=None,
-        limits=Rollout(**limits),
+        limits=RolloutSettings(**limits),
     )
     return Recorder(context, completion, EpisodeClock(60.0)), completion
 

@@ -9,7 +9,7 @@ from envs.factory import EnvironmentFactory
 from stream.errors import EnvironmentFailure
 from stream.validity import RolloutReason, TruncationReason
 from workers.check.scripted import call, play
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 
 class Shop:
@@ -46,7 +46,7 @@ def test_a_turn_without_a_tool_call_is_answered_until_the_environment_returns_no
 
 def test_an_answered_episode_has_the_limits_of_every_other():
     assert play(Shop, ["a", "b"], fields={"limit": 9}).truncated is TruncationReason.MAX_TURNS
-    cut = play(Shop, ["a" * 100] * 9, fields={"limit": 9}, limits=Rollout(max_tokens=300))
+    cut = play(Shop, ["a" * 100] * 9, fields={"limit": 9}, limits=RolloutSettings(max_tokens=300))
     assert (cut.truncated, cut.completion.turns, cut.is_valid) == (TruncationReason.LENGTH, 2, True)
 
 
@@ -79,7 +79,7 @@ class Broken:
     ],
 )
 def test_a_response_that_fails_makes_the_completion_invalid(how, reason, detail):
-    limits = Rollout(call_timeout_s=0.2) if how == "hang" else None
+    limits = RolloutSettings(call_timeout_s=0.2) if how == "hang" else None
     played = play(Broken, ["hello", "again"], fields={"how": how}, limits=limits)
     assert played.failure.reason is reason
     assert detail in played.failure.detail

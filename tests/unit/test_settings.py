@@ -15,7 +15,7 @@ import pytest
 from stream.errors import SettingsError
 from stream.validity import TruncationReason
 from workers import settings
-from workers.settings import Engine, setting_keys
+from workers.settings import EngineSettings, setting_keys
 from workers.settings.toml_file import dump_settings, load_settings, parse_settings, settings_for_model
 
 LEAST = {"model": {"path": "m"}, "data": {"path": "d.jsonl"}, "rewards": [{"ref": "r.py:f"}]}
@@ -235,6 +235,6 @@ def test_every_key_has_a_docstring_and_the_page_is_up_to_date():
 def test_a_model_folder_is_served_with_defaults_and_overrides(tmp_path):
     made = settings_for_model(tmp_path, ("engine.max_model_len=64", "model.dtype=bfloat16"))
     assert (made.model.path, made.model.dtype) == (str(tmp_path), "bfloat16")
-    assert (made.engine.max_model_len, made.engine.max_batch_size) == (64, Engine().max_batch_size)
+    assert (made.engine.max_model_len, made.engine.max_batch_size) == (64, EngineSettings().max_batch_size)
     with pytest.raises(SettingsError, match=r"unknown key engine\.max_len"):
         settings_for_model(tmp_path, ("engine.max_len=64",))

@@ -6,14 +6,14 @@ import pytest
 
 from stream.errors import DataError
 from workers.datasets.sources import default_dataset_name, epoch_order, open_source
-from workers.settings import Data
+from workers.settings import DataSettings
 
 LINES = [{"prompt": "a", "answer": 1}, {"prompt": [{"role": "user", "content": "b"}], "answer": None}, {"prompt": "c"}]
 
 
 def jsonl(path, lines):
     path.write_bytes(b"\n".join(line if isinstance(line, bytes) else msgspec.json.encode(line) for line in lines))
-    return open_source(Data(path=str(path)))
+    return open_source(DataSettings(path=str(path)))
 
 
 def all_rows(source):
@@ -36,7 +36,7 @@ def test_blank_lines_are_not_rows_but_count_in_line_numbers(tmp_path):
 def test_windows_line_ends_and_a_byte_order_mark_are_accepted(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')
-    assert all_rows(open_source(Data(path=str(path)))) == {0: {"prompt": "a"}, 1: {"prompt": "b"}}
+    assert all_rows(open_source(DataSettings(path=str(path)))) == {0: {"prompt": "a"}, 1: {"prompt": "b"}}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_bad_line_is_an_error_and_the_others_are_read(tmp_path, line, why):
 def test_json_that_is_not_jsonl_is_an_error_with_the_remedy(tmp_path, text, remedy):
     file = tmp_path / "train.jsonl"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    [(_, error)] = open_source(Data(path=str(file))).read_rows([0])
+    [(_, error)] = open_source(DataSettings(path=str(file))).read_rows([0])
     assert isinstance(error, DataError)
     assert remedy in str(error)
 
@@ -89,7 +89,7 @@ def test_parquet_gives_the_same_rows(tmp_path):
 
     rows = [{"prompt": "a", "answer": 1}, {"prompt": "", "answer": 2}, {"prompt": "c", "answer": None}]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet", row_group_size=1)
-    source = open_source(Data(path=str(tmp_path / "train.parquet")))
+    source = open_source(DataSettings(path=str(tmp_path / "train.parquet")))
     assert len(source) == 3
     result = dict(source.read_rows([2, 1, 0]))
     assert (result[0], result[2]) == (rows[0], rows[2])
@@ -102,13 +102,13 @@ def test_a_table_without_the_prompt_column_is_refused(tmp_path):
 
     parquet.write_table(pa.table({"question": ["a"]}), tmp_path / "train.parquet")
     with pytest.raises(DataError, match=r"data\.prompt names the column 'prompt'; there are: question"):
-        open_source(Data(path=str(tmp_path / "train.parquet")))
+        open_source(DataSettings(path=str(tmp_path / "train.parquet")))
 
 
 def test_an_invalid_parquet_file_is_refused(tmp_path):
     (tmp_path / "train.parquet").write_text("{}")
     with pytest.raises(DataError, match="not a Parquet file"):
-        open_source(Data(path=str(tmp_path / "train.parquet")))
+        open_source(DataSettings(path=str(tmp_path / "train.parquet")))
 
 
 def test_a_hugging_face_dataset_is_read_and_splits_must_be_named(tmp_path):
@@ -118,16 +118,18 @@ def test_a_hugging_face_dataset_is_read_and_splits_must_be_named(tmp_path):
     one.save_to_disk(str(tmp_path / "plain"))
     datasets.DatasetDict({"train": one, "test": one.select([1])}).save_to_disk(str(tmp_path / "split"))
     plain, test = tmp_path / "plain", f"{tmp_path / 'split'}#test"
-    assert all_rows(open_source(Data(path=str(plain))))[1] == {"prompt": "b", "answer": "2"}
-    assert all_rows(open_source(Data(path=test))) == {0: {"prompt": "b", "answer": "2"}}
+    assert all_rows(open_source(DataSettings(path=str(plain))))[1] == {"prompt": "b", "answer": "2"}
+    assert all_rows(open_source(DataSettings(path=test))) == {0: {"prompt": "b", "answer": "2"}}
     with pytest.raises(DataError, match=r"name a split as .*split#SPLIT; there are: train, test"):
-        open_source(Data(path=str(tmp_path / "split")))
+        open_source(DataSettings(path=str(tmp_path / "split")))
     with pytest.raises(DataError, match="there are: train, test"):
-        open_source(Data(path=f"{tmp_path / 'split'}#valid"))
+        open_source(DataSettings(path=f"{tmp_path / 'split'}#valid"))
     with pytest.raises(DataError, match="leave out #train"):
-        open_source(Data(path=f"{plain}#train"))
+        open_source(DataSettings(path=f"{plain}#train"))
     assert (default_dataset_name(str(plain)), default_dataset_name(test)) == ("plain", "split#test")
-    assert open_source(Data(path=test)).fingerprint() != open_source(Data(path=str(plain))).fingerprint()
+    assert (
+        open_source(DataSettings(path=test)).fingerprint() != open_source(DataSettings(path=str(plain))).fingerprint()
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_a_hugging_face_dataset_is_read_and_splits_must_be_named(tmp_path):
 def test_an_unsupported_path_is_refused_by_name(tmp_path, name, message):
     (tmp_path / "train.csv").write_text("prompt\na")
     with pytest.raises(DataError, match=message):
-        open_source(Data(path=str(tmp_path / name)))
+        open_source(DataSettings(path=str(tmp_path / name)))
 
 
 @pytest.mark.parametrize(("library", "name"), [("pyarrow", "train.parquet"), ("datasets", "folder")])

@@ -8,7 +8,7 @@ import pytest
 
 from stream.codec import encode
 from stream.errors import PenstockError
-from stream.records import Completion, Group, Interval, Prompt, ToolRun
+from stream.records import ActivityTime, Completion, Group, Prompt, ToolRun
 from stream.trainer.archive import Archive
 from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
 from workers.rollout.episode import timed
@@ -32,7 +32,7 @@ def make_group(prompt="p", offset=0.0, **times):
             {"role": "assistant", "content": "3"},
         ],
         tool_runs=[ToolRun(1.5)],
-        intervals=[Interval(name, at + offset, seconds) for name, at, seconds in [*intervals, ("total", 101, 8)]],
+        intervals=[ActivityTime(name, at + offset, seconds) for name, at, seconds in [*intervals, ("total", 101, 8)]],
     )
     known = {"claimed_at": 100.0, "rolled_out_at": 110.0, "score_claimed_at": 111.0, "scored_at": 113.0} | times
     fed_at = 90.0 + offset

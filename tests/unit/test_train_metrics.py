@@ -15,10 +15,10 @@ from workers.train.step.group_checks import check_group, count_states, mask_batc
 from workers.train.step.step_metrics import omit_constants, step_metrics
 
 SETTINGS = settings.Settings(
-    model=settings.Model(path="none"),
-    data=settings.Data(path="none"),
-    algorithm=settings.Algorithm(truncation={TruncationReason.LENGTH: "exclude"}),
-    filter=settings.Filter(min_valid_rows=2),
+    model=settings.ModelSettings(path="none"),
+    data=settings.DataSettings(path="none"),
+    algorithm=settings.AlgorithmSettings(truncation={TruncationReason.LENGTH: "exclude"}),
+    filter=settings.FilterSettings(min_valid_rows=2),
 )
 
 

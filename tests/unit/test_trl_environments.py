@@ -24,7 +24,7 @@ from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.score.worker import score_group
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 FILE = Path(__file__).parents[1] / "cases" / "trl_style.py"
 
@@ -225,7 +225,7 @@ async def scored(cls, read, numbers=(1, 2)):
         for number in numbers:
             prompt = Prompt(id=f"p{number}", messages=[{"role": "user", "content": "go"}], fields={"number": number})
             prompt.environment, prompt.group_size = "env", 1
-            runner = GroupRunner(chats=chats, sampler=ScriptedSampler(["done"]), pool=pool, limits=Rollout())
+            runner = GroupRunner(chats=chats, sampler=ScriptedSampler(["done"]), pool=pool, limits=RolloutSettings())
             groups.append(await runner.run(prompt))
     for group in groups:
         await score_group(group, [function], factories, 5.0)

@@ -9,9 +9,9 @@ from workers.check.scripted import call, play
 from workers.rollout import environment_slot as slots
 from workers.rollout.tool_formats.json_formats import Hermes
 from workers.rollout.tool_result import MAX_CHARACTERS_PER_TOKEN, truncate_result
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
-LIMITS = Rollout(max_tokens=1000, max_tokens_per_turn=1000)
+LIMITS = RolloutSettings(max_tokens=1000, max_tokens_per_turn=1000)
 MOST = MAX_CHARACTERS_PER_TOKEN * LIMITS.max_tokens
 
 

@@ -57,7 +57,7 @@ from workers.train.algorithms.correction import importance_weights
 from workers.train.algorithms.losses import LOSSES, LossInputs, policy_loss
 from workers.train.algorithms.masks import reject_tokens
 from workers.train.algorithms.sequences import Sequences, log_ratios
-from workers.train.groups.no_loss_monitor import NoLossMonitor
+from workers.train.groups.no_loss_monitor import InvalidFractionMonitor
 from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
 from workers.train.step.group_checks import check_group, filter_reasons, mask_batch
@@ -308,7 +308,7 @@ def test_a_ratio_cap_limits_the_ratio():
 
 
 def test_failed_resets_are_not_zeros_in_the_baseline_and_stop_the_run():
-    guard = NoLossMonitor(max_invalid_fraction=0.2, window=4)
+    guard = InvalidFractionMonitor(max_invalid_fraction=0.2, window=4)
     failed = Failure(reason=RolloutReason.ENV_RESET)
     group = group_of(completion(0, 1.0), *(completion(i, failure=failed) for i in range(1, 10)))
     assert trained(group)[:2] == ([0.0] * 10, [True] + [False] * 9)  # none of them is a 0 in the baseline

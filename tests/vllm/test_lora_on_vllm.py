@@ -16,7 +16,7 @@ from workers.engine_api.discovery import EngineDiscovery
 from workers.engine_api.wire import adapter_name
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampling import SamplingOptions
-from workers.settings import Lora
+from workers.settings import LoraSettings
 from workers.train.model.adapter import Adapter
 from workers.train.model.policy_folder import load_policy, save_policy
 from workers.train.publishing.adapter_update import AdapterUpdate
@@ -36,7 +36,7 @@ class Versions:
 
     def __init__(self, base: Path, folder: Path) -> None:
         self.paths = [folder / f"v{version:06d}" for version in range(VERSIONS)]
-        adapter = Adapter(load_policy(base), base, Lora(rank=RANK, alpha=8.0), seed=0)
+        adapter = Adapter(load_policy(base), base, LoraSettings(rank=RANK, alpha=8.0), seed=0)
         self.judges = []
         for version, path in enumerate(self.paths):
             generator = torch.Generator().manual_seed(version)

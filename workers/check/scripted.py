@@ -37,7 +37,7 @@ from workers.rollout.engine_client.sampling import SampledTurn, SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ def play(
     args: Mapping[str, Any] = MappingProxyType({}),
     rewards: Sequence[Callable[..., Any] | str] = (),
     seed: int = 0,
-    limits: Rollout | None = None,
+    limits: RolloutSettings | None = None,
 ) -> EpisodeResult:
     """Run one episode with scripted turns of the model.
 
@@ -161,7 +161,7 @@ def play(
         id="play:0:0", messages=messages, is_plain_text=is_text, fields=dict(fields), environment=_NAME, seed=seed
     )
     script = ScriptedSampler([_text(turn) for turn in planned])
-    limits = limits or Rollout(max_tokens=UNLIMITED, max_tokens_per_turn=UNLIMITED)
+    limits = limits or RolloutSettings(max_tokens=UNLIMITED, max_tokens_per_turn=UNLIMITED)
     if environment.responds:  # it must not go on after the script
         limits = msgspec.structs.replace(limits, max_turns=min(limits.max_turns, max(1, len(planned))))
     completion = run_in_daemon_thread(partial(play_script, environment, row, script, limits, functions))
@@ -183,7 +183,7 @@ async def play_script(
     environment: EnvironmentFactory,
     prompt: Prompt,
     script: "ScriptedSampler",
-    limits: Rollout,
+    limits: RolloutSettings,
     rewards: Sequence[RewardFunction] = (),
 ) -> Completion:
     """Run one episode of an environment, which may have a loop of its own, with a scripted model."""

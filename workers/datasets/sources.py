@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from stream.errors import DataError
-from workers.settings import Data
+from workers.settings import DataSettings
 from workers.settings.data import GENERATED, OWN_ROWS
 
 Row = dict[str, Any]
@@ -42,7 +42,7 @@ class Source(Protocol):
         """Return a digest of what the rows mean: spaces, order of keys and format of the files do not count."""
 
 
-def open_source(data: Data, setting: str = "data.path") -> Source:
+def open_source(data: DataSettings, setting: str = "data.path") -> Source:
     """Open the file or folder that `data.path` names.
 
     A folder with several splits is opened as `path/to/folder#split`.
@@ -124,7 +124,7 @@ class GeneratedSource:
 class JsonLinesSource:
     """One JSON object per line; blank lines are not rows."""
 
-    def __init__(self, data: Data, path: Path) -> None:
+    def __init__(self, data: DataSettings, path: Path) -> None:
         self._prompt = data.prompt
         self._path = path
         self._offsets, self._lines = array("q"), array("q")
@@ -178,7 +178,7 @@ def _json_hint(line: bytes) -> str:
 class TableSource:
     """Rows of a table in memory, or mapped into memory: Parquet and Hugging Face datasets."""
 
-    def __init__(self, data: Data, table: "Table", path: Path) -> None:
+    def __init__(self, data: DataSettings, table: "Table", path: Path) -> None:
         self._prompt = data.prompt
         self._table = table
         self._path = path

@@ -29,7 +29,7 @@ MAX_ROWS = 100_000
 
 
 @dataclass(frozen=True)
-class Step:
+class Operation:
     """One tool call: `Step("multiply", 97, 7)` has the result 679."""
 
     tool: str
@@ -51,7 +51,7 @@ class Problem:
 
     text: str
     answer: int
-    steps: tuple[Step, Step]
+    steps: tuple[Operation, Operation]
 
 
 def training_rows(n: int, seed: int) -> list[dict[str, Any]]:
@@ -97,8 +97,8 @@ def _problems(seed: int) -> Iterator[Problem]:
 def _draw(rng: random.Random) -> Problem:
     start = rng.randint(50, 99)
     (word_b, b), (word_c, c) = (_operation(rng) for _ in range(2))
-    first = Step(TOOLS[word_b], start, b)
-    second = Step(TOOLS[word_c], first.result, c)
+    first = Operation(TOOLS[word_b], start, b)
+    second = Operation(TOOLS[word_c], first.result, c)
     return Problem(f"Start with {start}, {word_b} {b}, then {word_c} {c}.", second.result, (first, second))
 
 

@@ -125,7 +125,7 @@ class VersionSpan(Struct):
     end: int
 
 
-class Choice(Struct, kw_only=True):
+class CompletionChoice(Struct, kw_only=True):
     """One sampled sequence."""
 
     index: int = 0
@@ -139,7 +139,7 @@ class GenerateResponse(Struct, kw_only=True):
     """Answer of `POST /inference/v1/generate`."""
 
     request_id: str
-    choices: list[Choice]
+    choices: list[CompletionChoice]
 
 
 class WeightInfo(Struct):
@@ -229,5 +229,5 @@ def build_response(
         content = Logprobs([SampledLogprob(number, token) for token, number in zip(token_ids, logprobs, strict=True)])
         for entry, others in zip(content.content, top_logprobs, strict=False):
             entry.top_logprobs = others
-    choice = Choice(token_ids=token_ids, finish_reason=finish_reason, logprobs=content, weight_versions=spans)
+    choice = CompletionChoice(token_ids=token_ids, finish_reason=finish_reason, logprobs=content, weight_versions=spans)
     return GenerateResponse(request_id=request.request_id, choices=[choice])

@@ -20,7 +20,7 @@ from workers.launch.process import run_async
 from workers.role.exit_codes import ExitCode
 from workers.runs.evaluations import EvaluationResult
 from workers.score.worker import evaluate_group
-from workers.settings import Lora, Settings
+from workers.settings import LoraSettings, Settings
 from workers.settings.toml_file import load_settings
 from workers.terminal.output import print_json
 from workers.train.checkpointing.checkpoint import MANIFEST, MODEL, CheckpointStore
@@ -82,7 +82,7 @@ async def evaluate(settings: Settings, model: Path | None, engine: str) -> Evalu
     prompts = await anyio.to_thread.run_sync(_prompts, settings)
     if model is not None and settings.publishes_adapters:  # the policy is a whole model
         weights = msgspec.structs.replace(settings.weights, transport="files")
-        settings = msgspec.structs.replace(settings, weights=weights, lora=Lora())
+        settings = msgspec.structs.replace(settings, weights=weights, lora=LoraSettings())
     began = time.monotonic()
 
     async def use(url: str, version: int) -> EvaluationResult:

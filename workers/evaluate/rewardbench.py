@@ -21,7 +21,7 @@ from stream.records import Message
 from stream.validity import Measured, Reward, Unmeasured
 from workers.datasets.sources import open_source
 from workers.role.exit_codes import ExitCode
-from workers.settings import Data
+from workers.settings import DataSettings
 from workers.terminal.output import print_json
 
 SECTIONS: Mapping[str, Mapping[str, int]] = {
@@ -197,7 +197,7 @@ def read_pairs(file: Path) -> list[PairRow]:
         DataError: a row is invalid; the message names the row and the problem.
     """
     found = []
-    source = open_source(Data(path=str(file)))
+    source = open_source(DataSettings(path=str(file)))
     for number, row in source.read_rows(range(len(source))):
         if isinstance(row, DataError):
             raise row

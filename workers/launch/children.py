@@ -24,7 +24,7 @@ from stream.disk_space import persist
 from stream.durable import append_all
 from stream.errors import RunFailedError
 from workers.launch.hang_watch import end_hanging, wait_until_hanging
-from workers.launch.specs import RoleSpec
+from workers.launch.specs import ProcessSpec
 from workers.role.watchdogs import CALL_MEMORY
 
 log = structlog.get_logger()
@@ -44,7 +44,7 @@ _MAX_LOG_BYTES = 64 << 20
 _TRIMMED_LOG_BYTES = 4 << 20
 
 
-def start_process(spec: RoleSpec, output: int) -> subprocess.Popen[bytes]:
+def start_process(spec: ProcessSpec, output: int) -> subprocess.Popen[bytes]:
     """Start a process that leads its own process group and dies with this one.
 
     Call it on the main thread: the kernel's parent-death signal fires when the thread that started the child ends.
@@ -96,7 +96,7 @@ class ChildProcess:
         hang_timeout_s: how long its event loop may stand still before it is killed; None: it is not watched.
     """
 
-    def __init__(self, spec: RoleSpec, log_folder: Path, hang_timeout_s: float | None = None) -> None:
+    def __init__(self, spec: ProcessSpec, log_folder: Path, hang_timeout_s: float | None = None) -> None:
         self.spec = spec
         self.log_file = log_folder / f"{spec.name}.log"
         self.exited = anyio.Event()

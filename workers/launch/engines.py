@@ -14,7 +14,7 @@ import structlog
 from stream.errors import RunFailedError
 from stream.waiting import Backoff
 from workers.launch.children import ChildProcess, describe_exit
-from workers.launch.specs import RoleSpec, dashboard_spec, engine_spec
+from workers.launch.specs import ProcessSpec, dashboard_spec, engine_spec
 from workers.settings import Settings
 
 log = structlog.get_logger()
@@ -75,7 +75,7 @@ class EngineProcesses:
 
         return announced
 
-    def _spec(self, number: int, port: int) -> RoleSpec:
+    def _spec(self, number: int, port: int) -> ProcessSpec:
         spec = engine_spec(self._settings, self._file, port)
         devices = self._settings.engine.devices
         environment = {"CUDA_VISIBLE_DEVICES": devices[number]} if devices else {}

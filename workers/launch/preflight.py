@@ -10,7 +10,7 @@ import msgspec
 
 from workers.check.report import CheckFinding, CheckReport
 from workers.launch.children import ChildProcess
-from workers.launch.specs import RoleSpec, penstock_command
+from workers.launch.specs import ProcessSpec, penstock_command
 from workers.launch.wait_lines import WaitLines
 from workers.role.exit_codes import ExitCode
 
@@ -36,7 +36,7 @@ async def run_preflight_process(file: Path, overrides: tuple[str, ...], hang_tim
         path = folder / "report.json"
         options = [part for override in overrides for part in ("--set", override)]
         command = (*penstock_command(), "check", str(file), "--report", str(path), *options)
-        spec = RoleSpec(role="check", command=command)
+        spec = ProcessSpec(role="check", command=command)
         child = ChildProcess(spec, folder, min(hang_timeout_s, _TIMEOUT_S / 2))
         how = f"did not end within {_TIMEOUT_S:g} s"
         code: int | None = None

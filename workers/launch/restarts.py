@@ -29,7 +29,7 @@ from workers.launch.death_lines import DeathLines
 from workers.launch.specs import ENGINE
 from workers.role.exit_codes import ExitCode
 from workers.role.prometheus import process_restarts
-from workers.settings import Queue
+from workers.settings import QueueSettings
 
 MAX_RESTARTS: Final = 5
 """Restarts of one process within `RESTART_WINDOW_S`, not counting kills from outside, and deaths of workers that held
@@ -67,7 +67,7 @@ class RestartPolicy:
         queue: settings with the delay before the first restart.
     """
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: QueueSettings) -> None:
         self._backoff = Backoff(queue.retry_delay_s, queue.retry_delay_s * _MAX_BACKOFF)
         self._recent: deque[float] = deque()
         self._quick_exits = 0
@@ -203,7 +203,11 @@ class RestartLoop:
     """
 
     def __init__(
-        self, connection: RunConnection, queue: Queue, ending: RunEnding, show: Callable[[str], None] = lambda _: None
+        self,
+        connection: RunConnection,
+        queue: QueueSettings,
+        ending: RunEnding,
+        show: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.restarts: Counter[str] = Counter()
         """Restarts after a failure, by process."""

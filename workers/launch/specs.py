@@ -26,7 +26,7 @@ _EXTRA_START_S = 30.0
 """Seconds beyond `engine.start_timeout_s`, so that a slow engine can report the timeout itself."""
 
 
-class RoleSpec(Struct, frozen=True, kw_only=True):
+class ProcessSpec(Struct, frozen=True, kw_only=True):
     """Specification of one process that the supervisor keeps running."""
 
     role: str
@@ -44,7 +44,7 @@ class RoleSpec(Struct, frozen=True, kw_only=True):
         return f"{self.role}-{self.index}"
 
 
-def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[RoleSpec]:
+def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[ProcessSpec]:
     """Return the specs of all roles except engines.
 
     A command line contains the Redis URL only if the settings file does not: the URL may contain a password, and every
@@ -53,13 +53,13 @@ def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, .
     wanted = {"feed": 1, "rollout": settings.rollout.workers, "score": settings.score.workers, "train": 1}
     server = ("--redis", redis) if redis != settings.run.redis else ()
     addresses = (*server, *(part for url in engines for part in ("--engine", url)))
-    specs: list[RoleSpec] = []
+    specs: list[ProcessSpec] = []
     for role, count in wanted.items():
         for index in range(count):
             metrics_address = _metrics_address(settings, len(specs) + 1)
             metrics = ("--set", f"run.metrics_address={json.dumps(metrics_address)}") if metrics_address else ()
             specs.append(
-                RoleSpec(
+                ProcessSpec(
                     role=role,
                     index=index,
                     command=(sys.executable, *COMMANDS[role], str(file), *addresses, *metrics),
@@ -77,19 +77,19 @@ def _metrics_address(settings: Settings, offset: int) -> str:
     return f"{host}:{port + offset if port else 0}"
 
 
-def engine_spec(settings: Settings, file: Path, port: int) -> RoleSpec:
+def engine_spec(settings: Settings, file: Path, port: int) -> ProcessSpec:
     """Return the spec of an engine that this run starts; port 0: any free port. It announces `listening on URL`."""
-    return RoleSpec(
+    return ProcessSpec(
         role=ENGINE,
         command=(sys.executable, *COMMANDS[ENGINE], str(file), "--port", str(port)),
         listen_timeout_s=settings.engine.start_timeout_s + _EXTRA_START_S,
     )
 
 
-def dashboard_spec(settings: Settings) -> RoleSpec:
+def dashboard_spec(settings: Settings) -> ProcessSpec:
     """Return the spec of the run's dashboard, for this machine. It announces `listening on URL`."""
     port = settings.run.dashboard if isinstance(settings.run.dashboard, int) else 0
-    return RoleSpec(
+    return ProcessSpec(
         role=DASHBOARD,
         command=(sys.executable, *COMMANDS[DASHBOARD], str(settings.folder), "--port", str(port)),
         environment=without_secrets(),

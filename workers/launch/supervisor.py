@@ -41,7 +41,7 @@ from workers.launch.children import ChildProcess, ChildProcesses
 from workers.launch.engines import DashboardProcess, EngineProcesses
 from workers.launch.process import unwrap_single_error
 from workers.launch.restarts import RestartLoop, RunEnding
-from workers.launch.specs import DASHBOARD, ENGINE, RoleSpec, role_specs
+from workers.launch.specs import DASHBOARD, ENGINE, ProcessSpec, role_specs
 from workers.launch.wait_lines import WaitLines
 from workers.launch.watch import BottleneckLog, DiskWatch, SampleSchedule, StallDetector, describe_longest
 from workers.role import prometheus
@@ -246,7 +246,7 @@ class Supervisor:
         self._launch_roles(tasks, restart_loop, role_specs(self._settings, self._file, url, engines), roles)
 
     def _launch_roles(
-        self, tasks: TaskGroup, restart_loop: RestartLoop, specs: Sequence[RoleSpec], roles: Collection[str]
+        self, tasks: TaskGroup, restart_loop: RestartLoop, specs: Sequence[ProcessSpec], roles: Collection[str]
     ) -> None:
         for spec in specs:
             if spec.role in roles:

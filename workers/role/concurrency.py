@@ -48,7 +48,7 @@ class ConcurrencyLimit:
             self._released = None
 
 
-class Isolation:
+class SharedExclusiveLock:
     """Shared and exclusive work of one process.
 
     Exclusive work waits until no other work is running, and no other work may start until it ends. So if it ends the

@@ -32,7 +32,7 @@ import structlog
 
 from envs.call import abandoned_threads
 from envs.call.call_memory import CallMemory, record_calls
-from workers.settings import Queue
+from workers.settings import QueueSettings
 
 log = structlog.get_logger()
 
@@ -166,7 +166,7 @@ class WorkerRecycler:
         stopping: set when a limit is reached.
     """
 
-    def __init__(self, queue: Queue, stopping: anyio.Event) -> None:
+    def __init__(self, queue: QueueSettings, stopping: anyio.Event) -> None:
         self.reason = ""
         """The limit that was reached; empty while none is."""
         self._queue = queue

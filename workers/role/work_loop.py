@@ -45,7 +45,7 @@ from stream.queue.lease import Lease
 from stream.queue.stage import Claim, ReleaseReason, Stage
 from stream.waiting import cancel_on
 from workers.role import prometheus
-from workers.role.concurrency import ConcurrencyLimit, Isolation
+from workers.role.concurrency import ConcurrencyLimit, SharedExclusiveLock
 from workers.role.context import WorkerContext, error_text
 
 log = structlog.get_logger()
@@ -62,7 +62,7 @@ async def work_loop(
     *,
     concurrency: int | ConcurrencyLimit,
     stopping: anyio.Event,
-    isolation: Isolation | None = None,
+    isolation: SharedExclusiveLock | None = None,
     describe: Callable[[Lease], str] = lambda _: "",
 ) -> None:
     """Work on entries of a stage until the run has ended or `stopping` is set.
@@ -75,7 +75,7 @@ async def work_loop(
         isolation: of this process, if it has several loops.
         describe: says what user code the work on a lease runs.
     """
-    isolation = isolation or Isolation()
+    isolation = isolation or SharedExclusiveLock()
     prometheus.watch_leases(stage.name, lambda: len(stage.leases), stage.oldest_lease_age_s)
     limit = concurrency if isinstance(concurrency, ConcurrencyLimit) else ConcurrencyLimit(concurrency)
     async with anyio.create_task_group() as background:
@@ -90,7 +90,7 @@ async def _claim_entries(
     stage: Stage,
     work: Work,
     limit: ConcurrencyLimit,
-    isolation: Isolation,
+    isolation: SharedExclusiveLock,
     describe: Callable[[Lease], str],
     jobs: TaskGroup,
 ) -> None:
@@ -123,7 +123,7 @@ async def _claim(stage: Stage, count: int) -> Claim:
     return claim  # noqa: RET504  (a cancel scope may swallow what is in it, for all that mypy knows)
 
 
-async def _select(stage: Stage, leases: list[Lease], isolation: Isolation) -> list[Lease]:
+async def _select(stage: Stage, leases: list[Lease], isolation: SharedExclusiveLock) -> list[Lease]:
     """Return the leases to work on now: all but at most one suspect, and this one last. Give the others back.
 
     A suspect that is given back may be run alone by another worker meanwhile.
@@ -144,7 +144,7 @@ async def _select(stage: Stage, leases: list[Lease], isolation: Isolation) -> li
 async def _run_alone(
     stage: Stage,
     lease: Lease,
-    isolation: Isolation,
+    isolation: SharedExclusiveLock,
     describe: Callable[[Lease], str],
     work: Callable[[], Awaitable[None]],
 ) -> None:

@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from envs.contract import Observation
 from stream.queue.in_flight import Activity
-from stream.records import MAX_INTERVALS, Completion, Failure, Interval, Message, Prompt, Row, ToolRun
+from stream.records import MAX_INTERVALS, ActivityTime, Completion, Failure, Message, Prompt, Row, ToolRun
 from stream.validity import TruncationReason
 from workers.role.in_flight_reporter import CompletionProgress
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
@@ -22,7 +22,7 @@ from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.messages import call_id, tool_message
 from workers.rollout.tool_formats.parsing import ParsedTurn, ToolFormat
 from workers.rollout.tool_result import ToolResult, truncate_result
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 EpisodeEnd = TruncationReason | Failure | None
 """How an episode ends; None: the model or the environment finished it."""
@@ -38,7 +38,7 @@ class EnvironmentContext(Struct, frozen=True, kw_only=True):
     """Position within the group, from 0; part of the episode's seed. The group size itself: the greedy episode."""
     slot: EnvironmentSlot | None
     """The environment, for this episode alone; None for prompts without one."""
-    limits: Rollout
+    limits: RolloutSettings
     """Limits of tokens, turns, tool calls and time, and the sampling distribution."""
     progress: CompletionProgress = field(default_factory=CompletionProgress)
     """Where the episode notes what it is doing."""
@@ -184,7 +184,7 @@ class timed:  # noqa: N801  (used like a function)
         seconds = time.perf_counter() - self._started
         self._completion.seconds[self._activity] += seconds
         if len(self._completion.intervals) < MAX_INTERVALS:
-            self._completion.intervals.append(Interval(self._activity, self._began_at, seconds))
+            self._completion.intervals.append(ActivityTime(self._activity, self._began_at, seconds))
 
     def stop(self) -> None:
         """Note the time since this was made."""

@@ -23,7 +23,7 @@ from workers.rollout.conversation import run_episode
 from workers.rollout.engine_client.sampling import Sampler
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import EpisodeContext
-from workers.settings import Rollout, Settings
+from workers.settings import RolloutSettings, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class GroupRunner:
     """By environment; None for prompts without one."""
     sampler: Sampler
     pool: EnvironmentPool
-    limits: Rollout
+    limits: RolloutSettings
     """Limits of each episode, and the sampling distribution."""
     rewards: Sequence[RewardFunction] = ()
     """Reward functions that run here, on the snapshots."""

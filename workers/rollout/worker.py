@@ -24,7 +24,7 @@ from stream.queue.stage import Stage, watch_versions
 from stream.waiting import cancel_on
 from workers.engine_api.discovery import EngineDiscovery
 from workers.role import prometheus
-from workers.role.concurrency import ConcurrencyLimit, Isolation
+from workers.role.concurrency import ConcurrencyLimit, SharedExclusiveLock
 from workers.role.context import WorkerContext
 from workers.role.in_flight_reporter import InFlightReporter
 from workers.role.rewards import load_factories
@@ -245,7 +245,7 @@ async def _work(
         if settings.pacing.stale_policy == "cancel":
             background.start_soon(stale_canceller.watch)
         async with anyio.create_task_group() as loops:
-            loop = partial(work_loop, stopping=stopping, isolation=Isolation(), describe=runner.describe)
+            loop = partial(work_loop, stopping=stopping, isolation=SharedExclusiveLock(), describe=runner.describe)
             loops.start_soon(partial(loop, stage, training.work, concurrency=concurrency))
             if evaluation is not None:
                 loops.start_soon(partial(loop, evaluation.stage, evaluation.work, concurrency=evaluation.concurrency))

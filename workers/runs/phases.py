@@ -21,7 +21,7 @@ from typing import Final
 
 from msgspec import Struct, structs
 
-from stream.records import Completion, Group, Interval
+from stream.records import ActivityTime, Completion, Group
 from workers.runs.transcript import call_names
 
 PHASES: Final = (
@@ -197,7 +197,7 @@ def _activities(completion: Completion, place: str) -> Iterator[Phase]:
         yield _activity(name, each, place, attributes)
 
 
-def _activity(name: str, each: Interval, place: str, attributes: dict[str, str | int | float]) -> Phase:
+def _activity(name: str, each: ActivityTime, place: str, attributes: dict[str, str | int | float]) -> Phase:
     ended_at = each.began_at + each.seconds
     return Phase(name=name, began_at=each.began_at, ended_at=ended_at, place=place, attributes=attributes)
 

@@ -27,7 +27,7 @@ from stream.queue.lease import Lease
 from stream.queue.stage import Stage
 from stream.records import Completion, Group
 from stream.validity import Unmeasured
-from workers.role.concurrency import ConcurrencyLimit, Isolation
+from workers.role.concurrency import ConcurrencyLimit, SharedExclusiveLock
 from workers.role.context import WorkerContext
 from workers.role.in_flight_reporter import GroupProgress, InFlightReporter
 from workers.role.prometheus import count_rewards
@@ -80,7 +80,7 @@ async def score(context: WorkerContext) -> None:
             background.start_soon(in_flight.run)
             background.start_soon(evaluation_in_flight.run)
             async with anyio.create_task_group() as loops:
-                loop = partial(work_loop, stopping=context.stopping, isolation=Isolation(), describe=describe)
+                loop = partial(work_loop, stopping=context.stopping, isolation=SharedExclusiveLock(), describe=describe)
                 loops.start_soon(partial(loop, stage, work, concurrency=limit))
                 if settings.eval.source:
                     await create_evaluation_streams(context.connection)

@@ -1,43 +1,56 @@
 """All settings of a run: typed and frozen; unknown keys are errors, and combinations that cannot work are refused."""
 
-from workers.settings.algorithm import Algorithm, Correction, Filter, Normalization, TruncationPolicy
-from workers.settings.data import Data, DatasetSettings, EnvironmentSettings, RewardSettings
+from workers.settings.algorithm import (
+    AlgorithmSettings,
+    CorrectionSettings,
+    FilterSettings,
+    Normalization,
+    TruncationPolicy,
+)
+from workers.settings.data import DatasetSettings, DataSettings, EnvironmentSettings, RewardSettings
 from workers.settings.estimator_options import Estimator
 from workers.settings.loss_options import Loss
-from workers.settings.rollout import Eval, Pacing, Rollout, SamplingSettings
-from workers.settings.run import Abort, Archive, Model, Queue, Run, Score
+from workers.settings.rollout import EvalSettings, PacingSettings, RolloutSettings, SamplingSettings
+from workers.settings.run import (
+    AbortSettings,
+    ArchiveSettings,
+    ModelSettings,
+    QueueSettings,
+    RunSettings,
+    ScoreSettings,
+)
 from workers.settings.section import Section
 from workers.settings.settings import Settings, sections, setting_keys
-from workers.settings.training import Engine, Lora, Train, Weights
+from workers.settings.training import EngineSettings, LoraSettings, TrainSettings, WeightsSettings
 
 __all__ = [
-    "Abort",
-    "Algorithm",
-    "Archive",
-    "Correction",
-    "Data",
+    "AbortSettings",
+    "AlgorithmSettings",
+    "ArchiveSettings",
+    "CorrectionSettings",
+    "DataSettings",
     "DatasetSettings",
-    "Engine",
+    "EngineSettings",
     "EnvironmentSettings",
     "Estimator",
-    "Eval",
-    "Filter",
-    "Lora",
+    "EvalSettings",
+    "FilterSettings",
+    "LoraSettings",
     "Loss",
-    "Model",
+    "ModelSettings",
     "Normalization",
-    "Pacing",
-    "Queue",
+    "PacingSettings",
+    "QueueSettings",
     "RewardSettings",
-    "Rollout",
-    "Run",
+    "RolloutSettings",
+    "RunSettings",
     "SamplingSettings",
-    "Score",
+    "ScoreSettings",
     "Section",
     "Settings",
-    "Train",
+    "TrainSettings",
     "TruncationPolicy",
-    "Weights",
+    "WeightsSettings",
     "sections",
     "setting_keys",
 ]

@@ -117,7 +117,7 @@ class Normalization(Struct, frozen=True, kw_only=True):
         return cls(mean=level, std=std, leave_one_out=mean.endswith("leave_one_out"))
 
 
-class Algorithm(Section, frozen=True):
+class AlgorithmSettings(Section, frozen=True):
     """`[algorithm]`: rewards, KL, entropy, truncation and aggregation."""
 
     kl_coefficient: NonNegativeFloat = 0.0
@@ -152,7 +152,7 @@ class Algorithm(Section, frozen=True):
     """A group with one valid completion: advantage 0, drop the group, or the raw reward as advantage."""
 
 
-class Filter(Section, frozen=True):
+class FilterSettings(Section, frozen=True):
     """`[filter]`: groups to drop before training. They free their place and are counted by reason."""
 
     min_valid_rows: NonNegativeInt = 0
@@ -174,7 +174,7 @@ class RejectionBounds(NamedTuple):
     upper: float
 
 
-class Correction(Section, frozen=True):
+class CorrectionSettings(Section, frozen=True):
     """`[correction]`: correct for the difference between the sampling policy and the trained policy."""
 
     preset: str = ""

@@ -38,7 +38,7 @@ class DatasetSettings(Section, frozen=True):
         return f"{GENERATED}{self.rows}" if self.rows else self.path
 
 
-class Data(Section, frozen=True):
+class DataSettings(Section, frozen=True):
     """`[data]`: prompts and the meaning of their columns."""
 
     path: str = ""

@@ -7,7 +7,7 @@ parameters of the registered function (a test compares them); their defaults are
 from typing import ClassVar, Literal
 
 from workers.settings.section import (
-    EstimatorChoice,
+    EstimatorOptions,
     Fraction,
     NonNegativeFloat,
     PositiveFloat,
@@ -18,7 +18,7 @@ from workers.settings.section import (
 Center = Literal["completions", "tokens"]
 
 
-class Grpo(EstimatorChoice, frozen=True, tag="grpo"):
+class Grpo(EstimatorOptions, frozen=True, tag="grpo"):
     """GRPO: reward minus the mean of the group."""
 
     affine: ClassVar[bool] = True
@@ -31,19 +31,19 @@ class Grpo(EstimatorChoice, frozen=True, tag="grpo"):
     """Added to the standard deviation."""
 
 
-class DrGrpo(EstimatorChoice, frozen=True, tag="dr_grpo"):
+class DrGrpo(EstimatorOptions, frozen=True, tag="dr_grpo"):
     """Dr. GRPO: GRPO without the standard deviation; use it with aggregation `seq-mean-token-sum-norm`."""
 
     affine: ClassVar[bool] = True
 
 
-class Rloo(EstimatorChoice, frozen=True, tag="rloo"):
+class Rloo(EstimatorOptions, frozen=True, tag="rloo"):
     """RLOO: reward minus the mean of the other completions."""
 
     affine: ClassVar[bool] = True
 
 
-class ReinforcePlusPlus(EstimatorChoice, frozen=True, tag="reinforce_plus_plus"):
+class ReinforcePlusPlus(EstimatorOptions, frozen=True, tag="reinforce_plus_plus"):
     """REINFORCE++: discounted reward-to-go of each token, whitened over the batch."""
 
     within_group: ClassVar[bool] = False
@@ -60,7 +60,7 @@ class ReinforcePlusPlus(EstimatorChoice, frozen=True, tag="reinforce_plus_plus")
     does not gain by being invalid; or `tokens`, as in verl, where long completions count more."""
 
 
-class ReinforcePlusPlusBaseline(EstimatorChoice, frozen=True, tag="reinforce_plus_plus_baseline"):
+class ReinforcePlusPlusBaseline(EstimatorOptions, frozen=True, tag="reinforce_plus_plus_baseline"):
     """REINFORCE++ baseline: reward minus the mean of the group, whitened over the batch's tokens."""
 
     affine: ClassVar[bool] = True
@@ -71,7 +71,7 @@ class ReinforcePlusPlusBaseline(EstimatorChoice, frozen=True, tag="reinforce_plu
     does not gain by being invalid; or `tokens`, as in verl, where long completions count more."""
 
 
-class Gae(EstimatorChoice, frozen=True, tag="gae"):
+class Gae(EstimatorOptions, frozen=True, tag="gae"):
     """Generalized advantage estimation, with a value head that is trained on the policy's last hidden states."""
 
     within_group: ClassVar[bool] = False
@@ -99,7 +99,7 @@ class Gae(EstimatorChoice, frozen=True, tag="gae"):
     """Distance from its old value at which a value is clipped in the loss."""
 
 
-class Remax(EstimatorChoice, frozen=True, tag="remax"):
+class Remax(EstimatorOptions, frozen=True, tag="remax"):
     """ReMax: reward minus that of a greedy completion of the same prompt."""
 
     within_group: ClassVar[bool] = False
@@ -107,14 +107,14 @@ class Remax(EstimatorChoice, frozen=True, tag="remax"):
     opt_out: ClassVar[str] = "the greedy completion usually earns more than the average sampled one"
 
 
-class Opo(EstimatorChoice, frozen=True, tag="opo"):
+class Opo(EstimatorOptions, frozen=True, tag="opo"):
     """OPO: reward minus the length-weighted mean of the group."""
 
     affine: ClassVar[bool] = True
     opt_out: ClassVar[str] = "a baseline weighted by length, above the mean if long completions are the better ones"
 
 
-class Gpg(EstimatorChoice, frozen=True, tag="gpg"):
+class Gpg(EstimatorOptions, frozen=True, tag="gpg"):
     """GPG: reward minus the mean of the group, scaled up by the fraction of the batch whose reward is not 0."""
 
     affine: ClassVar[bool] = True
@@ -124,7 +124,7 @@ class Gpg(EstimatorChoice, frozen=True, tag="gpg"):
     """Divisor of the difference."""
 
 
-class GrpoPassk(EstimatorChoice, frozen=True, tag="grpo_passk"):
+class GrpoPassk(EstimatorOptions, frozen=True, tag="grpo_passk"):
     """Only the best completion of a group has an advantage: its lead over the second best."""
 
     normalize_std: bool = True
@@ -133,7 +133,7 @@ class GrpoPassk(EstimatorChoice, frozen=True, tag="grpo_passk"):
     """Added to the standard deviation."""
 
 
-class Passk(EstimatorChoice, frozen=True, tag="passk"):
+class Passk(EstimatorOptions, frozen=True, tag="passk"):
     """Analytic advantage of pass@k; `algorithm.success_threshold` decides what is correct."""
 
     reads: ClassVar[str] = "correct"
@@ -142,7 +142,7 @@ class Passk(EstimatorChoice, frozen=True, tag="passk"):
     """Number k of attempts; one of them must be correct. At most `rollout.group_size`."""
 
 
-class Gdpo(EstimatorChoice, frozen=True, tag="gdpo"):
+class Gdpo(EstimatorOptions, frozen=True, tag="gdpo"):
     """GDPO: each reward part is normalized on its own, then weighted, summed and whitened."""
 
     within_group: ClassVar[bool] = False
@@ -155,7 +155,7 @@ class Gdpo(EstimatorChoice, frozen=True, tag="gdpo"):
     does not gain by being invalid; or `tokens`, as in verl, where long completions count more."""
 
 
-class OptimalTokenBaseline(EstimatorChoice, frozen=True, tag="optimal_token_baseline"):
+class OptimalTokenBaseline(EstimatorOptions, frozen=True, tag="optimal_token_baseline"):
     """A baseline for each token position, weighted by the size of the gradient."""
 
     per_token: ClassVar[bool] = True
@@ -166,7 +166,7 @@ class OptimalTokenBaseline(EstimatorChoice, frozen=True, tag="optimal_token_base
     """Added to the sum of weights."""
 
 
-class TirOptimalTokenBaseline(EstimatorChoice, frozen=True, tag="tir_optimal_token_baseline"):
+class TirOptimalTokenBaseline(EstimatorOptions, frozen=True, tag="tir_optimal_token_baseline"):
     """Optimal token baseline that counts only trainable tokens (for tool turns)."""
 
     per_token: ClassVar[bool] = True
@@ -177,7 +177,7 @@ class TirOptimalTokenBaseline(EstimatorChoice, frozen=True, tag="tir_optimal_tok
     """Added to the sum of weights."""
 
 
-class MaxRl(EstimatorChoice, frozen=True, tag="max_rl"):
+class MaxRl(EstimatorOptions, frozen=True, tag="max_rl"):
     """MaxRL: reward minus the mean of the group, divided by that mean. Hard prompts weigh more; rewards are >= 0."""
 
     affine: ClassVar[bool] = True

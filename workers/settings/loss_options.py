@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from workers.settings.section import (
     FiniteFloat,
     Fraction,
-    LossChoice,
+    LossOptions,
     NonNegativeFloat,
     NonNegativeLimit,
     PositiveFloat,
@@ -17,7 +17,7 @@ from workers.settings.section import (
 )
 
 
-class Clipped(LossChoice, frozen=True, tag="clipped"):
+class Clipped(LossOptions, frozen=True, tag="clipped"):
     """PPO: clipped ratio."""
 
     clip_low: Fraction = 0.2
@@ -31,7 +31,7 @@ class Clipped(LossChoice, frozen=True, tag="clipped"):
     """Ratio of each token, or its geometric mean over the completion."""
 
 
-class Dapo(LossChoice, frozen=True, tag="dapo"):
+class Dapo(LossOptions, frozen=True, tag="dapo"):
     """DAPO: PPO with a higher upper clip (clip-higher)."""
 
     clip_low: Fraction = 0.2
@@ -40,7 +40,7 @@ class Dapo(LossChoice, frozen=True, tag="dapo"):
     """The ratio is clipped at 1 + clip_high."""
 
 
-class Gspo(LossChoice, frozen=True, tag="gspo"):
+class Gspo(LossOptions, frozen=True, tag="gspo"):
     """GSPO: one ratio per completion, the geometric mean of its tokens' ratios."""
 
     aggregation: ClassVar[str] = "seq-mean-token-mean"
@@ -51,7 +51,7 @@ class Gspo(LossChoice, frozen=True, tag="gspo"):
     """The ratio is clipped at 1 + clip_high."""
 
 
-class Cispo(LossChoice, frozen=True, tag="cispo"):
+class Cispo(LossOptions, frozen=True, tag="cispo"):
     """CISPO: the ratio is a clipped, detached weight; every token keeps its gradient."""
 
     clip_low: Fraction = 0.2
@@ -60,7 +60,7 @@ class Cispo(LossChoice, frozen=True, tag="cispo"):
     """The weight is at most 1 + clip_high."""
 
 
-class Sapo(LossChoice, frozen=True, tag="sapo"):
+class Sapo(LossOptions, frozen=True, tag="sapo"):
     """SAPO: a soft gate instead of clipping."""
 
     aggregation: ClassVar[str] = "seq-mean-token-mean"
@@ -73,7 +73,7 @@ class Sapo(LossChoice, frozen=True, tag="sapo"):
     """Ratio of each token, or its geometric mean over the completion."""
 
 
-class GeoMean(LossChoice, frozen=True, tag="geo_mean"):
+class GeoMean(LossOptions, frozen=True, tag="geo_mean"):
     """GMPO: geometric mean of the clipped token ratios."""
 
     aggregation: ClassVar[str] = "seq-mean-token-mean"
@@ -84,13 +84,13 @@ class GeoMean(LossChoice, frozen=True, tag="geo_mean"):
     """A log-ratio is clipped at clip_high."""
 
 
-class GpgLoss(LossChoice, frozen=True, tag="gpg"):
+class GpgLoss(LossOptions, frozen=True, tag="gpg"):
     """GPG: log-probability times advantage, without a ratio."""
 
     on_policy: ClassVar[bool] = True
 
 
-class ClipCov(LossChoice, frozen=True, tag="clip_cov"):
+class ClipCov(LossOptions, frozen=True, tag="clip_cov"):
     """Clip-Cov: PPO without gradient on some tokens with a high covariance of log-prob and advantage."""
 
     clip_low: Fraction = 0.2
@@ -105,7 +105,7 @@ class ClipCov(LossChoice, frozen=True, tag="clip_cov"):
     """Only tokens with a lower covariance are candidates."""
 
 
-class KlCov(LossChoice, frozen=True, tag="kl_cov"):
+class KlCov(LossOptions, frozen=True, tag="kl_cov"):
     """KL-Cov: the plain ratio, with a KL penalty on the tokens with the largest covariance."""
 
     kl_cov_ratio: Fraction = 2e-4
@@ -114,7 +114,7 @@ class KlCov(LossChoice, frozen=True, tag="kl_cov"):
     """Coefficient of the penalty."""
 
 
-class DppoTv(LossChoice, frozen=True, tag="dppo_tv"):
+class DppoTv(LossOptions, frozen=True, tag="dppo_tv"):
     """DPPO: no gradient on tokens whose probability moved too far, by total variation."""
 
     clip_low: Fraction = 0.15
@@ -125,7 +125,7 @@ class DppoTv(LossChoice, frozen=True, tag="dppo_tv"):
     """Upper bound of the ratio."""
 
 
-class DppoKl(LossChoice, frozen=True, tag="dppo_kl"):
+class DppoKl(LossOptions, frozen=True, tag="dppo_kl"):
     """DPPO with the KL divergence of binary distributions as the measure."""
 
     clip_low: NonNegativeLimit = 0.05
@@ -136,14 +136,14 @@ class DppoKl(LossChoice, frozen=True, tag="dppo_kl"):
     """Upper bound of the ratio."""
 
 
-class Dro(LossChoice, frozen=True, tag="dro"):
+class Dro(LossOptions, frozen=True, tag="dro"):
     """DRO: a squared penalty on the log-ratio."""
 
     dro_beta: PositiveFloat = 0.1
     """Coefficient of the penalty."""
 
 
-class Reinforce(LossChoice, frozen=True, tag="reinforce"):
+class Reinforce(LossOptions, frozen=True, tag="reinforce"):
     """REINFORCE: log-probability times advantage times the importance weight of `[correction]`."""
 
     on_policy: ClassVar[bool] = True

@@ -24,7 +24,7 @@ class SamplingSettings(Section, frozen=True):
     """Added to the logits of these token ids, before the temperature."""
 
 
-class Rollout(Section, frozen=True):
+class RolloutSettings(Section, frozen=True):
     """`[rollout]`: groups, episodes and their limits."""
 
     workers: NonNegativeInt = 1
@@ -66,7 +66,7 @@ class Rollout(Section, frozen=True):
         return max(1, self.max_tool_calls // 2)
 
 
-class Eval(Section, frozen=True):
+class EvalSettings(Section, frozen=True):
     """`[eval]`: held-out prompts, sampled periodically by the run's own workers and never trained on."""
 
     path: str = ""
@@ -87,7 +87,7 @@ class Eval(Section, frozen=True):
         return f"{self.rows} rows of each environment" if self.rows else self.path
 
 
-class Pacing(Section, frozen=True):
+class PacingSettings(Section, frozen=True):
     """`[pacing]`: how far rollouts may run ahead of the trainer."""
 
     max_staleness: NonNegativeInt = 1

@@ -28,7 +28,7 @@ def name_from(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "run"
 
 
-class Run(Section, frozen=True):
+class RunSettings(Section, frozen=True):
     """`[run]`: name, folder and server of the run."""
 
     name: Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*)?\Z", description=_RUN_NAME)] = ""
@@ -83,7 +83,7 @@ class Run(Section, frozen=True):
         return urlsplit(f"//{self.metrics_address}").port or 0
 
 
-class Model(Section, frozen=True):
+class ModelSettings(Section, frozen=True):
     """`[model]`: the policy that the run starts from."""
 
     path: str
@@ -95,14 +95,14 @@ class Model(Section, frozen=True):
     """Type of the published weights; the optimizer always works in float32."""
 
 
-class Score(Section, frozen=True):
+class ScoreSettings(Section, frozen=True):
     """`[score]`: the scoring stage."""
 
     workers: NonNegativeInt = 1
     """Scorer processes that `penstock run` starts."""
 
 
-class Archive(Section, frozen=True):
+class ArchiveSettings(Section, frozen=True):
     """`[archive]`: trained and dropped groups, stored in the run's folder."""
 
     keep: Literal["all", "none"] | PositiveInt = 1024
@@ -121,7 +121,7 @@ class Archive(Section, frozen=True):
         return None if self.max_group_bytes is None else self.max_group_bytes // 4
 
 
-class Storage(Section, frozen=True):
+class StorageSettings(Section, frozen=True):
     """`[storage]`: a copy of checkpoints, ledger and archive, from which a run is restored whose folder was lost."""
 
     url: Annotated[str, Meta(pattern=r"^((?!memory:)[a-z0-9]+://[^?#]+)?\Z", description=_STORAGE_URL)] = ""
@@ -129,7 +129,7 @@ class Storage(Section, frozen=True):
     checkpoint below `URL/NAME` while training continues. Credentials come from the environment. Empty: no copy."""
 
 
-class Queue(Section, frozen=True):
+class QueueSettings(Section, frozen=True):
     """`[queue]`: leases, retries and restarts."""
 
     lease_s: LeaseSeconds = 15.0
@@ -158,7 +158,7 @@ class Queue(Section, frozen=True):
         return self.lease_s / 30
 
 
-class Abort(Section, frozen=True):
+class AbortSettings(Section, frozen=True):
     """`[abort]`: conditions that stop the run with an error."""
 
     max_invalid_fraction: Fraction = 0.2

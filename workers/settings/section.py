@@ -34,7 +34,7 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return [key for key in keys or self.__struct_fields__ if getattr(self, key) != getattr(defaults, key)]
 
 
-class Choice(Section, frozen=True, tag_field="name"):
+class NamedOptions(Section, frozen=True, tag_field="name"):
     """A table whose key `name` selects a registered function; its other keys are that function's options."""
 
     trainer_options: ClassVar[tuple[str, ...]] = ()
@@ -51,7 +51,7 @@ class Choice(Section, frozen=True, tag_field="name"):
         return {key: value for key, value in msgspec.structs.asdict(self).items() if key not in self.trainer_options}
 
 
-class EstimatorChoice(Choice, frozen=True):
+class EstimatorOptions(NamedOptions, frozen=True):
     """Facts about an estimator that checks need. Where its registration declares the same, a test compares them."""
 
     within_group: ClassVar[bool] = True
@@ -69,7 +69,7 @@ class EstimatorChoice(Choice, frozen=True):
     """What it computes with: `rewards`, `parts` (unmerged) or `correct` (right or wrong)."""
 
 
-class LossChoice(Choice, frozen=True):
+class LossOptions(NamedOptions, frozen=True):
     """Facts about a loss that the cross-checks need. Its registration declares the same; a test compares them."""
 
     on_policy: ClassVar[bool] = False

@@ -11,14 +11,22 @@ from msgspec import field
 
 from stream.errors import SettingsError
 from stream.validity import TruncationReason
-from workers.settings.algorithm import Algorithm, Correction, Filter, TruncationPolicy
-from workers.settings.data import OWN_ROWS, Data, DatasetSettings, EnvironmentSettings, RewardSettings
+from workers.settings.algorithm import AlgorithmSettings, CorrectionSettings, FilterSettings, TruncationPolicy
+from workers.settings.data import OWN_ROWS, DatasetSettings, DataSettings, EnvironmentSettings, RewardSettings
 from workers.settings.estimator_options import Estimator, Grpo
 from workers.settings.loss_options import Clipped, Loss
-from workers.settings.rollout import Eval, Pacing, Rollout
-from workers.settings.run import Abort, Archive, Model, Queue, Run, Score, Storage
+from workers.settings.rollout import EvalSettings, PacingSettings, RolloutSettings
+from workers.settings.run import (
+    AbortSettings,
+    ArchiveSettings,
+    ModelSettings,
+    QueueSettings,
+    RunSettings,
+    ScoreSettings,
+    StorageSettings,
+)
 from workers.settings.section import Section
-from workers.settings.training import Engine, Lora, Train, Weights
+from workers.settings.training import EngineSettings, LoraSettings, TrainSettings, WeightsSettings
 
 RUNS: Final = Path("runs")
 """Folder of runs that name no other, in the working directory."""
@@ -34,32 +42,32 @@ ABORT_WINDOW_BATCHES: Final = 4
 class Settings(Section, frozen=True, kw_only=True):
     """The settings file."""
 
-    run: Run = field(default_factory=Run)
-    model: Model
-    data: Data = field(default_factory=Data)
+    run: RunSettings = field(default_factory=RunSettings)
+    model: ModelSettings
+    data: DataSettings = field(default_factory=DataSettings)
     environments: dict[str, str | EnvironmentSettings] = field(default_factory=dict)
     """Environments by name: `NAME = "REF"`, or a table with `ref` and `args` for its factory. A row's `environment`
     column selects one; the first is the default."""
     rewards: tuple[RewardSettings, ...] = ()
-    rollout: Rollout = field(default_factory=Rollout)
-    engine: Engine = field(default_factory=Engine)
-    score: Score = field(default_factory=Score)
-    eval: Eval = field(default_factory=Eval)
-    train: Train = field(default_factory=Train)
-    lora: Lora = field(default_factory=Lora)
-    weights: Weights = field(default_factory=Weights)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    score: ScoreSettings = field(default_factory=ScoreSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    weights: WeightsSettings = field(default_factory=WeightsSettings)
     estimator: Estimator = field(default_factory=Grpo)
     """Advantage estimator."""
     loss: Loss = field(default_factory=Clipped)
     """Policy loss."""
-    algorithm: Algorithm = field(default_factory=Algorithm)
-    filter: Filter = field(default_factory=Filter)
-    correction: Correction = field(default_factory=Correction)
-    pacing: Pacing = field(default_factory=Pacing)
-    archive: Archive = field(default_factory=Archive)
-    storage: Storage = field(default_factory=Storage)
-    queue: Queue = field(default_factory=Queue)
-    abort: Abort = field(default_factory=Abort)
+    algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
+    filter: FilterSettings = field(default_factory=FilterSettings)
+    correction: CorrectionSettings = field(default_factory=CorrectionSettings)
+    pacing: PacingSettings = field(default_factory=PacingSettings)
+    archive: ArchiveSettings = field(default_factory=ArchiveSettings)
+    storage: StorageSettings = field(default_factory=StorageSettings)
+    queue: QueueSettings = field(default_factory=QueueSettings)
+    abort: AbortSettings = field(default_factory=AbortSettings)
 
     @property
     def folder(self) -> Path:

@@ -13,7 +13,7 @@ from workers.settings.section import NonNegativeFloat, NonNegativeInt, PositiveF
 Tracker = Literal["mlflow", "tensorboard", "trackio", "wandb"]
 
 
-class Train(Section, frozen=True):
+class TrainSettings(Section, frozen=True):
     """`[train]`: the optimizer."""
 
     batch_size: PositiveInt = 16
@@ -57,7 +57,7 @@ class Train(Section, frozen=True):
     (docs/run-folder.md)."""
 
 
-class Lora(Section, frozen=True):
+class LoraSettings(Section, frozen=True):
     """`[lora]`: train a LoRA adapter and leave the model's weights unchanged."""
 
     rank: NonNegativeInt = 0
@@ -73,7 +73,7 @@ LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 """Host names that only the same machine reaches."""
 
 
-class Weights(Section, frozen=True):
+class WeightsSettings(Section, frozen=True):
     """`[weights]`: how engines get new weights (docs/weights.md)."""
 
     transport: Literal["files", "http", "nccl", "adapter"] = "files"
@@ -90,7 +90,7 @@ FILE_PREFIX: Final = "file:"
 """Prefix of an entry of `engine.urls` that is a file of URLs."""
 
 
-class Engine(Section, frozen=True):
+class EngineSettings(Section, frozen=True):
     """`[engine]`: the servers that sample tokens."""
 
     urls: tuple[str, ...] = ()

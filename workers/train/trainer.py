@@ -134,7 +134,7 @@ class Trainer:
         return self._consumer.connection.stopping.is_set()
 
     def _fail_if_nothing_was_valid(self) -> None:
-        """Fail a run without one valid completion; a short run may end before `NoLossMonitor` has a window."""
+        """Fail a run without one valid completion; a short run may end before `InvalidFractionMonitor` has a window."""
         states = self._progress.completion_states
         if states and not states.get("valid"):
             counts = ", ".join(f"{state} {n}" for state, n in sorted(states.items()))

@@ -154,7 +154,7 @@ def _check_texts(renderer: ConversationRenderer, check: HistoryCheck, role: str)
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RenderingDifference:
     """The first difference between two renderings of a conversation, for people, and whether all are in white space."""
 
     text: str
@@ -163,7 +163,7 @@ class Difference:
 
 def find_difference(
     renderer: ConversationRenderer, messages: Sequence[Message], turns: Sequence[AssistantTurn]
-) -> Difference | None:
+) -> RenderingDifference | None:
     """Compare a conversation rendered as a whole with the same rendered turn by turn.
 
     Args:
@@ -181,10 +181,10 @@ def find_difference(
     except DataError:
         raise
     except PenstockError as error:
-        return Difference(str(error), in_space=False)
+        return RenderingDifference(str(error), in_space=False)
     if whole == seen:
         return None
-    return Difference(_first_difference(whole, seen), in_space="".join(whole.split()) == "".join(seen.split()))
+    return RenderingDifference(_first_difference(whole, seen), in_space="".join(whole.split()) == "".join(seen.split()))
 
 
 def _first_difference(whole: str, pieces: str) -> str:

@@ -16,7 +16,7 @@ from stream.records import Failure, Span
 from stream.validity import RolloutReason, TruncationReason
 from workers.engine_api.wire import UNKNOWN_LOGPROB, FinishReason, SamplingParams, policy_version
 from workers.role.in_flight_reporter import CompletionProgress
-from workers.settings import Rollout
+from workers.settings import RolloutSettings
 
 UNVERSIONED: Final = -1
 """Version of an engine whose weights no trainer has numbered."""
@@ -155,7 +155,7 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
     @classmethod
     def from_settings(
         cls,
-        limits: Rollout,
+        limits: RolloutSettings,
         *,
         max_tokens: int,
         stop_token_ids: tuple[int, ...] = (),

@@ -17,7 +17,7 @@ from stream.trainer.leased_group import DroppedGroup
 from stream.validity import DropReason, Measured, Unmeasured
 from workers.runs.progress import Progress
 from workers.settings import Settings
-from workers.train.groups.no_loss_monitor import NoLossMonitor
+from workers.train.groups.no_loss_monitor import InvalidFractionMonitor
 from workers.train.step.group_checks import CheckedGroup, GroupRewards, check_group, unusable_greedy
 from workers.train.training_warnings import TrainingWarnings
 
@@ -50,7 +50,7 @@ class GroupChecker:
         self._settings = settings
         self._vocab_size = vocab_size
         self._progress = progress
-        self._monitor = NoLossMonitor(settings.abort.max_invalid_fraction, settings.abort_window_groups)
+        self._monitor = InvalidFractionMonitor(settings.abort.max_invalid_fraction, settings.abort_window_groups)
         self._reward_log = RewardLog()
         self.pop_logged = self._reward_log.pop
         self.warnings = TrainingWarnings(settings, progress.step)
@@ -63,7 +63,7 @@ class GroupChecker:
 
         Raises:
             RecordError: the group cannot be trained on as it is.
-            RunFailedError: the group is dropped, and too many completions bear no loss (`NoLossMonitor`).
+            RunFailedError: the group is dropped, and too many completions bear no loss (`InvalidFractionMonitor`).
         """
         checked = check_group(group, self._settings, version, self._vocab_size)
         self._reward_log.observe(group)

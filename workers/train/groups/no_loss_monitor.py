@@ -27,7 +27,7 @@ _REMEDIES: Final = {
 """By the reason, or what precedes its colon."""
 
 
-class NoLossMonitor:
+class InvalidFractionMonitor:
     """Counts completions without loss in the last groups of each environment.
 
     Args:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stream.errors import RunMismatchError, SettingsError
-from workers.settings import Lora
+from workers.settings import LoraSettings
 from workers.train.model.policy_folder import load_policy, save_policy
 from workers.train.ranks import full_tensor, shard_like
 
@@ -49,7 +49,7 @@ class Adapter:
         SettingsError: peft is not installed, or the model lacks the target modules.
     """
 
-    def __init__(self, model: Any, base: Path, lora: Lora, seed: int) -> None:
+    def __init__(self, model: Any, base: Path, lora: LoraSettings, seed: int) -> None:
         self.model = model
         self.base = base
         self._digest = _digest(model)
@@ -174,7 +174,7 @@ def merge_adapter(folder: Path, out: Path) -> None:
     base = Path(config["base_model_name_or_path"])
     if not (base / "config.json").is_file():
         raise SettingsError(f"{folder}: the adapter's base model {base} is gone; put it back")
-    lora = Lora(rank=config["r"], alpha=config["lora_alpha"], target_modules=tuple(config["target_modules"]))
+    lora = LoraSettings(rank=config["r"], alpha=config["lora_alpha"], target_modules=tuple(config["target_modules"]))
     adapter = Adapter(load_policy(base, getattr(torch, dtype_name)), base, lora, seed=0)
     with torch.no_grad():
         for name, tensor in adapter.load(folder).items():
@@ -200,7 +200,7 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
         raise RunMismatchError(f"{file}: cannot be read: {error}; take another checkpoint") from error
 
 
-def _inject(model: Any, base: Path, lora: Lora) -> Any:
+def _inject(model: Any, base: Path, lora: LoraSettings) -> Any:
     """Inject peft's layers into the model; return peft's description of them."""
     try:
         import peft

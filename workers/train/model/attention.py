@@ -22,7 +22,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from stream.errors import SettingsError
-from workers.settings import Train
+from workers.settings import TrainSettings
 from workers.train.model.logprobs import LogprobModel, token_logprobs
 
 log = structlog.get_logger()
@@ -37,7 +37,7 @@ LEAK_TOLERANCE: Final = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat
 """Largest effect of another first row on later rows; not exactly 0, because kernels are chosen by shape."""
 
 
-def set_attention(read: LogprobModel, train: Train, dtype: torch.dtype) -> LogprobModel:
+def set_attention(read: LogprobModel, train: TrainSettings, dtype: torch.dtype) -> LogprobModel:
     """Set the model's attention implementation.
 
     Args:
@@ -114,7 +114,7 @@ def packing_problem(read: LogprobModel, own: str, name: str, dtype: torch.dtype)
     return ""
 
 
-def _candidates(train: Train, own: str, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
+def _candidates(train: TrainSettings, own: str, dtype: torch.dtype, device: torch.device) -> Iterator[str]:
     """Yield attention implementations to try for packing, best first; none if rows are to be padded."""
     if train.packing == "off":
         return
