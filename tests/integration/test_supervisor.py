@@ -193,6 +193,7 @@ async def test_live_json_exists_only_during_the_run(make_pipeline, redis_url):
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "process_start": await anyio.to_thread.run_sync(process_start, os.getpid()),
+        "stopping": "",
     }
     assert not (pipeline.settings.folder / "live.json").exists()
 
@@ -471,8 +472,9 @@ async def test_a_paused_run_is_not_stalled(make_pipeline, connection):
 
 
 async def test_penstock_stop_drains_like_ctrl_c(make_pipeline, connection):
-    slow = "signal.signal(signal.SIGTERM, lambda *_: time.sleep(1.5) or leave()); stay()"
-    pipeline = make_pipeline({"train": slow})
+    copy = "import shutil; copy = lambda: shutil.copy(home / 'run' / 'live.json', home / 'copy.json');"
+    slow = "signal.signal(signal.SIGTERM, lambda *_: copy() and (time.sleep(1.5) or leave())); stay()"
+    pipeline = make_pipeline({"train": copy + slow})
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_ask_to_stop, pipeline, connection)
         outcome = await pipeline.run()
@@ -482,6 +484,7 @@ async def test_penstock_stop_drains_like_ctrl_c(make_pipeline, connection):
     assert sorted(pipeline.stop_order[:2]) == ["feed", "rollout"]
     assert pipeline.stop_order[2:] == ["score", "train"]
     assert "draining, as `penstock stop` asked" in {status.phase for status in pipeline.statuses}
+    assert json.loads((pipeline.home / "copy.json").read_text())["stopping"] == "draining, as `penstock stop` asked"
     await pipeline.assert_no_process_is_left()
 
 

@@ -1,6 +1,8 @@
 """An environment's own `render(snapshot)`: where it is called, and what happens if it misbehaves."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -148,12 +150,17 @@ def test_a_final_state_is_escaped_for_a_terminal_and_keeps_its_lines():
     assert [each.label for each in paragraphs(completion)] == ["reward", "ended"]
 
 
+def check(*arguments: str) -> dict:
+    """Run the command in a process of its own, which it ends without waiting for threads of user code."""
+    command = [sys.executable, "-m", "penstock", "check", *arguments, "--json"]
+    return json.loads(subprocess.run(command, capture_output=True, check=False, timeout=50).stdout)
+
+
 def test_check_calls_render_once_and_warns_if_it_raises(board):
     ref, _, _ = board
-    report = json.loads(CliRunner().invoke(penstock, ["check", ref, "--json"]).stdout)
-    assert report["rendered"].startswith("x o\n")
-    report = json.loads(CliRunner().invoke(penstock, ["check", ref, "--field", "mode=raise", "--json"]).stdout)
-    assert report["rendered"] == ""
-    assert [
-        each for each in report["warnings"] if each.startswith("render raised KeyError: 'till' (board.py, line 12)")
-    ]
+    report = check(ref)
+    assert report["environments"][ref]["rendered"].startswith("x o\n")
+    report = check(ref, "--field", "mode=raise")
+    assert report["environments"][ref]["rendered"] == ""
+    words = "render raised KeyError: 'till' (board.py, line 12)"
+    assert [each["level"] for each in report["findings"] if each["message"].startswith(words)] == ["warning"]
