@@ -41,8 +41,9 @@ COPY pyproject.toml README.md LICENSE ./
 # Dependencies first: a changed source file does not install them again.
 RUN python -m venv --without-pip /opt/penstock \
     && pip install --require-hashes --no-deps --requirement requirements/light.lock \
-    && mkdir stream envs workers \
+    && mkdir penstock stream envs workers \
     && pip install --no-require-hashes --constraint requirements/all.lock ".[${EXTRAS}]"
+COPY penstock penstock
 COPY stream stream
 COPY envs envs
 COPY workers workers
