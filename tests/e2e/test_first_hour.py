@@ -47,7 +47,7 @@ def test_the_page_pays_for_the_wrong_thing_until_it_is_mended(tmp_path):
     for block in (each for each in blocks_of(PAGE) if each.language == "python"):
         write(block, tmp_path)
         rewards.append((earned(*[("wash",)] * 4), earned(("wash",), ("grind", 7), ("brew", "espresso"))))
-    assert rewards == [(2.0, 1.5), (0.5, 1.5)]
+    assert rewards == [(2.4, 1.6), (0.6, 1.6)]
 
 
 def test_the_pages_settings_are_valid():
@@ -110,7 +110,7 @@ def test_from_a_clone_to_a_run_inspected_and_resumed(newcomer, tmp_path, capsys)
     assert rises(wrong["env.clean"]) > 0.5
     assert rises(wrong["env.served"]) < 0, "the wrong reward is to be seen"
     assert rises(mended["env.served"]) > 0.15
-    assert fmean(mended["env.clean"][-5:]) <= 0.5
+    assert fmean(mended["env.clean"][-5:]) <= 0.6
     if missing:
         pytest.skip(f"all but the browser: {missing}")
 
@@ -189,7 +189,7 @@ def click_through(browser: Browser, address: str) -> None:
     text = click("nav a[href$='/groups']", lambda text: "coffee:0:" in text)
     text = click("tbody a[href*='/group?']", lambda text: "Side by side" in text)
     browser.picture("newcomer-group")
-    assert re.search(r"Table \d wants an espresso\.", text)
+    assert re.search(r"A coffee of \d+ grams, please\.", text)
     assert re.search(r"\b(wash|grind|brew)\b", text)
     assert "env.clean" in text
     assert "advantage" in text
