@@ -148,8 +148,8 @@ def test_a_missing_library_error_names_the_extra(tmp_path, library, name):
     (tmp_path / "train.parquet").write_text("")
     code = (
         f"import sys; sys.modules[{library!r}] = None\n"
-        "from workers.datasets.sources import open_source; from workers.settings import Data\n"
-        f"open_source(Data(path={str(tmp_path / name)!r}))"
+        "from workers.datasets.sources import open_source; from workers.settings import DataSettings\n"
+        f"open_source(DataSettings(path={str(tmp_path / name)!r}))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"needs {library}, which is not installed: pip install 'penstock[data]'" in result.stderr
@@ -197,8 +197,8 @@ def test_reading_any_kind_of_source_loads_no_torch(tmp_path):
 
     datasets.Dataset.from_list([{"prompt": "a"}]).save_to_disk(str(tmp_path / "plain"))
     code = (
-        "import sys; from workers.datasets.sources import open_source; from workers.settings import Data\n"
-        f"list(open_source(Data(path={str(tmp_path / 'plain')!r})).read_rows([0]))\n"
+        "import sys; from workers.datasets.sources import open_source; from workers.settings import DataSettings\n"
+        f"list(open_source(DataSettings(path={str(tmp_path / 'plain')!r})).read_rows([0]))\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
