@@ -142,7 +142,8 @@ SHORT_FILES = frozenset(
     plugins/vllm/penstock_vllm/errors.py plugins/vllm/penstock_vllm/tensor_probe.py
     plugins/vllm/penstock_vllm/vllm_internals.py stream/connection/keys.py stream/connection/scripts.py
     stream/parent_death.py stream/trainer/leased_group.py stream/trainer/ledger_ends.py
-    workers/dashboard/evaluations_page.py workers/demo/new_project.py workers/role/exit_codes.py workers/settings/secrets.py workers/terminal/engines.py
+    workers/dashboard/evaluations_page.py workers/demo/new_project.py workers/role/exit_codes.py
+    workers/settings/secrets.py workers/terminal/engines.py
     workers/terminal/groups.py workers/terminal/output.py workers/train/algorithms/pass_at_k.py
     workers/train/algorithms/proximal.py workers/train/model/policy_folder.py
     """.split()  # noqa: SIM905  (a list of words)
