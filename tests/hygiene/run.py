@@ -44,7 +44,7 @@ from workers.terminal.progress import choose_display
 
 SAMPLES = 300
 """Fewest samples of a run; a short run has fewer."""
-RESTS = (0.3, 0.55, 0.8)
+RESTS = (0.2, 0.45, 0.7)
 """Fractions of the groups at which the run is paused until nothing is in progress, to count the objects that remain."""
 
 

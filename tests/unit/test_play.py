@@ -98,6 +98,15 @@ def test_a_hanging_tool_ends_at_its_deadline():
     assert played.reward_value == 1.0
 
 
+@pytest.fixture
+def interruptible():
+    """Let SIGINT interrupt, also where the tests were started in the background of a shell, which ignores it there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_what_was_begun_and_is_raised():
     ended = []
 
