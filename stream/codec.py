@@ -4,7 +4,7 @@
 
     b"PS"  schema (1 byte)  crc32 of schema and body (4 bytes, little-endian)  body (msgpack)
 
-Records of scored groups: that of the rollout, and beside it what scoring has found.
+The record of a scored group is that of the rollout, with what scoring has found beside it.
 """
 
 import struct

@@ -9,7 +9,7 @@
 `score_pattern` finds the score in the judge's answer; `scale` maps it to [0, 1]. A verdict without a score is
 `not_numeric` (none in the answer, or outside of the scale), `not_finite`, `unavailable` (every attempt failed),
 `raised` (a 4xx) or `shape` (not a chat completion). The judge is then asked once more, unless it refused the request,
-and after that a control question (`control_question.py`): where it judges a harmless answer to the same prompt, the
+and after that a control question (`service_client.py`): where it judges a harmless answer to the same prompt, the
 model's own text is the cause and is worth 0; else the completion is unmeasured.
 """
 

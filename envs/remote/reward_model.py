@@ -12,7 +12,7 @@ collected for a few milliseconds and sent together, so that the server can run t
 
 A conversation without a score is `unavailable` (every attempt failed), `raised` (a 4xx, e.g. too long), `shape` (not
 exactly one score) or `not_finite`. With `worst_score` the server is then asked to score a harmless answer to the same
-prompt (`control_question.py`): where it does, the model's own text is the cause and has the worst score. Else the
+prompt (`service_client.py`): where it does, the model's own text is the cause and has the worst score. Else the
 completion is unmeasured, never 0.
 """
 
@@ -74,7 +74,7 @@ class _PendingRequest:
 
 
 class RewardModel:
-    """The reward function. Entering it checks each server; see `model_check.py`. Each completion is a call of its own.
+    """The reward function. Entering it checks each server; see `classify_api.py`. Each completion is a call of its own.
 
     Args:
         urls: servers of the same model; the least-loaded one is used.

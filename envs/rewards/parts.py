@@ -1,7 +1,4 @@
-"""Rewards from an environment's own `get_reward`.
-
-Merge the parts of a completion's reward into one reward.
-"""
+"""The parts of a completion's reward: those from the environment's own `get_reward`, and all of them as one reward."""
 
 import copy
 import math

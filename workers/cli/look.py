@@ -1,7 +1,4 @@
-"""Commands on an existing run: status, control, audit, replay, users, export.
-
-`penstock show`, `export-groups` and `trace`: what the model said in a run, its rewards, and where the time went.
-"""
+"""Commands that look at a run: its queues, groups, completions, logs, times and accounts; what they export."""
 
 import sys
 from pathlib import Path

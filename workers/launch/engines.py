@@ -1,6 +1,6 @@
 """The engines that a run starts itself: `engine.count` processes, each on its own port.
 
-The dashboard of a run: a process that may fail without any effect on the run.
+The run's dashboard is a process of the same kind: it may fail without any effect on the run.
 """
 
 from collections.abc import Callable

@@ -2,9 +2,9 @@
 
 ::
 
-    start      the dashboard (`dashboard_process.py`); engines, feed, score xM; when all engines listen: rollout xN,
+    start      the dashboard (`engines.py`); engines, feed, score xM; when all engines listen: rollout xN,
                train (beside a vLLM, feed and score start then, too)
-    restart    each process that exits before the run is done, within a budget (`restart_loop.py`)
+    restart    each process that exits before the run is done, within a budget (`restarts.py`)
     watch      once a second: progress display, and failure of a run that makes no progress
     end        trainer done     the other roles end by themselves within seconds, else they are stopped
                stopped          feed and rollout, then score, then train, then engines; each drains first

@@ -1,10 +1,6 @@
-"""Detects a run that makes no progress although there is work.
+"""What a supervisor watches: progress, what limits the run, full disks; and one sampled completion every few steps.
 
-Logs what limits a run, when that changes for longer than a moment.
-
-One sampled completion for the people who watch a run: every few steps, and at its end.
-
-Says when a disk of a run is full, and when it has room again: the run waits meanwhile.
+A run that makes no progress although there is work is stalled. While a disk is full the run waits.
 """
 
 import time

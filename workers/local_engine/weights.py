@@ -178,7 +178,7 @@ MODEL_CLASSES: Final = {
     "causal model": AutoModelForCausalLM,
     "sequence classifier": AutoModelForSequenceClassification,
 }
-_MODEL_FOLDER_MAX_LISTED: Final = 3
+_MAX_MISSING_LISTED: Final = 3
 """Largest number of missing weights that an error message lists."""
 
 
@@ -213,7 +213,7 @@ def load_model(folder: Path, kind: str, dtype: torch.dtype, **options: Any) -> A
             "set model.path to another folder"
         ) from error
     if missing := sorted(loading_info["missing_keys"]):
-        listed = ", ".join(missing[:_MODEL_FOLDER_MAX_LISTED]) + " and more" * (len(missing) > _MODEL_FOLDER_MAX_LISTED)
+        listed = ", ".join(missing[:_MAX_MISSING_LISTED]) + " and more" * (len(missing) > _MAX_MISSING_LISTED)
         raise SettingsError(
             f"{folder}: not a complete {kind}: its files lack the weights {listed}; "
             "copy it again, or set model.path to another folder"

@@ -1,19 +1,17 @@
-"""Finds which code blocks the event loop.
+"""Watchdogs of a worker process: an event loop that is blocked, one that stands still, a process that is used up.
 
 An `async def` that blocks (`time.sleep`, `requests.get`, a long computation) cannot be interrupted, and no lease is
-renewed meanwhile. Leases expire and their entries go to other workers: nothing is lost, but the work is done twice. The
-log names the code to fix.
+renewed meanwhile. Leases expire and their entries go to other workers: nothing is lost, but the work is done twice.
+The log names the code to fix.
 
-Lets a role whose event loop stands still be ended, even by code that never releases Python's interpreter lock.
+A role whose event loop stands still is ended, even if code never releases Python's interpreter lock: a role under
+`penstock run` shares memory with its supervisor: it notes there that its event loop turns, and which user code it
+calls (`envs.call.call_memory`); the supervisor kills it. A role that was started alone is ended by a timer in C,
+which needs no interpreter: it prints the stack of every thread (`Timeout (0:01:00)!`) and exits with 1.
 
-A role under `penstock run` shares memory with its supervisor: it notes there that its event loop turns, and which user
-code it calls (`envs.call.call_memory`); the supervisor kills it. A role that was started alone is ended by a timer in
-C, which needs no interpreter: it prints the stack of every thread (`Timeout (0:01:00)!`) and exits with 1.
-
-Replaces a worker process that user code has used up: too many hanging threads, or too much memory.
-
-A thread cannot be stopped, and only a new process gets back what it holds. So the worker drains as after a stop
-request, logs the reason, and exits with a code that means only this; the supervisor starts a new process.
+A process that user code has used up, by too many hanging threads or too much memory, is replaced: a thread cannot be
+stopped, and only a new process gets back what it holds. So the worker drains as after a stop request, logs the
+reason, and exits with a code that means only this; the supervisor starts a new process.
 """
 
 import faulthandler

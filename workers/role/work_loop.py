@@ -15,10 +15,6 @@ the worker is asked to stop         no new claims; work that is not finished wit
 its workers died twice              it is worked on alone, so that nothing else dies with it again; each further death
                                     counts as a failure of the infrastructure
 ==================================  =================================================================================
-
-Log lines for workers without work.
-
-Waiting for what the trainer writes to the server when it starts.
 """
 
 import traceback

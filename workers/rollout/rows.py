@@ -1,7 +1,4 @@
-"""Rows under construction: the tokens that the model saw and sampled, turn by turn, in typed arrays.
-
-Token ids of a context that grows turn by turn, and the JSON in which an engine gets them.
-"""
+"""Rows under construction: the tokens that the model saw and sampled, turn by turn, in typed arrays."""
 
 from array import array
 from collections.abc import Sequence

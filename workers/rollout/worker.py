@@ -1,8 +1,7 @@
 """The rollout worker: claims prompts, rolls out many groups concurrently, and completes them.
 
-Roll out the prompts of evaluations, next to the run's own prompts.
-
-`pacing.stale_policy = "cancel"`: cancel attempts that newer policies made too old, and start them again.
+Prompts of evaluations are rolled out next to the run's own. With `pacing.stale_policy = "cancel"`, attempts that newer
+policies made too old are cancelled and started again.
 """
 
 import gc

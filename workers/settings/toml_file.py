@@ -2,7 +2,7 @@
 
 The supervisor writes the resolved settings to the run's folder, so `penstock run runs/NAME/run.toml` resumes the run.
 
-Downloads a settings file, for roles on machines that have none.
+Roles on machines without the file download it.
 """
 
 import functools

@@ -1,7 +1,4 @@
-"""`penstock runs`: the runs that are here, with state, step and last reward, one line each.
-
-`penstock logs`: the logs of a run's processes as people read them, the oldest line first.
-"""
+"""`penstock runs` lists the runs that are here, one line each; `penstock logs` shows what their processes log."""
 
 import time
 from contextlib import suppress
@@ -61,7 +58,7 @@ def _row(state: RunState) -> list[str | Text]:
 
 
 _FOLLOW_INTERVAL_S: Final = 0.5
-_LOGS_STYLES: Final = {"debug": "bright_black", "warning": "yellow", "error": "bold red", "critical": "bold red"}
+_LEVEL_STYLES: Final = {"debug": "bright_black", "warning": "yellow", "error": "bold red", "critical": "bold red"}
 
 
 def show_logs(run: Run, role: str = "", *, follow: bool = False) -> None:
@@ -95,7 +92,7 @@ def render_line(line: LogLine) -> Text:
     text = Text.assemble((at, "bright_black"), (f"{escape_controls(line.process):<12} ", "cyan"))
     if not line.event:
         return text.append(escape_controls(line.text))
-    text.append(escape_controls(line.event), _LOGS_STYLES.get(line.level, "bold"))
+    text.append(escape_controls(line.event), _LEVEL_STYLES.get(line.level, "bold"))
     for name, value in line.values.items():
         text.append(f"  {escape_controls(name)}=", "bright_black")
         text.append(escape_controls(value if isinstance(value, str) else encode_json(value).decode()))

@@ -1,25 +1,6 @@
-"""The trainer's part in evaluations.
+"""The trainer's part in evaluations: begins and ends them, and delays publications while one is sampled.
 
-===================  ==============================================================================
-`scheduler.py`       begins and ends evaluations, and delays publications while one is sampled
-`results.py`         pass@k and mean reward over both denominators, by environment; `eval.jsonl`
-===================  ==============================================================================
-
-Results of evaluations: pass@k and mean reward over both denominators, by environment; `eval.jsonl`.
-
-Begins and ends evaluations, and delays publications while one is sampled.
-
-::
-
-    publish v ──► due? begin evaluation of v ──► train the next step ──► wait until v is sampled ──► publish v+1
-                                                                            └─ write the result once all is scored
-
-Engines serve version v for as long as its evaluation is sampled, so the spans of its completions name v alone. The wait
-cannot deadlock: evaluation prompts need no place in pacing. It is also bounded, by half of `abort.stall_timeout_s`
-without progress; completions sampled after that count as mixed.
-
-A trainer that resumes from a checkpoint publishes under a new version number. It discards an unfinished evaluation, and
-repeats it if `eval.jsonl` has no line for the step of its weights.
+Results are pass@k and the mean reward over both denominators, by environment, in `eval.jsonl`.
 """
 
 import math

@@ -241,7 +241,7 @@ def _sample_conversation(as_calls: bool) -> list[Message]:
     return [_DUMMY[0], *2 * [_assistant_message(_MARK, [answer], as_calls=as_calls), answer]]
 
 
-_CONTENT_PARTS_MARK, _SECOND_MARK = "part-5f1c", "second-5f1c"
+_PART_MARK, _SECOND_MARK = "part-5f1c", "second-5f1c"
 
 
 class ContentAdapter:
@@ -289,7 +289,7 @@ class ContentAdapter:
             return False
         if kind != "text":
             return with_part != without
-        return _CONTENT_PARTS_MARK in with_part and (_SECOND_MARK in with_part or not is_repeated)
+        return _PART_MARK in with_part and (_SECOND_MARK in with_part or not is_repeated)
 
     def _render_parts(self, role: str, parts: list[dict[str, Any]]) -> str | None:
         message: Message = {"role": role, "content": parts}
@@ -315,5 +315,5 @@ class ContentAdapter:
 def _part(kind: str) -> dict[str, Any]:
     """Return a part of that type, with the fields that templates read."""
     if kind == "image_url":
-        return {"type": kind, "image_url": {"url": _CONTENT_PARTS_MARK}}
-    return {"type": kind, kind: _CONTENT_PARTS_MARK}
+        return {"type": kind, "image_url": {"url": _PART_MARK}}
+    return {"type": kind, kind: _PART_MARK}

@@ -5,7 +5,7 @@ reason to hold requests back. Memory that runs short lowers it further. Without 
 there is memory for that. Several workers use the same engine, and each counts only its own requests: each decreases in
 proportion to these, and increases only while it has more requests to send.
 
-Load metrics that an engine reports at `/metrics`, in Prometheus' text format under vLLM's names.
+An engine reports its load at `/metrics`, in Prometheus' text format under vLLM's names.
 """
 
 import math

@@ -1,11 +1,10 @@
 """How a request for tokens is written to an engine, and how its answer is read.
 
-`POST /v1/completions` with token ids: every vLLM has it, but its answers name no policy version.
+`POST /inference/v1/generate` takes and gives token ids, with the policy version of every token. Every vLLM has `POST
+/v1/completions` with token ids, but its answers name no policy version.
 
 Requests spell out every sampling parameter: vLLM fills a missing one from the model's `generation_config.json`,
 including top-k and repetition penalty.
-
-`POST /inference/v1/generate`: token ids in, token ids out, with the policy version of every token.
 """
 
 from collections.abc import Sequence
@@ -149,7 +148,7 @@ class CompletionsApi:
         return sorted((first[0] or {}).values(), reverse=True) if first else []
 
 
-_decoder_of_generate_api = msgspec.json.Decoder(GenerateResponse)
+_generate_decoder = msgspec.json.Decoder(GenerateResponse)
 
 
 class _Request(Struct, kw_only=True, omit_defaults=True):
@@ -169,20 +168,20 @@ class _Entry(Struct, gc=False):
     token_id: int = NO_TOKEN_ID
 
 
-class _GenerateApiLogprobs(Struct, gc=False):
+class _GeneratedLogprobs(Struct, gc=False):
     content: list[_Entry]
 
 
-class _GenerateApiChoice(Struct):
+class _GeneratedChoice(Struct):
     token_ids: list[TokenId]
     finish_reason: FinishReason
-    logprobs: _GenerateApiLogprobs | None = None
+    logprobs: _GeneratedLogprobs | None = None
     weight_versions: list[VersionSpan] | None = None
 
 
 class _Answer(Struct):
     request_id: str
-    choices: list[_GenerateApiChoice]
+    choices: list[_GeneratedChoice]
 
 
 _answer_decoder = msgspec.json.Decoder(_Answer)
@@ -223,10 +222,10 @@ class GenerateApi:
 
     def reports_versions(self, payload: bytes, /) -> bool:
         """See `SamplingApi`."""
-        return decode_response(200, payload, self.path, _decoder_of_generate_api).choices[0].weight_versions is not None
+        return decode_response(200, payload, self.path, _generate_decoder).choices[0].weight_versions is not None
 
     def first_top_logprobs(self, payload: bytes) -> list[float]:
         """See `SamplingApi`."""
-        choice = decode_response(200, payload, self.path, _decoder_of_generate_api).choices[0]
+        choice = decode_response(200, payload, self.path, _generate_decoder).choices[0]
         first = choice.logprobs.content[:1] if choice.logprobs else []
         return sorted((entry.logprob for entry in first[0].top_logprobs), reverse=True) if first else []

@@ -267,7 +267,7 @@ def _sum(values_RT: Tensor, sequences: Sequences) -> Tensor:
     return sequences.broadcast(sequences.sum(values_RT))
 
 
-def _mean_of_rejection(values_RT: Tensor, sequences: Sequences) -> Tensor:
+def _sequence_mean(values_RT: Tensor, sequences: Sequences) -> Tensor:
     return sequences.broadcast(sequences.mean(values_RT))
 
 
@@ -279,7 +279,7 @@ _DIVERGENCES: Final = {"k1": k1, "k2": k2, "k3": k3}
 _LEVELS: Final = {
     "token": (_token, "{k}_t"),
     "seq_sum": (_sum, "sum_t {k}_t"),
-    "seq_mean": (_mean_of_rejection, "mean_t {k}_t"),
+    "seq_mean": (_sequence_mean, "mean_t {k}_t"),
     "seq_max": (_max, "max_t {k}_t"),
 }
 

@@ -3,16 +3,14 @@
 Rewards outside B (never measured, not finite, excluded) stay 0.0 and are not clipped into a number. A
 reward in B is finite by definition of B; one that is not, before or after shaping, is an error.
 
-Group filters: which groups are worth training on.
+Group filters say which groups are worth training on. They look at B, after the truncation policy and before reward
+shaping. All except `min_valid_rows` keep a group without a completion in B, which is dropped for that reason before.
+The name of a filter is the reason that is counted.
 
-Filters look at B, after the truncation policy and before reward shaping. All except `min_valid_rows` keep a group
-without a completion in B, which is dropped for that reason before. The name of a filter is the reason that is counted.
-
-Advantages of completions that are trained at the reward 0 and count in no statistic.
-
-An estimator never sees them. Within a group its advantages lie on a straight line over the rewards (`affine` in its
-traits): a completion whose reward is 0 gets the value of that line at 0. For `grpo` this is (0 - mean) / (std + eps),
-with mean and std of the group's completions in B.
+Completions that are trained at the reward 0 count in no statistic: an estimator never sees them. Within a group its
+advantages lie on a straight line over the rewards (`affine` in its traits): a completion whose reward is 0 gets the
+value of that line at 0. For `grpo` this is (0 - mean) / (std + eps), with mean and std of the group's completions in
+B.
 """
 
 import torch

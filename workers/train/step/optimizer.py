@@ -1,6 +1,6 @@
 """The optimizer: AdamW over the policy's trained parameters and the critic, with its state as tensors by name.
 
-Learning-rate schedules: a factor for each optimizer step.
+A learning-rate schedule is a factor for each optimizer step.
 """
 
 import math
