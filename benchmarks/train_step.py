@@ -3,6 +3,7 @@
     python -m benchmarks.train_step [--json] [--model half-billion|small|100m] [--packing auto] [--attention auto]
                                     [--checkpointing] [--rows 64] [--steps 8] [--updates 1]
                                     [--micro-batch-tokens 16384] [--threads 1] [--check]
+    python -m benchmarks.train_step --share both [--prompt 256] [--response 64] [--group 8] [--groups 1] [--json]
 
 ==============  ==========================================================================================
 `half-billion`  on a GPU: a random model of 0.5 billion parameters (the shape of Qwen2.5-0.5B) in bfloat16, rows of
@@ -22,6 +23,9 @@ products only, twice as many backward as forward, without recomputation (PaLM, a
 parameters in products per token, the output layer for loss tokens only, and for attention 12 x layers x heads x head
 size x half of the sum of squared row lengths (causal). Peaks are the makers' figures for dense bfloat16; None for
 unknown cards and for float32.
+
+`--share both` compares rows apart with rows that share their prefixes (`share_history.py`): seconds and peak memory of
+a step, and the tokens that one pass forwards, by turns in one run, of the 100m model unless `--model` names another.
 
 Weights and tokens are random, which does not change the work. `step_cpu_s`, the CPU time of all threads, is the figure
 least affected by other load on a CPU.
@@ -46,6 +50,7 @@ import structlog
 import torch
 import transformers
 
+from benchmarks.share_history import compare
 from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import Measured
 from workers import settings
@@ -209,7 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--model", choices=tuple(MODELS), default="half-billion")
+    parser.add_argument("--model", choices=tuple(MODELS), help="default: half-billion; 100m with --share")
     parser.add_argument("--small", dest="model", action="store_const", const="small")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, default=0, help="128 of the small model, else 64")
@@ -219,7 +224,17 @@ def main() -> int:
     parser.add_argument("--packing", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--share", choices=("both",))
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--response", type=int, default=64)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=1)
     given = parser.parse_args()
+    if given.share:
+        compared = compare(MODELS[given.model or "100m"][0], given)
+        print(json.dumps(compared) if given.json else "\n".join(f"{way:6} {found}" for way, found in compared.items()))
+        return 0
+    given.model = given.model or "half-billion"
     gpu = torch.cuda.is_available()
     if not gpu and given.model == "half-billion":
         print("there is no GPU here; --small or --model 100m runs on the CPU", file=sys.stderr)

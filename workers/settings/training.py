@@ -42,6 +42,9 @@ class TrainSettings(Section, frozen=True):
     attention: Literal["auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention kernel. `varlen`: torch's own flash attention; `flash_attention_2` and `_3` need the package
     `flash-attn`. `auto`: one of the flash kernels where rows are packed, else the default of transformers."""
+    share_history: Literal["auto", "on", "off"] = "auto"
+    """Forward tokens with which several rows begin only once, with the same gradients. `auto`: if a test at load time
+    shows that the model supports it, and enough tokens are shared; `on`: always, and refuse a model that does not."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     ranks: PositiveInt = 1

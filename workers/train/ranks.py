@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 from stream.errors import SettingsError
+
+T = TypeVar("T")
 
 TIMEOUT_VARIABLE: Final = "PENSTOCK_RANKS_TIMEOUT_S"
 """Environment variable, not a setting: followers need it before they receive the settings."""
@@ -92,12 +94,12 @@ class Ranks:
         """Whether this is the rank that reads and writes files."""
         return self.rank == 0
 
-    def local_batches(self, batches: list[Tensor]) -> list[Tensor | None]:
+    def local_batches(self, batches: list[T]) -> list[T | None]:
         """Return the micro-batches of this rank, padded with None to the same number on every rank.
 
         A pass through a sharded model is a collective, so every rank makes the same number of passes.
         """
-        own: list[Tensor | None] = [*batches[self.rank :: self.world_size]]
+        own: list[T | None] = [*batches[self.rank :: self.world_size]]
         turns = -(-len(batches) // self.world_size)
         return own + [None] * (turns - len(own))
 

@@ -5,7 +5,7 @@ states are captured before the output layer, narrowed to the positions that pred
 log-probs block by block. A model whose transform from hidden states to logits is unknown (`lm_head.py`) computes the
 logits itself, of the narrowed positions if its output layer is a separate module.
 
-Model inputs from rows: padded to one length, or packed one after another.
+Model inputs from rows: padded to one length, packed one after another, or as the prefix tree that they share.
 """
 
 from typing import Any, NamedTuple, Self
@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from workers.train.model import logit_blocks
+from workers.train.model.attention_kernels import TREE, switch_attention
 from workers.train.model.lm_head import LMHead, find_lm_head, replace_hidden
 from workers.train.model.logit_blocks import MIN_LOGPROB, EntropyMode
+from workers.train.model.prefix_tree import PrefixTree
 
 
 class LogprobModel(NamedTuple):
@@ -27,6 +29,10 @@ class LogprobModel(NamedTuple):
     """Found by `find_lm_head`; None to use the model's own logits."""
     packed: bool = False
     """True if rows are concatenated without padding."""
+    row_attention: str = ""
+    """Attention implementation for rows apart; needed only with `can_share`."""
+    can_share: bool = False
+    """True if rows may run as the prefix tree that they share."""
     sharded_root: nn.Module | None = None
     """Module whose forward pass gathers sharded weights (`sharded_model.ShardedRoot`); None if nothing is sharded."""
 
@@ -58,6 +64,7 @@ def token_logprobs(
     *,
     temperature: float,
     lengths_M: Tensor | None = None,
+    tree: PrefixTree | None = None,
     entropy: EntropyMode = "",
     sum_pi_squared: bool = False,
     end_states: bool = False,
@@ -70,6 +77,7 @@ def token_logprobs(
         chosen_MT: bool, the selected tokens; never the first token of a row, which nothing predicts.
         temperature: of sampling; 0 (greedy) is treated as 1.
         lengths_M: int64, tokens of each row without padding; full rows by default.
+        tree: the prefix tree of these rows, for a model with `can_share`; None to run the rows apart.
         entropy: whether to compute entropies, without or with gradient.
         sum_pi_squared: whether to compute sums of squared probabilities.
         end_states: whether to return the hidden states after the last tokens.
@@ -82,6 +90,7 @@ def token_logprobs(
             chosen_MT,
             temperature=temperature,
             lengths_M=lengths_M,
+            tree=tree,
             entropy=entropy,
             sum_pi_squared=sum_pi_squared,
             end_states=end_states,
@@ -89,11 +98,13 @@ def token_logprobs(
         return gathered
     if lengths_M is None:
         lengths_M = tokens_MT.new_full(tokens_MT.shape[:1], tokens_MT.shape[1])
-    layout = lay_out(tokens_MT, lengths_M, packed=model.packed)
+    if model.can_share:  # until the next pass: layers that are recomputed in the backward pass need the same one
+        switch_attention(model.model, model.row_attention if tree is None else TREE)
+    layout = lay_out(tokens_MT, lengths_M, packed=model.packed) if tree is None else lay_out_tree(tree)
     rows_N, columns_N = chosen_MT.nonzero(as_tuple=True)
-    positions = layout.starts_M[rows_N] + columns_N - 1
+    positions = layout.places_MT[rows_N, columns_N - 1]
     if end_states:
-        positions = torch.cat([positions, layout.starts_M + lengths_M - 1])
+        positions = torch.cat([positions, layout.places_MT.gather(1, lengths_M.unsqueeze(1) - 1).squeeze(1)])
     targets_N, count = tokens_MT[chosen_MT], len(rows_N)
     temperature = temperature or 1.0
     if model.head is None:
@@ -173,8 +184,8 @@ class ModelInputs(NamedTuple):
 
     inputs: dict[str, Any]
     """Keyword arguments of the model."""
-    starts_M: Tensor
-    """int64, start of each row in the flattened rows."""
+    places_MT: Tensor
+    """int64, where each token of a row is in the flattened inputs; anywhere for padding."""
 
 
 def lay_out(tokens_MT: Tensor, lengths_M: Tensor, *, packed: bool) -> ModelInputs:
@@ -182,15 +193,17 @@ def lay_out(tokens_MT: Tensor, lengths_M: Tensor, *, packed: bool) -> ModelInput
 
     Example, rows [1 2 3] and [4 5]::
 
-        padded    input_ids [[1 2 3] [4 5 0]]                                             starts 0 3
-        packed    input_ids [[1 2 3 4 5]]  position_ids [[0 1 2 0 1]]  cu_seq_lens 0 3 5  starts 0 3
+        padded    input_ids [[1 2 3] [4 5 0]]
+        packed    input_ids [[1 2 3 4 5]]  position_ids [[0 1 2 0 1]]  cu_seq_lens 0 3 5
 
     Attention is causal, so right padding needs no mask. Packed rows are separated by positions that restart at 0 and by
     their bounds; the model's attention uses one of the two.
     """
     rows, width = tokens_MT.shape
     if not packed:
-        return ModelInputs({"input_ids": tokens_MT}, torch.arange(rows, device=tokens_MT.device) * width)
+        return ModelInputs(
+            {"input_ids": tokens_MT}, torch.arange(rows * width, device=tokens_MT.device).view(rows, width)
+        )
     positions_MT = torch.arange(width, device=tokens_MT.device).expand(rows, width)
     real_MT = positions_MT < lengths_M.unsqueeze(1)
     ends_M = lengths_M.cumsum(0)
@@ -204,4 +217,14 @@ def lay_out(tokens_MT: Tensor, lengths_M: Tensor, *, packed: bool) -> ModelInput
         "max_length_q": longest,
         "max_length_k": longest,
     }
-    return ModelInputs(inputs, ends_M - lengths_M)
+    return ModelInputs(inputs, (ends_M - lengths_M).unsqueeze(1) + positions_MT)
+
+
+def lay_out_tree(tree: PrefixTree) -> ModelInputs:
+    """Convert a prefix tree to model inputs: its places in one row, each with its depth as its position."""
+    inputs = {
+        "input_ids": tree.tokens_P.unsqueeze(0),
+        "position_ids": tree.depths_P.unsqueeze(0),
+        "prefix_tree": tree,
+    }
+    return ModelInputs(inputs, tree.places_MT)

@@ -239,16 +239,18 @@ class Learner:
 
     def _train(self, prepared: PreparedBatch, accumulator: StepAccumulator) -> str:
         """Run the updates of one batch; return why they stopped early, or an empty string."""
-        parts = self.runner.micro_batches(prepared.batch, prepared.masks.loss_rows_R)
+        plan = self.runner.plan(prepared.batch, prepared.masks.loss_rows_R)
+        parts = self.ranks.local_batches(plan.parts)
+        accumulator.forwarded, accumulator.shared = plan.forwarded, plan.tokens - plan.forwarded
         skipped = ""
         for update in range(self.settings.train.updates_per_batch):
             self.optimizer.zero_grad()
             local = StepAccumulator()
-            for rows in parts:
-                if rows is None:
+            for part in parts:
+                if part is None:
                     self.runner.dummy_forward(prepared.batch)
                     continue
-                output = self.runner.backward(prepared, rows, first=update == 0)
+                output = self.runner.backward(prepared, part, first=update == 0)
                 local.add({"loss": output.loss.detach(), **output.sums}, output.maxima)
             self.ranks.all_reduce_gradients((self.parameters | self.critic_parameters).values())
             accumulator.add(*self.ranks.all_reduce_metrics(local.sums, local.maxima))

@@ -1,7 +1,4 @@
-"""Passes of the policy, the reference policy and the critic over rows of a batch.
-
-Partition a batch into micro-batches.
-"""
+"""Passes of the policy, the reference policy and the critic over micro-batches of rows."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +15,7 @@ from workers.train.model.logprobs import LogprobModel, TokenLogprobs, token_logp
 from workers.train.ranks import Ranks
 from workers.train.step.batch import Batch, ForwardStatistics
 from workers.train.step.loss import micro_batch_loss
+from workers.train.step.micro_batches import MicroBatch, MicroBatches, plan_micro_batches
 from workers.train.step.prepared_batch import PreparedBatch
 
 
@@ -52,10 +50,11 @@ class ModelRunner:
         self.reference = None if reference is None else self._with_attention(reference)
         self._as_reference = as_reference
 
-    def micro_batches(self, batch: Batch, rows_R: Tensor) -> list[Tensor | None]:
-        """Return row numbers of this rank's micro-batches over some rows; None if only other ranks have one."""
-        tokens = self.settings.train.micro_batch_tokens
-        return self.ranks.local_batches(split_micro_batches(batch, tokens, rows_R, packed=self.policy.packed))
+    def plan(self, batch: Batch, rows_R: Tensor) -> MicroBatches:
+        """Partition some rows into the micro-batches of all ranks."""
+        train = self.settings.train
+        share = train.share_history if self.policy.can_share else "off"
+        return plan_micro_batches(batch, train.micro_batch_tokens, rows_R, packed=self.policy.packed, share=share)
 
     def forward_statistics(self, batch: Batch, mask_RT: Tensor) -> ForwardStatistics:
         """Run policy and critic without gradient over the tokens that may bear loss."""
@@ -63,17 +62,17 @@ class ModelRunner:
         logprobs_RT, sum_pi_squared_RT, values_RT = zeros_RT, zeros_RT.clone(), zeros_RT.clone()
         end_values_R = zeros_RT.new_zeros(len(batch.lengths_R))
         with torch.no_grad():
-            for rows in self.micro_batches(batch, mask_RT.any(dim=1)):
-                if rows is None:
+            for part in self.ranks.local_batches(self.plan(batch, mask_RT.any(dim=1)).parts):
+                if part is None:
                     self.dummy_forward(batch)
                     continue
-                width = int(batch.lengths_R[rows].max())
+                rows, width = part.rows, int(batch.lengths_R[part.rows].max())
                 mask = mask_RT[rows, :width]
                 outputs = self._forward(
-                    self.policy, batch, rows, mask, sum_pi_squared=True, end_states=self.critic is not None
+                    self.policy, batch, part, mask, sum_pi_squared=True, end_states=self.critic is not None
                 )
-                for whole, part in ((logprobs_RT, outputs.logprobs_N), (sum_pi_squared_RT, outputs.sum_pi_squared_N)):
-                    whole[rows, :width] = torch.zeros_like(whole[rows, :width]).masked_scatter(mask, _required(part))
+                for whole, own in ((logprobs_RT, outputs.logprobs_N), (sum_pi_squared_RT, outputs.sum_pi_squared_N)):
+                    whole[rows, :width] = torch.zeros_like(whole[rows, :width]).masked_scatter(mask, _required(own))
                 if self.critic is not None:
                     values_N = self.critic(_required(outputs.hidden_NH))
                     values_RT[rows, :width] = torch.zeros_like(values_RT[rows, :width]).masked_scatter(mask, values_N)
@@ -86,15 +85,15 @@ class ModelRunner:
             end_values_R=add(end_values_R),
         )
 
-    def backward(self, prepared: PreparedBatch, rows: Tensor, *, first: bool) -> LossOutput:
+    def backward(self, prepared: PreparedBatch, part: MicroBatch, *, first: bool) -> LossOutput:
         """Run forward and backward over one micro-batch; `first` is True in the first update of a batch."""
-        batch = prepared.batch
+        batch, rows = prepared.batch, part.rows
         mask_MT = prepared.masks.loss_tokens_RT[rows, : int(batch.lengths_R[rows].max())]
-        outputs = self._forward(self.policy, batch, rows, mask_MT, entropy=first)
+        outputs = self._forward(self.policy, batch, part, mask_MT, entropy=first)
         reference_N = None
         if self.reference is not None:
             with torch.no_grad(), self._as_reference():
-                reference_N = self._forward(self.reference, batch, rows, mask_MT).logprobs_N
+                reference_N = self._forward(self.reference, batch, part, mask_MT).logprobs_N
         values_N = None if self.critic is None else self.critic(_required(outputs.hidden_NH))
         loss = micro_batch_loss(
             prepared, self.settings, rows, outputs, first=first, reference_N=reference_N, values_N=values_N
@@ -108,25 +107,25 @@ class ModelRunner:
         A pass through a sharded model is a collective, so every rank makes the same number of passes. With gradients
         enabled there is a backward pass too, of a loss that is always 0.
         """
-        rows = batch.lengths_R.new_zeros(1)
-        mask_MT = torch.tensor([[False, True]], device=rows.device)
-        outputs = self._forward(self.policy, batch, rows, mask_MT)
+        row = MicroBatch(batch.lengths_R.new_zeros(1))
+        mask_MT = torch.tensor([[False, True]], device=row.rows.device)
+        outputs = self._forward(self.policy, batch, row, mask_MT)
         if not torch.is_grad_enabled():
             return
         if self.reference is not None:
             with torch.no_grad(), self._as_reference():
-                self._forward(self.reference, batch, rows, mask_MT)
+                self._forward(self.reference, batch, row, mask_MT)
         (outputs.logprobs_N.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
     def _with_attention(self, model: LogprobModel) -> LogprobModel:
         dtype = torch.bfloat16 if self.settings.model.dtype == "bfloat16" else next(model.model.parameters()).dtype
         configured = set_attention(model, self.settings.train, dtype)
-        layouts, _ = self.ranks.all_reduce_metrics({"packed" if configured.packed else "padded": 1.0}, {})
+        layout = f"{'packed' if configured.packed else 'padded'}, {'shared' if configured.can_share else 'apart'}"
+        layouts, _ = self.ranks.all_reduce_metrics({layout: 1.0}, {})
         if len(layouts) > 1:  # every rank raises, so none waits for one that has left
             raise SettingsError(
-                "rows are packed on some ranks and padded on others, because their devices differ; set train.packing "
-                "to "
-                "'off', or train.attention to one that all devices support"
+                f"ranks lay out rows in different ways ({'; '.join(layouts)}), because their devices differ; set "
+                "train.packing and train.share_history to 'off', or train.attention to one that all devices support"
             )
         return configured
 
@@ -134,7 +133,7 @@ class ModelRunner:
         self,
         model: LogprobModel,
         batch: Batch,
-        rows: Tensor,
+        part: MicroBatch,
         mask_MT: Tensor,
         *,
         entropy: bool = False,
@@ -146,10 +145,11 @@ class ModelRunner:
         with torch.autocast(mask_MT.device.type, torch.bfloat16, enabled=self.settings.model.dtype == "bfloat16"):
             return token_logprobs(
                 model,
-                batch.tokens_RT[rows, :width],
+                batch.tokens_RT[part.rows, :width],
                 mask_MT,
                 temperature=self.settings.rollout.temperature,
-                lengths_M=batch.lengths_R[rows].clamp(max=width),  # a dummy pass reads only the start of a row
+                tree=part.tree if model.can_share else None,
+                lengths_M=batch.lengths_R[part.rows].clamp(max=width),  # a dummy pass reads only the start of a row
                 entropy="gradient" if bonus else "value" if entropy else "",
                 sum_pi_squared=sum_pi_squared,
                 end_states=end_states,
@@ -165,44 +165,3 @@ def _required(tensor: Tensor | None) -> Tensor:
     if tensor is None:
         raise ValueError("the model's output layer is not a separate module, so its hidden states cannot be captured")
     return tensor
-
-
-def split_micro_batches(
-    batch: Batch, micro_batch_tokens: int, rows_R: Tensor | None = None, *, packed: bool = False
-) -> list[Tensor]:
-    """Partition rows into micro-batches with a bounded number of tokens.
-
-    All rows of a completion stay together, because some losses look at whole completions. Completions are sorted by
-    their longest row and packed in that order, which keeps padding small; a completion over the bound gets a
-    micro-batch of its own.
-
-    Args:
-        batch: the rows.
-        micro_batch_tokens: maximum, counted with padding: rows times the longest row's length.
-        rows_R: bool, the rows to partition; all by default.
-        packed: True if rows are not padded, so that their own lengths count.
-
-    Returns:
-        Row numbers (int64) of each micro-batch.
-    """
-    everything_R = torch.arange(len(batch.lengths_R), device=batch.lengths_R.device)
-    chosen = everything_R if rows_R is None else everything_R[rows_R]
-    if not len(chosen):
-        return []
-    _, codes, counts_S = torch.unique(batch.completion_ids_R[chosen], return_inverse=True, return_counts=True)
-    longest_S = torch.zeros_like(counts_S).scatter_reduce(0, codes, batch.lengths_R[chosen], "amax")
-    order_S = torch.argsort(longest_S, descending=True, stable=True)
-    totals_S = torch.zeros_like(counts_S).index_add_(0, codes, batch.lengths_R[chosen])
-    sizes: list[int] = []
-    tokens = longest = 0
-    for length, rows, total in zip(*(x[order_S].tolist() for x in (longest_S, counts_S, totals_S)), strict=True):
-        more = total if packed else rows * longest
-        if sizes and tokens + more <= micro_batch_tokens:
-            sizes[-1] += rows
-            tokens += more
-        else:
-            longest = max(length, 1)
-            tokens = total if packed else rows * longest
-            sizes.append(rows)
-    rank_S = torch.argsort(order_S)
-    return list(torch.split(chosen[torch.argsort(rank_S[codes], stable=True)], sizes))

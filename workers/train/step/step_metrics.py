@@ -146,6 +146,10 @@ class StepAccumulator:
     sums: dict[str, float] = field(default_factory=dict)
     """`loss` and `grad_norm` over updates, all others over loss tokens and updates."""
     maxima: dict[str, float] = field(default_factory=dict)
+    forwarded: int = 0
+    """Tokens of one pass over the rows with loss."""
+    shared: int = 0
+    """Tokens of these rows that the pass did not repeat, because another row begins with the same ones."""
 
     def add(self, sums: Mapping[str, Tensor | float], maxima: Mapping[str, Tensor | float]) -> None:
         """Add the sums and maxima of a part."""
@@ -158,7 +162,8 @@ class StepAccumulator:
         """Return means, given the number of loss tokens; entropy is over the first update only."""
         divisors = {"loss": self.updates, "grad_norm": self.updates, "entropy": tokens}
         means = {name: value / divisors.get(name, tokens * self.updates) for name, value in self.sums.items()}
-        return {"loss": 0.0, **means, **self.maxima}
+        shared = {"tokens/forwarded": self.forwarded, "tokens/shared": self.shared}
+        return {"loss": 0.0, **means, **self.maxima, **shared}
 
 
 def step_metrics(
