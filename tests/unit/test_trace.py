@@ -11,7 +11,7 @@ from stream.errors import PenstockError
 from stream.records import ActivityTime, Completion, Group, Prompt, ToolRun
 from stream.trainer.archive import Archive
 from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
-from workers.rollout.episode import timed
+from workers.rollout.episode import measure_time
 from workers.runs.find import open_run
 from workers.runs.opentelemetry_export import export_spans
 from workers.runs.phases import StepTimes, group_phase, read_steps, trace_id
@@ -146,7 +146,7 @@ def test_every_event_is_strictly_of_the_trace_event_format():
 def test_the_time_of_each_activity_is_recorded_and_their_number_is_bounded():
     completion = Completion(index=0, seconds={"engine": 0.0})
     for _ in range(1100):
-        with timed(completion, "engine"):
+        with measure_time(completion, "engine"):
             pass
     assert len(completion.intervals) == 1000
     assert completion.intervals[0].began_at <= completion.intervals[-1].began_at

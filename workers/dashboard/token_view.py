@@ -155,7 +155,7 @@ class _Tokens:
         self.loss_mask = columns.loss_mask or [each * has_loss for each in sampled]
 
     @property
-    def why_no_loss(self) -> str:
+    def why_without_loss(self) -> str:
         """Why the completion bears no loss; empty if it does."""
         if self.trained is None:
             return "no step had the completion"
@@ -181,7 +181,7 @@ def _color_advantages(tokens: _Tokens) -> _Coloring:
             return "no-loss"
         return _tinted(value, max(1, round(3 * abs(value) / largest)) if value else 0)
 
-    legend = [LegendEntry("no-loss", f"no loss{_because(tokens.why_no_loss)}")]
+    legend = [LegendEntry("no-loss", f"no loss{_because(tokens.why_without_loss)}")]
     if largest:
         high = format_value(largest)
         more = LegendEntry("tint-3", f"up to +{high}: becomes more likely")
@@ -215,8 +215,8 @@ def _color_masks(tokens: _Tokens) -> _Coloring:
         return "tint-2" if tokens.loss_mask[at] else "no-loss"
 
     legend = [LegendEntry(css, f"rejected by {rule}") for rule, css in by_rule.items()]
-    if tokens.why_no_loss:
-        legend.append(LegendEntry("no-loss", f"no loss{_because(tokens.why_no_loss)}"))
+    if tokens.why_without_loss:
+        legend.append(LegendEntry("no-loss", f"no loss{_because(tokens.why_without_loss)}"))
     else:
         legend = [LegendEntry("tint-2", "bears loss"), *legend]
     return _Coloring(css, legend, "This step has no annotations: tokens that a rule rejected singly are not marked.")
@@ -279,7 +279,7 @@ def _title(tokens: _Tokens, at: int, text: str) -> str:
     if (rule := tokens.rejected_by[at]) is not None:
         parts.append(f"no loss: rejected by {rule}")
     elif not tokens.loss_mask[at]:
-        parts.append(f"no loss{_because(tokens.why_no_loss)}")
+        parts.append(f"no loss{_because(tokens.why_without_loss)}")
     if (version := columns.versions[at]) is not None:
         parts.append(f"version {version}")
     return " \u00b7 ".join(parts)

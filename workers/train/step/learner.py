@@ -23,7 +23,7 @@ from workers.train.model.lm_head import Critic, hidden_size
 from workers.train.model.trainable_model import TrainableModel
 from workers.train.ranks import Ranks, gather_full
 from workers.train.step.batch import Batch
-from workers.train.step.group_checks import GroupRewards, count_no_loss, describe_completions
+from workers.train.step.group_checks import GroupRewards, count_without_loss, describe_completions
 from workers.train.step.model_runner import ModelRunner
 from workers.train.step.optimizer import Optimizer
 from workers.train.step.prepared_batch import CompleteComparison, PreparedBatch, prepare
@@ -152,7 +152,7 @@ class Learner:
             dropped=prepared.drop_reasons,
             loss=float(metrics["loss"]),
             metrics=finite,
-            no_loss=count_no_loss(prepared.batch, prepared.masks),
+            without_loss=count_without_loss(prepared.batch, prepared.masks),
             completions=self._describe(prepared, trained=trained),
         )
 
