@@ -170,7 +170,7 @@ class ConnectionPool:
                 if connection.url.startswith(f"{base_url}/"):
                     connection.abort(UnreachableError(why))
 
-    def continuity(self, base_url: str) -> int | None:
+    def connection_epoch(self, base_url: str) -> int | None:
         """Return a number that stays the same while connections to the server live on; None if there is none now.
 
         A process that takes over another one's address does not have that one's connections.
