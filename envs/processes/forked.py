@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from envs.call import describe_error
-from envs.processes.confine import set_limit
+from envs.processes.resource_limits import set_limit
 
 WALL_FACTOR = 12
 """Wall seconds for each second of processor time: machines are busy, and a right answer must not be late for that."""
