@@ -141,7 +141,7 @@ def long_prompt(project: Project) -> None:
     project.rows([{"question": "word " * 900, "answer": "1", "target": 1}] * 4)
 
 
-def own_rows(code: str, project: Project) -> None:
+def environment_rows(code: str, project: Project) -> None:
     project.edit("world.py", "    def reset", f"    def rows(self):\n        {code}\n\n    def reset")
 
 
@@ -164,13 +164,13 @@ MISTAKES = {
     "a CSV file": (partial(set_key, "data", "path", __file__), ["data.path", ".jsonl or .parquet"]),
     "no data and no rows()": (lambda project: project.table.pop("data"), ["counter has no method rows()", "data.path"]),
     "rows that raise": (
-        lambda project: (project.table.pop("data"), own_rows("return open('gone.csv')", project)),
+        lambda project: (project.table.pop("data"), environment_rows("return open('gone.csv')", project)),
         ["environments.counter: rows() raised FileNotFoundError", "world.py:4"],
     ),
     "held-out rows that are trained on": (
         lambda project: (
             set_key("eval", "rows", 5, project),
-            own_rows("return [{'target': 1}]", project),
+            environment_rows("return [{'target': 1}]", project),
         ),
         ["rows() of environments.counter has no parameter `split`", "eval.path"],
     ),

@@ -22,14 +22,14 @@ def check_data(checker: Checker) -> list[Prompt]:
     data = checker.about("data", "data.sets" if settings.data.sets else "data.path")
     held_out = checker.about("data", "eval.path" if settings.eval.path else "eval.rows")
     with temporary_folder(settings) as own:
-        prompts = _check_rows(own, data) if _check_own_rows(write_training_rows, own, data) else []
-        if settings.eval.source and _check_own_rows(write_evaluation_rows, own, held_out):
+        prompts = _check_rows(own, data) if _check_environment_rows(write_training_rows, own, data) else []
+        if settings.eval.source and _check_environment_rows(write_evaluation_rows, own, held_out):
             _check_rows(own.for_evaluation, held_out)
     checker.checked.append(f"{len(prompts)} rows of the data")
     return prompts
 
 
-def _check_own_rows(write: Callable[[Settings, float], None], settings: Settings, data: Subject) -> bool:
+def _check_environment_rows(write: Callable[[Settings, float], None], settings: Settings, data: Subject) -> bool:
     """Call `rows()` of the environments that bring their own rows. Returns whether these can be checked, too."""
     try:
         write(settings, _ROWS_TIMEOUT_S)

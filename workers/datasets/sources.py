@@ -16,7 +16,7 @@ import msgspec
 
 from stream.errors import DataError
 from workers.settings import DataSettings
-from workers.settings.data import GENERATED, OWN_ROWS
+from workers.settings.data import ENVIRONMENT_ROWS, GENERATED
 
 Row = dict[str, Any]
 
@@ -68,7 +68,7 @@ def open_source(data: DataSettings, setting: str = "data.path") -> Source:
     raise DataError(f"{data.path}: prompts come from a .jsonl or .parquet file, or a dataset saved to a folder")
 
 
-def first_own_row(path: str) -> Row:
+def first_environment_row(path: str) -> Row:
     """Return the first of an environment's own rows; no columns if they were not written yet."""
     file, _ = _split_path(path)
     if not file.is_file():
@@ -311,7 +311,7 @@ def _check_prompt(row: Row, prompt: str, place: str) -> Row | DataError:
 
 def _split_path(path: str) -> tuple[Path, str]:
     """Return the path and the split after its last `#`. If the whole path exists, its `#` is part of the name."""
-    path = path.removeprefix(OWN_ROWS)
+    path = path.removeprefix(ENVIRONMENT_ROWS)
     whole = Path(path)
     folder, mark, split = path.rpartition("#")
     return (whole, "") if whole.exists() or not mark else (Path(folder), split)
