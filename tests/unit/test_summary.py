@@ -26,7 +26,7 @@ from workers.settings.toml_file import parse_settings
 KEYS = [
     "finished", "steps", "groups_trained", "groups_dropped", "completion_states", "score_before", "score_after",
     "staleness", "tokens_per_second", "seconds", "fed", "outstanding", "dead", "duplicates", "rejected_rows",
-    "totals", "causes", "verdict", "failure",
+    "totals", "causes", "why_untrained", "failure",
 ]  # fmt: skip
 
 

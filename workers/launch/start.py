@@ -35,9 +35,9 @@ from workers.runs.summary import (
     describe_rewards,
     describe_totals,
     latest_progress,
-    nothing_learned,
     read_summary,
     summarize,
+    why_untrained,
 )
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
@@ -89,7 +89,7 @@ def run(
         print(finished_text(settings, finished), file=sys.stderr, flush=True)  # noqa: T201
         if as_json:
             print(msgspec.json.encode(finished).decode(), flush=True)  # noqa: T201
-        return ExitCode.UNTRAINED if finished.verdict else ExitCode.SUCCESS
+        return ExitCode.UNTRAINED if finished.why_untrained else ExitCode.SUCCESS
     if check:
         report = anyio.run(run_preflight_process, start.file, start.overrides, settings.hang_timeout_s)
         if report.errors and as_json:
@@ -109,7 +109,7 @@ def run(
         tell = f"stopped; `penstock run {settings.folder}` resumes"
         print(tell, file=sys.stderr, flush=True)  # noqa: T201
         return ExitCode.INTERRUPTED if outcome.killed else ExitCode.SUCCESS
-    return ExitCode.UNTRAINED if summary is not None and summary.verdict else ExitCode.SUCCESS
+    return ExitCode.UNTRAINED if summary is not None and summary.why_untrained else ExitCode.SUCCESS
 
 
 def supervise(
@@ -145,7 +145,7 @@ def supervise(
                 summary.causes |= outcome.dead_causes
                 if outcome.failure is None and not outcome.interrupted:
                     summary.finished = True
-                    summary.verdict = nothing_learned(summary.totals, summary.groups_trained, settings)
+                    summary.why_untrained = why_untrained(summary.totals, summary.groups_trained, settings)
                 _write_summary(folder, summary)
             _draw(folder, outcome.view)
     return RunResult(outcome=outcome, summary=summary)
@@ -208,8 +208,8 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
     lines += [f"{state}: {cause.short_headline}" for state, cause in sorted(summary.causes.items())]
     if summary.dead:
         lines.append(f"`penstock dead list {settings.folder}` shows the dead letters")
-    if summary.verdict:
-        lines += ["", summary.verdict]
+    if summary.why_untrained:
+        lines += ["", summary.why_untrained]
         group = newest_archived_group(settings.folder)
         if group is not None and group.completions:
             shown = next((each for each in group.completions if each.failure is None), group.completions[0])
@@ -301,7 +301,7 @@ def finished_text(settings: Settings, summary: RunSummary) -> str:
         f"{_count(summary.groups_trained, 'group')} trained. `penstock export {settings.folder} OUT` copies its model. "
         "If train.max_steps ended it, a larger one goes on with it; to start anew, give it another run.name"
     )
-    return f"{text}. {summary.verdict}" if summary.verdict else text
+    return f"{text}. {summary.why_untrained}" if summary.why_untrained else text
 
 
 def start_lines(settings: Settings, identity: RunIdentity | None, earlier: Path | None = None) -> list[str]:

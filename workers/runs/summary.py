@@ -84,7 +84,7 @@ class RunSummary(Struct, kw_only=True):
     causes: dict[str, ErrorCause] = field(default_factory=dict)
     """The last exception for each completion state but `valid`, for a tool's error (`tool_error`), and for dead letters
     (`dead:REASON`)."""
-    verdict: str = ""
+    why_untrained: str = ""
     """Why the run cannot have learned anything; empty if it can have."""
     failure: FailureReport | None = None
 
@@ -103,7 +103,7 @@ class RunSummary(Struct, kw_only=True):
             "tokens per second": self.tokens_per_second,
             "seconds": self.seconds,
             "failure": self.failure.message if self.failure else "",
-            "verdict": self.verdict,
+            "why untrained": self.why_untrained,
         }
         return html_facts(f"the run {end}", facts)
 
@@ -187,7 +187,7 @@ def _read(file: Path) -> _Manifest | None:
     return manifest if whole else None
 
 
-def nothing_learned(totals: GroupTotals, trained: int, settings: Settings) -> str:
+def why_untrained(totals: GroupTotals, trained: int, settings: Settings) -> str:
     """Return why a run cannot have learned anything; empty if it can have, or if `train.learning_rate` is 0.
 
     Args:
