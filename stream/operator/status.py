@@ -160,7 +160,7 @@ class RunStatus(Struct, kw_only=True):
         return {k.partition(":")[2]: n for k, n in self.counts.items() if k.startswith("dropped:") and n}
 
     @property
-    def balance(self) -> dict[str, int]:
+    def prompt_counts(self) -> dict[str, int]:
         """Prompts by outcome: `fed = trained + dropped + dead + outstanding`."""
         return {
             "fed": self.counts.get("fed", 0),

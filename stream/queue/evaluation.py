@@ -7,8 +7,8 @@
 
 The feeder uploads the evaluation prompts once. The trainer begins an evaluation of the policy version that it has just
 published (`TrainerLease.begin_evaluation`), which deletes everything of the previous one. Entries have leases,
-retries and dead letters like all others, but they do not count in pacing or in the run's balance. Scoring stores one
-result per prompt, however often the prompt was sampled, and deletes the group. When every prompt has a result or is
+retries and dead letters like all others, but they count neither in pacing nor among the run's prompts. Scoring stores
+one result per prompt, however often the prompt was sampled, and deletes the group. When every prompt has a result or is
 dead, the trainer reads the results and ends the evaluation (`TrainerLease.end_evaluation`).
 """
 

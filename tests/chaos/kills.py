@@ -118,9 +118,9 @@ class RoleKiller:
         except PenstockError:  # no role has started
             return None
         self.looks += 1
-        balance = status.balance
-        if balance["fed"] != sum(n for name, n in balance.items() if name != "fed") or balance["fed"] > self.groups:
-            self.unbalanced.append(balance)
+        counts = status.prompt_counts
+        if counts["fed"] != sum(n for name, n in counts.items() if name != "fed") or counts["fed"] > self.groups:
+            self.unbalanced.append(counts)
         return status
 
     async def _checkpoint_appears(self) -> None:
@@ -168,7 +168,7 @@ def _modified_ns(path: Path) -> int:
 
 
 def _ended(view: RunStatus) -> int:
-    return sum(n for name, n in view.balance.items() if name in {"trained", "dropped", "dead"})
+    return sum(n for name, n in view.prompt_counts.items() if name in {"trained", "dropped", "dead"})
 
 
 def _kill_in_fsync(url: str, _data: Path) -> bool:

@@ -208,7 +208,7 @@ def test_a_dead_evaluation_prompt_counts_as_invalid_and_does_not_end_the_run(tmp
     assert line.overall.invalid["dead"] == 4
     assert line.overall.n == 16
     assert results[0].stage == "eval:prompts"
-    assert view.balance["dead"] == 0
+    assert view.prompt_counts["dead"] == 0
     assert clean(settings).dead == 0
 
 

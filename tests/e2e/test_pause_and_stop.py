@@ -87,9 +87,9 @@ def test_a_run_can_be_paused_resumed_stopped_and_restarted(project):
         assert after.paused is not None
         assert (report["paused_by"], report["paused_at"]) == (after.paused.paused_by, after.paused.paused_at)
         for view in (before, after):
-            assert view.balance["fed"] < PROMPTS, "the feeder was to be caught in the middle"
+            assert view.prompt_counts["fed"] < PROMPTS, "the feeder was to be caught in the middle"
             assert view.stages["prompts"].depth > 0, "there was nothing left to claim"
-        assert after.balance == before.balance
+        assert after.prompt_counts == before.prompt_counts
         assert after.stages["prompts"].depth == before.stages["prompts"].depth
         assert in_hand(after) == in_hand(before)
         again = project.run("pause", folder)
@@ -98,7 +98,7 @@ def test_a_run_can_be_paused_resumed_stopped_and_restarted(project):
 
         assert project.run("resume", folder).stdout == "run 'test' continues\n"
         assert project.run("resume", folder).stderr == "error: run 'test' is not paused\n"
-        wait_for_trained(project, after.balance["trained"] + AT_A_STEP, process, 60)
+        wait_for_trained(project, after.prompt_counts["trained"] + AT_A_STEP, process, 60)
 
         assert "is stopping" in project.run("stop", folder).stdout
         _, report = process.communicate(timeout=60)
@@ -146,7 +146,7 @@ async def test_roles_without_a_supervisor_stop_and_a_later_start_is_not_stopped(
                     assert {role: await process.wait() for role, process in roles.items()} == dict.fromkeys(roles, 0)
             view = await read_status(connection)
             assert "finished" not in view.meta
-            assert view.balance["outstanding"] > 0
+            assert view.prompt_counts["outstanding"] > 0
             assert view.stages["scored"].marked == 0, "the trainer kept a checkpoint, and acknowledged what is in it"
             assert view.stages["prompts"].claimed == view.stages["groups"].claimed == 0, "they let go of what they held"
 

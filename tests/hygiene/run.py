@@ -136,7 +136,7 @@ async def _at_rest(connection: RunConnection, folder: Path, number: int) -> tupl
         if not any(busy):
             break
         await connection.wait_for_change("$", 0.2)
-    ended = view.balance["trained"] + view.balance["dropped"] + view.balance["dead"]
+    ended = view.prompt_counts["trained"] + view.prompt_counts["dropped"] + view.prompt_counts["dead"]
     while (result := await anyio.to_thread.run_sync(sample_inside, folder, number)) is None:
         await anyio.sleep(0.05)
     with suppress(PenstockError):  # the last groups were trained while the run was paused, so it has finished
@@ -160,8 +160,8 @@ def _ended(outcome: RunOutcome | None) -> int:
     """Return the number of prompts that have ended."""
     if outcome is None or outcome.failure is not None or outcome.view is None:
         return 0
-    balance = outcome.view.balance
-    return balance["trained"] + balance["dropped"]
+    counts = outcome.view.prompt_counts
+    return counts["trained"] + counts["dropped"]
 
 
 def _table(report: dict) -> str:

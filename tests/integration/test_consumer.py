@@ -64,7 +64,7 @@ async def test_groups_are_claimed_committed_checkpointed_and_deleted(pipe, ledge
     assert (view.stages["scored"].depth, view.outstanding, view.version, view.metrics) == (0, 0, 1, {"loss": 0.5})
     assert (view.meta["finished"], view.dropped) == ("done", {"difficulty": 1})
     assert await ends_in(ledger) == {"a": Dropped("difficulty"), "c": Trained(), "b": Trained()}
-    assert await pipe.balance() == {"fed": 3, "trained": 2, "dropped": 1, "dead": 0, "outstanding": 0}
+    assert await pipe.prompt_counts() == {"fed": 3, "trained": 2, "dropped": 1, "dead": 0, "outstanding": 0}
 
 
 async def test_a_checkpoint_that_cannot_be_saved_acknowledges_nothing(pipe, ledger):
@@ -155,7 +155,7 @@ async def test_a_fenced_consumer_cannot_end_groups(pipe, ledger):
     with pytest.raises(ExceptionGroup) as caught:
         await train()
     assert caught.group_contains(FencedError)
-    assert (await pipe.balance())["outstanding"] == 1
+    assert (await pipe.prompt_counts())["outstanding"] == 1
 
 
 async def test_a_stalled_pipeline_is_an_error(pipe, ledger):
@@ -203,7 +203,7 @@ async def test_a_record_of_another_prompt_than_its_entry_is_dead_lettered(pipe, 
         assert names(taken) == ["a", "b"]
         await consumer.commit(taken, 1)
     assert [letter.ends_prompt for letter in await list_dead_letters(pipe.connection)] == [False]
-    assert await pipe.balance() == {"fed": 2, "trained": 2, "dropped": 0, "dead": 0, "outstanding": 0}
+    assert await pipe.prompt_counts() == {"fed": 2, "trained": 2, "dropped": 0, "dead": 0, "outstanding": 0}
 
 
 # --- the buffer, as a trainer that plans its steps uses it
@@ -240,7 +240,7 @@ async def test_a_group_that_check_drops_is_recorded_and_not_buffered(make_consum
     await consumer.poll(2)
     assert (seen, list(consumer.buffer), consumer.buffer["b"].checked) == ([("a", -1), ("b", -1)], ["b"], "b")
     assert consumer.ledger.outcomes == {"a": Dropped("difficulty")}
-    assert (await pipe.balance())["dropped"] == 1
+    assert (await pipe.prompt_counts())["dropped"] == 1
     await consumer.commit(consumer.pop(["b"]), 1)
     lines, _ = await anyio.to_thread.run_sync(read_ledger, consumer.ledger.path)
     written = [each.record for each in lines]
@@ -348,7 +348,7 @@ async def test_a_lease_that_ran_out_and_was_claimed_again_is_the_same_group(make
     assert len(checks) == 1
     await consumer.commit(consumer.pop("a"), 1)
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1}
-    assert await pipe.balance() == {"fed": 1, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 0}
+    assert await pipe.prompt_counts() == {"fed": 1, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 0}
 
 
 async def test_a_group_that_check_cannot_read_is_a_dead_letter_and_an_older_copy_stays(make_consumer, pipe):

@@ -132,7 +132,7 @@ async def test_dead_letters_are_retried_one_by_one_or_all_with_a_reason(pipe, fo
             assert refused.status == 403
         async with session.post("dead", data={"action": "burn"}) as refused:
             assert refused.status == 400
-    assert (await pipe.balance())["outstanding"] == 5
+    assert (await pipe.prompt_counts())["outstanding"] == 5
 
 
 @pytest.mark.usefixtures("identity_of_another_run")

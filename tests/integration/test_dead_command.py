@@ -122,7 +122,12 @@ async def test_a_retried_letter_is_back_in_its_stage(connection, run_command):
     letter = await dead_letter_prompt(connection)
     assert json.loads(await run_command(retry_dead, LetterChoice((letter,)), as_json=True)) == {"retried": [letter]}
     view = await read_status(connection)
-    assert (view.dead, view.balance["dead"], view.balance["outstanding"], view.stages["prompts"].lag) == (0, 0, 1, 1)
+    assert (view.dead, view.prompt_counts["dead"], view.prompt_counts["outstanding"], view.stages["prompts"].lag) == (
+        0,
+        0,
+        1,
+        1,
+    )
 
 
 async def test_a_letter_that_is_refused_does_not_hold_up_the_others(connection, run_command):

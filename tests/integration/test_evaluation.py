@@ -83,7 +83,7 @@ async def test_evaluation_counts_in_none_of_the_runs_numbers(connection, pipe, t
     assert training.leases[0].evaluated_version is None
     assert training.unfinished_prompts == 2
     assert {stage.depth for stage in (await read_status(connection)).evaluation.stages.values()} == {7, 5}
-    await pipe.balance()
+    await pipe.prompt_counts()
 
 
 async def test_a_group_scored_twice_leaves_one_result(connection, pipe, trainer_lease):
@@ -173,7 +173,7 @@ async def test_a_dead_letter_of_an_evaluation_ends_no_prompt_and_is_not_retried(
     (letter,) = await list_dead_letters(connection)
     assert (letter.stage, letter.prompt_id) == ("eval:prompts", PROMPTS[0].id)
     assert (await read_evaluation_progress(connection)).unfinished == len(PROMPTS) - 1
-    assert (await pipe.balance())["outstanding"] == 1
+    assert (await pipe.prompt_counts())["outstanding"] == 1
     assert not (await scan_run(connection)).dead
     with pytest.raises(PenstockError, match="of an evaluation"):
         await retry_dead_letters(connection, [letter.id])

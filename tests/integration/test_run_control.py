@@ -95,7 +95,7 @@ async def test_groups_in_progress_are_finished_scored_and_trained_while_paused(p
     assert await trainer_lease.commit(train, [EndedGroup(lease, Trained())], 1) == []
     await trainer_lease.publish(1, tmp_path, 1, {})
     assert (await rollout.claim(1)).leases == []
-    assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
+    assert await pipe.prompt_counts() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
 async def test_resume_wakes_a_waiting_worker_without_polling(pipe):

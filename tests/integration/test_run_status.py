@@ -43,7 +43,7 @@ async def test_the_status_has_every_state(pipe, tmp_path):
     assert (scored.depth, scored.marked, scored.lag) == (2, 1, 1)
     assert view.outstanding == 4  # claimed, unscored, waiting, and trained for an unpublished version
     assert (view.unfinished, view.dead, view.version, view.metrics) == (5, 1, 0, {"reward": 1.0})
-    assert view.balance == {"fed": 7, "trained": 1, "dropped": 0, "dead": 1, "outstanding": 5}
+    assert view.prompt_counts == {"fed": 7, "trained": 1, "dropped": 0, "dead": 1, "outstanding": 5}
     assert 0 <= prompts.oldest_age_ms < 10_000
 
 

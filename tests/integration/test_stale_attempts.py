@@ -123,7 +123,7 @@ async def test_a_group_dropped_in_a_step_stays_outstanding_until_that_steps_vers
     trainer, rollout = pipe.stage("scored", "trainer"), pipe.stage("prompts", capacity=1)
     (lease,) = (await trainer.claim(1)).leases
     await trainer_lease.commit(trainer, [EndedGroup(lease, Dropped("advantage"), in_step)], release_version=1)
-    assert (await pipe.balance())["dropped"] == 1
+    assert (await pipe.prompt_counts())["dropped"] == 1
     taken = (await rollout.claim(2)).leases
     assert len(taken) == free
     await publish(trainer_lease, 1)
@@ -152,7 +152,7 @@ async def test_cancelled_prompts_are_claimed_first_and_count_their_cancellations
         await rollout.release(lease, "stale", "")
     view = await read_status(pipe.connection)
     assert view.counts["cancelled"] == queue_report("r", view).cancelled == 3
-    assert view.balance["outstanding"] == 3  # a cancelled attempt does not end its prompt
+    assert view.prompt_counts["outstanding"] == 3  # a cancelled attempt does not end its prompt
 
 
 async def test_watching_versions_yields_the_current_one_and_then_each_new_one(pipe, trainer_lease):

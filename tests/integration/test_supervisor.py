@@ -538,7 +538,7 @@ async def test_a_run_stopped_before_its_engine_is_ready_does_nothing(make_pipeli
     assert outcome.interrupted
     assert outcome.failure is None
     assert outcome.view is not None
-    assert set(outcome.view.balance.values()) == {0}
+    assert set(outcome.view.prompt_counts.values()) == {0}
     assert not pipeline.lives("train")
 
 
@@ -576,7 +576,7 @@ def test_a_summary_that_does_not_balance_fails_the_run(make_pipeline):
     pipeline = make_pipeline({"train": lose + FINISH})
     with pipeline.commands():
         ended = supervise(pipeline.settings, quiet=True)
-    with pytest.raises(PenstockError, match="do not balance: 3 fed ≠ 2 trained"):
+    with pytest.raises(PenstockError, match="do not add up: 3 fed ≠ 2 trained"):
         raise_for_failure(ended, pipeline.settings)
 
 

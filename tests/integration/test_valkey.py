@@ -80,7 +80,7 @@ async def test_a_run_on_valkey_finishes(pipe, ledger, tmp_path):
     view = await read_status(pipe.connection)
     assert (view.counts["trained"], view.unfinished, view.version, view.stages["scored"].depth) == (3, 3, 1, 0)
     assert (await pipe.stage("scored").claim(1)).finish_reason == "enough"
-    await pipe.balance()
+    await pipe.prompt_counts()
 
 
 async def test_a_blocked_worker_is_woken(pipe):

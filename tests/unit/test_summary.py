@@ -64,7 +64,7 @@ def test_every_prompt_is_accounted_for():
     summary = summary_of(view(2, fed=10, trained=4, dropped__operator=1, dropped__zero_variance=2, dead=1))
     assert summary.is_balanced
     assert summary.groups_dropped == {"operator": 1, "zero_variance": 2}
-    assert summary.balance == "10 fed = 4 trained + 3 dropped + 1 dead + 2 outstanding"
+    assert summary.prompt_counts_text == "10 fed = 4 trained + 3 dropped + 1 dead + 2 outstanding"
 
 
 def test_an_extra_or_missing_prompt_is_detected():

@@ -103,7 +103,7 @@ def score_table(before: DemoScore, after: DemoScore, summary: RunSummary) -> Ren
             f"mean {staleness.mean:.2f} · max {staleness.max:g} versions" if known else "nothing was trained",
         ),
         ("tokens", f"{summary.tokens_per_second:,.0f} trained a second"),
-        ("books", summary.balance),
+        ("prompts", summary.prompt_counts_text),
     ):
         run.add_row(Text(name, style="dim"), value)
     return Lines("", scores, "", run, "")

@@ -162,7 +162,8 @@ def raise_for_failure(result: RunResult, settings: Settings) -> None:
     if result.summary is None:
         raise RunFailedError(f"run {settings.run.name!r} ended, but its server was gone before it could be asked how")
     if not result.summary.is_balanced:
-        raise RunFailedError(f"the books of run {settings.run.name!r} do not balance: {result.summary.balance}")
+        counts = result.summary.prompt_counts_text
+        raise RunFailedError(f"the prompts of run {settings.run.name!r} do not add up: {counts}")
 
 
 def _with_full_disk(folder: Path, failure: RunFailedError) -> RunFailedError:
@@ -184,7 +185,7 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
     """Format a summary for people."""
     lines = [
         f"{summary.steps} steps in {format_duration(summary.seconds)}; {summary.tokens_per_second:,.0f} tokens/s",
-        summary.balance,
+        summary.prompt_counts_text,
     ]
     if summary.groups_dropped:
         lines.append("dropped: " + ", ".join(f"{reason} {n}" for reason, n in sorted(summary.groups_dropped.items())))

@@ -87,8 +87,8 @@ def describe_longest(groups: Sequence[GroupInFlight], now: float) -> str:
 
 def _progress(status: RunStatus) -> tuple[int, ...]:
     """Return numbers that change whenever a group or an evaluation ends, or a death is charged to a prompt."""
-    balance, evaluation = status.balance, status.evaluation
-    ended = balance["trained"] + balance["dropped"] + balance["dead"]
+    counts, evaluation = status.prompt_counts, status.evaluation
+    ended = counts["trained"] + counts["dropped"] + counts["dead"]
     deaths = status.counts.get("deaths", 0)  # each brings one prompt nearer to its end, so they are not many
     return (ended, deaths, evaluation.version, evaluation.unfinished) if evaluation else (ended, deaths)
 

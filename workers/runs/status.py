@@ -144,7 +144,7 @@ def queue_report(run: str, status: RunStatus, disk: Sequence[str] = ()) -> Queue
         snapshot=status.snapshot,
         bottleneck=find_bottleneck(status, groups_in_flight(status)),
         stages=_stage_reports(status.stages),
-        **status.balance,
+        **status.prompt_counts,
         dropped_by_reason=status.dropped,
         groups_outstanding=status.outstanding,
         capacity=int(status.meta["capacity"]) if "capacity" in status.meta else None,

@@ -94,7 +94,7 @@ class RunSummary(Struct, kw_only=True):
         end = "failed" if self.failure else "finished" if self.finished else "stopped"
         facts = {
             "steps": self.steps,
-            "prompts": self.balance,
+            "prompts": self.prompt_counts_text,
             "dropped": _counts(self.groups_dropped),
             "completions": _counts(self.completion_states),
             "totals": describe_totals(self.totals),
@@ -113,8 +113,8 @@ class RunSummary(Struct, kw_only=True):
         return self.fed == self.groups_trained + sum(self.groups_dropped.values()) + self.dead + self.outstanding
 
     @property
-    def balance(self) -> str:
-        """The balance as an equation in words."""
+    def prompt_counts_text(self) -> str:
+        """The prompts by outcome, as an equation in words."""
         return (
             f"{self.fed} fed {'=' if self.is_balanced else '≠'} {self.groups_trained} trained + "
             f"{sum(self.groups_dropped.values())} dropped + {self.dead} dead + {self.outstanding} outstanding"
@@ -137,15 +137,15 @@ def summarize(
     staleness = Staleness(after.staleness_sum / count, after.staleness_max) if count else Staleness()
     return RunSummary(
         steps=after.step,
-        groups_trained=view.balance["trained"],
+        groups_trained=view.prompt_counts["trained"],
         groups_dropped=view.dropped,
         completion_states=after.completion_states,
         staleness=staleness,
         tokens_per_second=round(max(0, after.tokens - before.tokens) / seconds, 1),
         seconds=round(seconds, 3),
-        fed=view.balance["fed"],
-        outstanding=view.balance["outstanding"],
-        dead=view.balance["dead"],
+        fed=view.prompt_counts["fed"],
+        outstanding=view.prompt_counts["outstanding"],
+        dead=view.prompt_counts["dead"],
         duplicates=view.counts.get("duplicates", 0),
         rejected_rows=int(view.feed.get("rejected_rows", 0)),
         totals=after.totals,

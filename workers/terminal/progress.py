@@ -148,7 +148,7 @@ def format_line(view: RunStatus | None, state: SupervisorState) -> str:
     """Format the run's status as one line."""
     parts = [f"{state.run} {format_duration(state.seconds)}", state.phase, *state.disk]
     if view is not None:
-        report, balance = queue_report(state.run, view), view.balance
+        report, counts = queue_report(state.run, view), view.prompt_counts
         depths = " ".join(f"{name} {stage.depth}" for name, stage in report.stages.items())
         parts += [
             *([str(view.paused)] if view.paused else []),
@@ -157,7 +157,7 @@ def format_line(view: RunStatus | None, state: SupervisorState) -> str:
             *(f"{name} {value}" for name, value in _metric_values(view)),
             depths,
             *_evaluation_parts(report),
-            " ".join(f"{name} {balance[name]}" for name in ("trained", "dropped", "dead", "outstanding", "fed")),
+            " ".join(f"{name} {counts[name]}" for name in ("trained", "dropped", "dead", "outstanding", "fed")),
         ]
     if state.restarts:
         parts.append("restarts " + " ".join(f"{name} {count}" for name, count in sorted(state.restarts.items())))
@@ -190,7 +190,7 @@ def render_table(view: RunStatus | None, state: SupervisorState, rewards: Mappin
         Text(),
         _metric_text(view, rewards),
         *evaluation_lines(report),
-        balance_text(report),
+        prompt_counts_text(report),
     ]
     if state.restarts:
         restarts = ", ".join(f"{name} {count}x" for name, count in sorted(state.restarts.items()))
@@ -225,8 +225,8 @@ def evaluation_lines(report: QueueReport) -> list[RenderableType]:
     return [Text.assemble((f"{name} ", _QUIET), what) for name, what in texts.items() if what]
 
 
-def balance_text(report: QueueReport) -> Text:
-    """Return the balance of fed prompts: trained, dropped, dead and outstanding."""
+def prompt_counts_text(report: QueueReport) -> Text:
+    """Return the fed prompts by outcome: trained, dropped, dead and outstanding."""
     text = Text.assemble(("fed ", _QUIET), f"{report.fed:,}")
     for sign, name in (("=", "trained"), ("+", "dropped"), ("+", "dead"), ("+", "outstanding")):
         count = getattr(report, name)
@@ -254,8 +254,8 @@ def _bar(view: RunStatus) -> list[RenderableType]:
     total = int(view.feed.get("total", 0))
     if not total:
         return []
-    balance = view.balance
-    ended = balance["trained"] + balance["dropped"] + balance["dead"]
+    counts = view.prompt_counts
+    ended = counts["trained"] + counts["dropped"] + counts["dead"]
     row = Table.grid(padding=(0, 2, 0, 0))
     bar = ProgressBar(total=total, completed=ended, width=_BAR, complete_style=_ACCENT, finished_style=_ACCENT)
     row.add_row(bar, Text.assemble(f"{ended:,}", (f" of {total:,} prompts", _QUIET), f"  {ended / total:.0%}"))
