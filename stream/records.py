@@ -250,7 +250,7 @@ class TrainedRow(Struct, frozen=True, array_like=True):
 
 
 class TrainedCompletion(Struct, frozen=True, array_like=True):
-    """What a step did with one completion; stored in the archive beside its group, its rows among the annotations."""
+    """What a step did with one completion; stored in the archive beside its group, its rows in `trained_tokens/`."""
 
     state: str
     """`valid`, or why the completion bears no loss, as in the metrics `rows/*`."""
@@ -259,7 +259,7 @@ class TrainedCompletion(Struct, frozen=True, array_like=True):
     loss_tokens: Count
     """Tokens that bear loss: all sampled ones, unless the completion or some of its tokens were masked out."""
     rows: tuple[TrainedRow, ...] = ()
-    """One for each row of the completion; empty if there are no annotations of the step."""
+    """One for each row of the completion; empty if the tokens of the step are not kept."""
 
 
 class Group(Struct, kw_only=True):

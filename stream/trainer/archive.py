@@ -34,9 +34,9 @@ from stream.disk_space import persist
 from stream.durable import append_all, fsync_path
 from stream.errors import PenstockError, RecordError, RunFailedError
 from stream.records import Group, TrainedCompletion
-from stream.trainer.annotations import AnnotationFiles
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
 from stream.trainer.ledger_records import LedgerRecord, content_hash, decode_record, encode_record
+from stream.trainer.trained_tokens import TrainedTokenFiles
 
 _MAGIC = b"PSgr"
 _HEAD = struct.Struct("<4sIII")
@@ -55,7 +55,7 @@ class Archive:
         max_bytes: bytes to keep at most; the oldest segments are removed first, never the one being written. None: keep
             all.
         folder_lock: the trainer's lock on the run's folder; None if no other trainer can exist.
-        annotations: receives what a step did with each token; None: that is not stored.
+        trained_tokens: receives what a step did with each token; None: that is not stored.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Archive:
         folder: Path,
         max_bytes: int | None = None,
         folder_lock: RunFolderLock | None = None,
-        annotations: AnnotationFiles | None = None,
+        trained_tokens: TrainedTokenFiles | None = None,
     ) -> None:
         self.folder = folder
         self._max_bytes = max_bytes
         self._folder_lock = folder_lock
-        self._annotations = annotations
+        self._trained_tokens = trained_tokens
         self._segment_bytes = min(_SEGMENT_BYTES, (max_bytes or _SEGMENT_BYTES * _MIN_SEGMENTS) // _MIN_SEGMENTS)
         self._sizes = {path: path.stat().st_size for path in _segments(folder)}
         self._path = folder / f"{0:06d}{_SUFFIX}"
@@ -85,17 +85,17 @@ class Archive:
 
         Args:
             groups: ledger record and payload of each.
-            completions: what the trainer did with the completions of a group that are not greedy, by prompt id. Those
-                with rows are annotated.
+            completions: what the trainer did with the completions of a group that are not greedy, by prompt id. The
+                tokens of those with rows are kept.
 
         Raises:
             RunFailedError: the disk is full or fails. An incomplete last group is skipped by readers.
         """
-        ended, annotated = deque(groups), None
+        ended, unpublished = deque(groups), None
         with_rows = {prompt: each for prompt, each in (completions or {}).items() if any(found.rows for found in each)}
-        if self._annotations is not None and with_rows and ended:
+        if self._trained_tokens is not None and with_rows and ended:
             step, version = ended[0][0].step, ended[0][0].version
-            annotated = step, self._annotations.write_unpublished(step, version, with_rows)
+            unpublished = step, self._trained_tokens.write_unpublished(step, version, with_rows)
 
         def write() -> None:
             with hold_optional(self._folder_lock):
@@ -103,8 +103,8 @@ class Archive:
                     record, payload = ended[0]
                     self._write(_encode_line(record, (completions or {}).get(record.prompt)), payload)
                     ended.popleft()
-                if annotated is not None and self._annotations is not None:
-                    self._annotations.publish(*annotated)
+                if unpublished is not None and self._trained_tokens is not None:
+                    self._trained_tokens.publish(*unpublished)
 
         try:
             persist(self.folder, write)

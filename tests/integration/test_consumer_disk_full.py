@@ -150,5 +150,5 @@ def test_how_much_is_archived_is_a_setting(tmp_path):
     assert opened(keep=3)._max_bytes == 3_000_000
     assert opened(keep="all")._max_bytes is None
     assert opened(keep="none") is None
-    assert (opened()._annotations._max_bytes, opened(keep="all")._annotations._max_bytes) == (256_000_000, None)
+    assert (opened()._trained_tokens._max_bytes, opened(keep="all")._trained_tokens._max_bytes) == (256_000_000, None)
     assert opened().folder == tmp_path / "groups"

@@ -266,7 +266,7 @@ def test_a_tokens_tooltip_has_everything_that_is_recorded_of_it():
     assert titles[4][2:] == ["engine's log-prob -2.000", "no loss", "version 8"]
 
 
-def test_without_annotations_a_page_says_what_it_does_not_know():
+def test_without_trained_tokens_a_page_says_what_it_does_not_know():
     done = TrainedCompletion("valid", 0.4, 2)
     page = token_page(ROW, 0, done, letters, "advantage", 3)
     assert [token.css for token in page.tokens] == ["tint-3", "tint-3"]

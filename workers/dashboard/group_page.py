@@ -258,7 +258,7 @@ def _read_archived(groups: ArchivedRunGroups, number: int) -> FoundGroup:
     """Read a group from the archive. Blocks on files."""
     record = groups.records[number]
     group, trained = groups.read(number)
-    done = iter(groups.annotations(number) or trained)
+    done = iter(groups.trained_tokens(number) or trained)
     return FoundGroup(
         group=group,
         outcome=encode_outcome(record.outcome),

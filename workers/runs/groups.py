@@ -15,9 +15,9 @@ from msgspec import Struct, structs
 from stream.codec import decode
 from stream.errors import PenstockError, RecordError
 from stream.records import Completion, Failure, Group, TrainedCompletion
-from stream.trainer.annotations import read_annotations
 from stream.trainer.archive import ArchivedGroups, ArchiveOffset, scan_archive
 from stream.trainer.ledger_records import Dead, Dropped, LedgerRecord, LedgerTail, encode_outcome
+from stream.trainer.trained_tokens import read_trained_tokens
 from stream.validity import Measured, Reward, TruncationReason
 from workers.runs.html import COMPLETION_COLUMNS, completion_cells, group_html, html_details, html_table
 from workers.runs.transcript import describe_reward, escape_controls, invalid_reason, paragraphs
@@ -226,8 +226,8 @@ class ArchivedRunGroups:
         self._by_prompt: dict[str, int] = {}
         self._without_group: dict[str, LedgerRecord] = {}
         """The last record of each prompt that has one without a group."""
-        self._annotated: tuple[LedgerRecord, Sequence[TrainedCompletion]] | None = None
-        """Annotations of the group that was annotated last."""
+        self._last_trained: tuple[LedgerRecord, Sequence[TrainedCompletion]] | None = None
+        """What was read for the last completion of `with_trained_tokens`, and for which group."""
         self.damaged: list[str] = []
         """Messages about groups that `completions` could not read."""
         self._without_ledger = not self._ledger.exists()
@@ -313,9 +313,9 @@ class ArchivedRunGroups:
         offset = self.locate(number)
         return decode(offset.read_payload(), Group), offset.read_completions()
 
-    def annotations(self, number: int) -> list[TrainedCompletion] | None:
+    def trained_tokens(self, number: int) -> list[TrainedCompletion] | None:
         """Return what the trainer did with each completion that is not greedy, and with its tokens; None if unknown."""
-        return read_annotations(self._folder, self._records[number])
+        return read_trained_tokens(self._folder, self._records[number])
 
     def groups(self, steps: Container[int] | None = None, *, newest_first: bool = True) -> Iterator[RunGroup]:
         """Yield the groups of these steps; damaged ones are left out and added to `damaged`."""
@@ -330,16 +330,16 @@ class ArchivedRunGroups:
         """Yield the completions of groups of these steps, in the order of the ledger, as `groups` does."""
         return (view for group in self.groups(steps, newest_first=False) for view in group.completions)
 
-    def annotate(self, found: CompletionView) -> CompletionView:
+    def with_trained_tokens(self, found: CompletionView) -> CompletionView:
         """Return a completion with what the step did with each of its tokens, if that is recorded."""
         if found.record is None or found.trained is None:
             return found
-        if self._annotated is None or self._annotated[0] is not found.record:
-            self._annotated = found.record, read_annotations(self._folder, found.record) or []
+        if self._last_trained is None or self._last_trained[0] is not found.record:
+            self._last_trained = found.record, read_trained_tokens(self._folder, found.record) or []
         others = [each for each in found.group.completions if not each.greedy]
         position = next(at for at, each in enumerate(others) if each is found.completion)
-        annotated = self._annotated[1]
-        return structs.replace(found, trained=annotated[position]) if position < len(annotated) else found
+        trained = self._last_trained[1]
+        return structs.replace(found, trained=trained[position]) if position < len(trained) else found
 
     def _add(self, records: Iterable[LedgerRecord]) -> None:
         for record in records:

@@ -52,7 +52,7 @@ _CLOSE_TIMEOUT_S: Final = 600.0
 """How long the end of a trainer waits for the last copy."""
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Environment variables with the address of an S3-compatible server."""
-_FOLDERS: Final = ("groups", "annotations", "rows")
+_FOLDERS: Final = ("groups", "trained_tokens", "rows")
 _FILES: Final = (IDENTITY_FILE, LOCK_FILE, "run.toml", "eval.jsonl")
 _LEDGER, _CHECKPOINTS = "ledger.jsonl", "checkpoints/"
 

@@ -92,7 +92,7 @@ class Learner:
             self.policy.logprob_model, reference, self.critic, settings, self.ranks, as_reference=as_reference
         )
         self.optimizer = Optimizer(self.parameters, self.critic_parameters, settings)
-        self._annotates = self.ranks.is_rank0 and settings.archive.keep != "none"
+        self._keeps_trained_tokens = self.ranks.is_rank0 and settings.archive.keep != "none"
 
     @property
     def vocab_size(self) -> int:
@@ -234,7 +234,7 @@ class Learner:
         self.steps, self.skipped_steps = steps, skipped_steps
 
     def _describe(self, prepared: PreparedBatch, *, trained: bool) -> dict[str, list[TrainedCompletion]]:
-        rows = trained_rows(prepared, trained=trained) if self._annotates else None
+        rows = trained_rows(prepared, trained=trained) if self._keeps_trained_tokens else None
         return describe_completions(prepared.batch, prepared.masks, prepared.advantages.values_C, rows)
 
     def _train(self, prepared: PreparedBatch, accumulator: StepAccumulator) -> str:
