@@ -98,9 +98,10 @@ class RunStatus(Struct, kw_only=True):
     outstanding: int
     """Groups that count against the capacity: claimed, waiting to be scored, trained or published."""
     dead: int
-    """Dead letters, including junk."""
+    """Dead letters, also those that end no prompt."""
     counts: dict[str, int]
-    """`fed`, `trained`, `dropped:REASON`, `dead`, `duplicates`, `junk`; `cancelled`: attempts given back as stale."""
+    """`fed`, `trained`, `dropped:REASON`, `dead`, `duplicates`; `extra_dead_letters`: those that end no prompt;
+    `cancelled`: attempts given back as stale."""
     dead_reasons: dict[str, int] = field(default_factory=dict)
     """Entries that became dead letters, by reason; retried and dropped ones stay counted."""
     feed: dict[str, str] = field(default_factory=dict)

@@ -18,7 +18,7 @@ class StreamEntry(Struct, frozen=True):
     stage: str
     id: str
     prompt: str
-    """Empty for foreign junk that has no prompt id."""
+    """Empty for a foreign entry, which has no prompt id."""
     marked: bool = False
     """The trainer has ended it, and not acknowledged it yet."""
 
@@ -32,7 +32,7 @@ class DeadEntry(Struct, frozen=True):
     reason: str
     error: str
     ends_prompt: bool
-    """True if it is the end of one of the run's prompts; False for junk and duplicates."""
+    """True if it is the end of one of the run's prompts; False for a foreign entry or a duplicate."""
 
 
 async def scan_stage(

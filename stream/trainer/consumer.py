@@ -99,8 +99,8 @@ class Consumer(Generic[Checked]):
         self._stall_timeout_s = stall_timeout_s
         self._committed: list[str] = []
         """Entries ended since the last checkpoint."""
-        self._unrecorded: list[str] = []
-        """Entries of `unrecorded` on the server that the ledger has, and that are not durable yet."""
+        self._unrecorded_outcomes: list[str] = []
+        """Entries of `unrecorded_outcomes` on the server that the ledger has, and that are not durable yet."""
         self._synced_bytes = ledger.resumed_bytes
         """Length of the ledger at the last `sync`."""
 
@@ -200,7 +200,7 @@ class Consumer(Generic[Checked]):
         for each in groups:
             reason = (dropped or {}).get(each.group.prompt.id)
             ended.append((each, Trained() if reason is None else Dropped(reason)))
-        await self._record_untrained()
+        await self._write_unrecorded_outcomes()
         await self._record(ended, step, completions, in_step=True)
         self.step = step
         for each in groups:
@@ -251,10 +251,10 @@ class Consumer(Generic[Checked]):
         Raises:
             RunFailedError: the disk fails.
         """
-        await self._record_untrained()
+        await self._write_unrecorded_outcomes()
         self._synced_bytes = await anyio.to_thread.run_sync(self._sync)
-        await self.trainer_lease.forget_unrecorded(self._unrecorded)
-        self._unrecorded.clear()
+        await self.trainer_lease.forget_unrecorded_outcomes(self._unrecorded_outcomes)
+        self._unrecorded_outcomes.clear()
         return ResumePoint(
             ledger_bytes=self._synced_bytes,
             ledger_digest=self.ledger.digest(),
@@ -368,14 +368,14 @@ class Consumer(Generic[Checked]):
 
         await anyio.to_thread.run_sync(write)
 
-    async def _record_untrained(self) -> None:
+    async def _write_unrecorded_outcomes(self) -> None:
         """Record in the ledger what ended without this trainer: dead letters, and what an operator did with them."""
-        last = self._unrecorded[-1] if self._unrecorded else ""
-        for entry, prompt, end in await self.trainer_lease.read_unrecorded(last):
+        last = self._unrecorded_outcomes[-1] if self._unrecorded_outcomes else ""
+        for entry, prompt, end in await self.trainer_lease.read_unrecorded_outcomes(last):
             if end == Dropped(OPERATOR) and (prompt in self._in_step or prompt in self.buffer):
-                continue  # a server that lost writes gave the prompt to both; when the step ends, the drop is revoked
+                continue  # a server that lost writes gave the prompt to both; when the step ends, the drop is undone
             await anyio.to_thread.run_sync(self.ledger.append_end, prompt, end, self.step, self.version)
-            self._unrecorded.append(entry)
+            self._unrecorded_outcomes.append(entry)
 
     async def _end(self, ended: Sequence[EndedGroup]) -> None:
         """Mark entries as ended on the server."""

@@ -46,7 +46,7 @@ def undisturbed(settings):
 def clean(settings):
     report = open_run(settings.folder).audit()
     assert report.clean, (report.lost, report.twice)
-    assert report.junk == 0
+    assert report.foreign_entries == 0
     return report
 
 

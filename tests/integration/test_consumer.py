@@ -318,7 +318,7 @@ async def test_two_copies_dropped_in_one_poll_are_recorded_once(make_consumer, p
 
 
 @pytest.mark.parametrize("popped", [False, True])
-async def test_a_drop_by_the_operator_of_a_prompt_that_a_step_takes_is_revoked(make_consumer, pipe, popped):
+async def test_a_drop_by_the_operator_of_a_prompt_that_a_step_takes_is_undone(make_consumer, pipe, popped):
     await pipe.scored("a")
     consumer = make_consumer()
     await consumer.poll(1)
@@ -327,7 +327,7 @@ async def test_a_drop_by_the_operator_of_a_prompt_that_a_step_takes_is_revoked(m
     await pipe.connection.redis.hdel(pipe.connection.key("unfinished"), "a")
     await pipe.connection.redis.hincrby(pipe.connection.key("counts"), "dropped:operator", 1)
     fields = {"prompt": "a", "outcome": "dropped:operator"}
-    await pipe.connection.redis.xadd(pipe.connection.key("unrecorded"), fields)
+    await pipe.connection.redis.xadd(pipe.connection.key("unrecorded_outcomes"), fields)
     groups = consumer.pop("a") if popped else []
     await consumer.sync()
     await consumer.commit(groups or consumer.pop("a"), 1)
@@ -335,7 +335,7 @@ async def test_a_drop_by_the_operator_of_a_prompt_that_a_step_takes_is_revoked(m
     lines, _ = await anyio.to_thread.run_sync(read_ledger, consumer.ledger.path)
     assert [line.record.outcome for line in lines] == [Trained()]
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1, "dropped:operator": 0}
-    assert not await pipe.connection.redis.xlen(pipe.connection.key("unrecorded"))
+    assert not await pipe.connection.redis.xlen(pipe.connection.key("unrecorded_outcomes"))
 
 
 async def test_a_lease_that_ran_out_and_was_claimed_again_is_the_same_group(make_consumer, pipe):

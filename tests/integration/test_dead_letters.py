@@ -63,26 +63,26 @@ async def test_a_dropped_letter_ends_its_prompt(pipe):
 
 
 @pytest.mark.parametrize("verb", [retry_dead_letters, drop_dead_letters])
-async def test_junk_does_not_count_in_the_balance(pipe, verb):
+async def test_a_foreign_entry_does_not_count_among_the_prompts(pipe, verb):
     await pipe.connection.redis.xadd(pipe.connection.key("prompts"), {"prompt": "foreign", "payload": "junk"})
     await bury(pipe, reason="unreadable")
-    assert (await read_status(pipe.connection)).counts == {"junk": 1}
+    assert (await read_status(pipe.connection)).counts == {"extra_dead_letters": 1}
     (letter,) = await list_dead_letters(pipe.connection)
     await verb(pipe.connection, [letter.id])
     assert await pipe.prompt_counts() == {"fed": 0, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 0}
 
 
 @pytest.mark.parametrize("stage", ["prompts", "groups", "scored"])
-@pytest.mark.parametrize("junk_in", ["prompts", "groups", "scored"])
-async def test_junk_with_the_id_of_an_unfinished_prompt_does_not_end_it(pipe, stage, junk_in):
+@pytest.mark.parametrize("foreign_in", ["prompts", "groups", "scored"])
+async def test_a_foreign_entry_with_the_id_of_an_unfinished_prompt_does_not_end_it(pipe, stage, foreign_in):
     """The prompt's real entry continues in any stage, and may itself become a dead letter."""
     await {"prompts": pipe.feed, "groups": pipe.rolled_out, "scored": pipe.scored}[stage]("a")
     own = pipe.stage(stage, "own")
     (lease,) = (await own.claim(1)).leases
-    await pipe.connection.redis.xadd(pipe.connection.key(junk_in), {"prompt": "a", "payload": "junk"})
-    await bury(pipe, junk_in, reason="unreadable")
+    await pipe.connection.redis.xadd(pipe.connection.key(foreign_in), {"prompt": "a", "payload": "junk"})
+    await bury(pipe, foreign_in, reason="unreadable")
     assert await pipe.prompt_counts() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
-    assert (await read_status(pipe.connection)).counts == {"fed": 1, "junk": 1}
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "extra_dead_letters": 1}
     await own.dead_letter(lease, "unreadable", "altered")
     assert await pipe.prompt_counts() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 1, "outstanding": 0}
     assert [letter.ends_prompt for letter in await list_dead_letters(pipe.connection)] == [False, True]

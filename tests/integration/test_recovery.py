@@ -13,7 +13,7 @@ from stream.operator.status import read_status
 from stream.private_server import private_server
 from stream.queue.feed import Feed
 from stream.records import Prompt
-from stream.trainer.consume import consume, record_untrained_ends
+from stream.trainer.consume import consume, write_unrecorded_outcomes
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import (
     AlreadyEnded,
@@ -175,10 +175,10 @@ async def test_dead_letters_and_operators_drops_outlive_the_server(pipe, tmp_pat
     assert ends.pop("a") == "trained"
     assert ends == {"dead": "dead:unreadable", "retried": "dead:unreadable", "dropped late": "dead:unreadable",
                     "dropped": "dropped:operator"}  # fmt: skip
-    assert not await pipe.connection.redis.xlen(pipe.connection.key("unrecorded"))
+    assert not await pipe.connection.redis.xlen(pipe.connection.key("unrecorded_outcomes"))
     # No trainer is running: the command records it.
     await drop_dead_letters(pipe.connection, [letters["dropped late"]])
-    await record_untrained_ends(pipe.connection, path)
+    await write_unrecorded_outcomes(pipe.connection, path)
     keys = [key async for key in pipe.connection.redis.scan_iter(f"{{{pipe.connection.run}}}*")]
     await pipe.connection.redis.delete(*keys)
     for stage in ("prompts", "groups", "scored"):

@@ -104,7 +104,7 @@ async def test_a_dead_duplicate_of_a_trained_prompt_does_not_end_it(pipe, tmp_pa
     }
     counts = await pipe.prompt_counts()
     assert (counts["trained"], counts["dead"]) == (1, 1)
-    assert (await read_status(pipe.connection)).counts["junk"] == 1
+    assert (await read_status(pipe.connection)).counts["extra_dead_letters"] == 1
     ledger.close()
 
 
