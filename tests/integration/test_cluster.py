@@ -163,8 +163,8 @@ async def test_work_continues_while_the_run_moves_between_nodes(cluster, pipe_on
             tasks.start_soon(move)
         assert moved[0] >= 4
         assert sorted(trained) == sorted(f"p{i}" for i in range(count))
-        view = await read_status(connection)
-        assert (view.counts["trained"], view.counts.get("duplicates", 0), view.unfinished) == (count, 0, 0)
+        status = await read_status(connection)
+        assert (status.counts["trained"], status.counts.get("duplicates", 0), status.unfinished) == (count, 0, 0)
 
 
 async def test_calls_wait_while_the_cluster_is_down(cluster, pipe_on):

@@ -60,9 +60,14 @@ async def test_groups_are_claimed_committed_checkpointed_and_deleted(pipe, ledge
         await consumer.finish("done")
     length = (await anyio.Path(ledger).stat()).st_size
     assert saved == [0, 1, ResumePoint(ledger_bytes=length, ledger_digest=consumer.ledger.digest(), version=1, step=2)]
-    view = await read_status(pipe.connection)
-    assert (view.stages["scored"].depth, view.outstanding, view.version, view.metrics) == (0, 0, 1, {"loss": 0.5})
-    assert (view.meta["finished"], view.dropped) == ("done", {"difficulty": 1})
+    status = await read_status(pipe.connection)
+    assert (status.stages["scored"].depth, status.outstanding, status.version, status.metrics) == (
+        0,
+        0,
+        1,
+        {"loss": 0.5},
+    )
+    assert (status.meta["finished"], status.dropped) == ("done", {"difficulty": 1})
     assert await ends_in(ledger) == {"a": Dropped("difficulty"), "c": Trained(), "b": Trained()}
     assert await pipe.prompt_counts() == {"fed": 3, "trained": 2, "dropped": 1, "dead": 0, "outstanding": 0}
 
@@ -114,8 +119,8 @@ async def test_groups_in_the_ledger_and_duplicates_are_not_returned(pipe, ledger
         await consumer.commit(taken, 2)
         assert await consumer.claim(5) == []
         await consumer.checkpoint(lambda _: None)
-    view = await read_status(pipe.connection)
-    assert (view.counts, view.stages["scored"].depth) == ({"fed": 2, "trained": 2, "duplicates": 3}, 0)
+    status = await read_status(pipe.connection)
+    assert (status.counts, status.stages["scored"].depth) == ({"fed": 2, "trained": 2, "duplicates": 3}, 0)
 
 
 async def test_junk_is_dead_lettered_and_a_newer_schema_is_released(pipe, ledger):
@@ -189,8 +194,8 @@ async def test_a_stop_request_releases_groups_and_does_not_finish_the_run(pipe, 
             pipe.connection.stopping.set()
             await pipe.connection.write_hash("meta", {"x": "y"})  # wakes the consumer
     assert taken == [[]]
-    view = await read_status(pipe.connection)
-    assert (view.stages["scored"].claimed, view.stages["scored"].delayed) == (0, 1)
+    status = await read_status(pipe.connection)
+    assert (status.stages["scored"].claimed, status.stages["scored"].delayed) == (0, 1)
 
 
 async def test_a_record_of_another_prompt_than_its_entry_is_dead_lettered(pipe, ledger):

@@ -102,15 +102,15 @@ async def lossy(redis_url, run, pipe_on, nth):
 
 async def state(pipe) -> object:
     """Return the visible state of a run, without times."""
-    view = await read_status(pipe.connection)
-    stages = {name: (s.depth, s.claimed, s.delayed) for name, s in view.stages.items()}
+    status = await read_status(pipe.connection)
+    stages = {name: (s.depth, s.claimed, s.delayed) for name, s in status.stages.items()}
     return (
         await pipe.prompt_counts(),
         stages,
-        view.unfinished,
-        view.outstanding,
-        view.dead,
-        view.counts,
+        status.unfinished,
+        status.outstanding,
+        status.dead,
+        status.counts,
         len(await list_dead_letters(pipe.connection)),
     )
 

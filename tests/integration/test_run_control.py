@@ -170,12 +170,12 @@ async def test_the_status_says_who_paused_the_run_and_when(pipe, redis_url, caps
     await pipe.feed("a")
     assert (await read_status(pipe.connection)).paused is None
     await pause(pipe.connection, ANN)
-    view = await read_status(pipe.connection)
-    assert view.paused.paused_by == ANN
-    assert 0 <= view.now_ms / 1000 - view.paused.paused_at < 10
+    status = await read_status(pipe.connection)
+    assert status.paused.paused_by == ANN
+    assert 0 <= status.now_ms / 1000 - status.paused.paused_at < 10
     await anyio.to_thread.run_sync(show_queues, Run(pipe.connection.run, redis=redis_url))
     output = " ".join(capsys.readouterr().out.split())
-    assert str(view.paused) in output
+    assert str(status.paused) in output
     await resume(pipe.connection, ANN)
     assert (await read_status(pipe.connection)).paused is None
     await anyio.to_thread.run_sync(show_queues, Run(pipe.connection.run, redis=redis_url))

@@ -35,15 +35,15 @@ async def busy_run(pipe, tmp_path) -> None:
 
 async def test_the_status_has_every_state(pipe, tmp_path):
     await busy_run(pipe, tmp_path)
-    view = await read_status(pipe.connection)
-    prompts, groups, scored = (view.stages[name] for name in ("prompts", "groups", "scored"))
+    status = await read_status(pipe.connection)
+    prompts, groups, scored = (status.stages[name] for name in ("prompts", "groups", "scored"))
     assert (prompts.depth, prompts.claimed, prompts.delayed, prompts.lag) == (3, 1, 1, 1)
     assert prompts.consumers == {"worker": 1}
     assert (groups.depth, groups.lag, groups.consumers) == (1, 1, {})
     assert (scored.depth, scored.marked, scored.lag) == (2, 1, 1)
-    assert view.outstanding == 4  # claimed, unscored, waiting, and trained for an unpublished version
-    assert (view.unfinished, view.dead, view.version, view.metrics) == (5, 1, 0, {"reward": 1.0})
-    assert view.prompt_counts == {"fed": 7, "trained": 1, "dropped": 0, "dead": 1, "outstanding": 5}
+    assert status.outstanding == 4  # claimed, unscored, waiting, and trained for an unpublished version
+    assert (status.unfinished, status.dead, status.version, status.metrics) == (5, 1, 0, {"reward": 1.0})
+    assert status.prompt_counts == {"fed": 7, "trained": 1, "dropped": 0, "dead": 1, "outstanding": 5}
     assert 0 <= prompts.oldest_age_ms < 10_000
 
 

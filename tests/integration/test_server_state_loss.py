@@ -68,8 +68,8 @@ async def test_a_trainer_publishes_a_lost_version_again(pipe, tmp_path):
         tasks.start_soon(trainer_lease.renew_forever)
 
         async def told() -> bool:
-            view = await read_status(pipe.connection)
-            return (view.version, view.policy["step"], view.metrics) == (4, "2", {"step": 2})
+            status = await read_status(pipe.connection)
+            return (status.version, status.policy["step"], status.metrics) == (4, "2", {"step": 2})
 
         await until(told)
         tasks.cancel_scope.cancel()

@@ -155,9 +155,9 @@ async def test_a_marked_group_stays_until_it_is_acknowledged(pipe):
     await pipe.scored("a", "b", "c")
     trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     marked = await train(pipe, trainer_lease, {"a": Trained(), "b": Dropped("stale"), "c": Trained()})
-    view = await read_status(pipe.connection)
-    assert (view.stages["scored"].depth, view.stages["scored"].marked, view.unfinished) == (3, 3, 0)
-    assert view.counts == {"fed": 3, "trained": 2, "dropped:stale": 1}
+    status = await read_status(pipe.connection)
+    assert (status.stages["scored"].depth, status.stages["scored"].marked, status.unfinished) == (3, 3, 0)
+    assert status.counts == {"fed": 3, "trained": 2, "dropped:stale": 1}
     assert (await pipe.stage("scored", "other").claim(10)).leases == []
     await trainer_lease.acknowledge(marked[:2])
     await trainer_lease.acknowledge(marked)  # a reply was lost
@@ -239,8 +239,8 @@ async def test_recovery_acknowledges_recorded_groups_and_requeues_the_others(pip
     await hold(ledger, [line("a"), line("b", Dropped("stale"))])  # the checkpoint is older than the steps of c and d
     heir = await TrainerLease.acquire(pipe.connection, 30.0)
     assert await heir.recover(ledger) == 2
-    view = await read_status(pipe.connection)
-    assert (view.counts, view.unfinished) == ({"fed": 4, "trained": 1, "dropped:stale": 1}, 2)
+    status = await read_status(pipe.connection)
+    assert (status.counts, status.unfinished) == ({"fed": 4, "trained": 1, "dropped:stale": 1}, 2)
     await pipe.prompt_counts()
     claim = await pipe.stage("scored", "heir").claim(10)
     assert sorted(lease.prompt_id for lease in claim.leases) == ["c", "d"]
@@ -310,8 +310,8 @@ async def test_a_duplicate_uses_no_capacity_and_ends_nothing(pipe, ledger):
     trainer = pipe.stage("scored", "trainer")
     second, first = (await trainer.claim(2)).leases
     await trainer_lease.commit(trainer, [EndedGroup(second, Duplicate(first.id))], release_version=1)
-    view = await read_status(pipe.connection)
-    assert (view.counts, view.unfinished, view.outstanding) == ({"fed": 1, "duplicates": 1}, 1, 1)
+    status = await read_status(pipe.connection)
+    assert (status.counts, status.unfinished, status.outstanding) == ({"fed": 1, "duplicates": 1}, 1, 1)
     await trainer_lease.commit(trainer, [EndedGroup(first, Trained())], release_version=1)
     await pipe.prompt_counts()
     await trainer_lease.recover(ledger)  # the ledger is from before the step, so both are requeued

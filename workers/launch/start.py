@@ -139,15 +139,15 @@ def supervise(
             with choose_display(quiet) as display:
                 outcome = anyio.run(Supervisor(settings, file, display, check).run)
             summary = None
-            if outcome.view is not None:
+            if outcome.status is not None:
                 after, seconds = latest_progress(folder), time.monotonic() - began
-                summary = summarize(outcome.view, before, after, seconds, outcome.failure)
+                summary = summarize(outcome.status, before, after, seconds, outcome.failure)
                 summary.causes |= outcome.dead_causes
                 if outcome.failure is None and not outcome.interrupted:
                     summary.finished = True
                     summary.why_untrained = why_untrained(summary.totals, summary.groups_trained, settings)
                 _write_summary(folder, summary)
-            _draw(folder, outcome.view)
+            _draw(folder, outcome.status)
     return RunResult(outcome=outcome, summary=summary)
 
 

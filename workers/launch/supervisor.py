@@ -74,7 +74,7 @@ _FAILURE_ORDER: _ShutdownOrder = (_ROLES, (ENGINE, DASHBOARD))
 class RunOutcome(Struct, kw_only=True):
     """Outcome of a supervised run."""
 
-    view: RunStatus | None
+    status: RunStatus | None
     """The run's last status; None if the server was lost."""
     failure: RunFailedError | None
     interrupted: bool
@@ -142,7 +142,7 @@ class Supervisor:
                 with starting:
                     outcome = await self._run_on_server()
                 tasks.cancel_scope.cancel()
-        return outcome or RunOutcome(view=_empty_status(), failure=None, interrupted=True, killed=[])
+        return outcome or RunOutcome(status=_empty_status(), failure=None, interrupted=True, killed=[])
 
     async def _run_on_server(self) -> RunOutcome:
         if url := self._settings.run.redis:
@@ -179,7 +179,7 @@ class Supervisor:
             status = await self._refresh(connection, restart_loop)
             await self._show_warnings()
             return RunOutcome(
-                view=status or (None if self._server_gone else _empty_status()),
+                status=status or (None if self._server_gone else _empty_status()),
                 failure=self._ending.failure,
                 interrupted=self._ending.interrupted,
                 killed=self._children.killed,

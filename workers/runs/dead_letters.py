@@ -45,8 +45,8 @@ async def select_letters(connection: RunConnection, choice: LetterChoice) -> lis
         PenstockError: a named one does not exist, or none has the reason.
     """
     if not choice.ids:
-        view = await read_status(connection)
-        letters = await list_dead_letters(connection, count=max(1, view.dead))
+        status = await read_status(connection)
+        letters = await list_dead_letters(connection, count=max(1, status.dead))
         found = [letter for letter in letters if choice.matches(letter)]
         if choice.reason and not found:
             raise PenstockError(

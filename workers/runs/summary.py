@@ -122,12 +122,12 @@ class RunSummary(Struct, kw_only=True):
 
 
 def summarize(
-    view: RunStatus, before: Progress, after: Progress, seconds: float, failure: RunFailedError | None = None
+    status: RunStatus, before: Progress, after: Progress, seconds: float, failure: RunFailedError | None = None
 ) -> RunSummary:
     """Summarize a run.
 
     Args:
-        view: the run's last status.
+        status: the run's last status.
         before: progress in the latest checkpoint when the run was last started.
         after: progress in the latest checkpoint now.
         seconds: wall time since that start.
@@ -137,17 +137,17 @@ def summarize(
     staleness = Staleness(after.staleness_sum / count, after.staleness_max) if count else Staleness()
     return RunSummary(
         steps=after.step,
-        groups_trained=view.prompt_counts["trained"],
-        groups_dropped=view.dropped,
+        groups_trained=status.prompt_counts["trained"],
+        groups_dropped=status.dropped,
         completion_states=after.completion_states,
         staleness=staleness,
         tokens_per_second=round(max(0, after.tokens - before.tokens) / seconds, 1),
         seconds=round(seconds, 3),
-        fed=view.prompt_counts["fed"],
-        outstanding=view.prompt_counts["outstanding"],
-        dead=view.prompt_counts["dead"],
-        duplicates=view.counts.get("duplicates", 0),
-        rejected_rows=int(view.feed.get("rejected_rows", 0)),
+        fed=status.prompt_counts["fed"],
+        outstanding=status.prompt_counts["outstanding"],
+        dead=status.prompt_counts["dead"],
+        duplicates=status.counts.get("duplicates", 0),
+        rejected_rows=int(status.feed.get("rejected_rows", 0)),
         totals=after.totals,
         causes=after.causes,
         failure=FailureReport(message=str(failure), cause=failure.cause) if failure is not None else None,
