@@ -15,7 +15,7 @@ from stream.errors import NoRunError, PenstockError
 from stream.queue.in_flight import ACTIVITY_TEXTS, CompletionInFlight, GroupInFlight
 
 _EVALUATION_FACTS = ("version", "step", "total", "unfinished", "results", "finished", "latest")
-"""What a snapshot's id covers of an evaluation, besides its stages."""
+"""What the id of a status covers of an evaluation, besides its stages."""
 
 
 _DEAD_LETTERS = "dead_letters:"
@@ -119,8 +119,8 @@ class RunStatus(Struct, kw_only=True):
     """Ids of the leased entries by stage, with blanks; empty unless reports were asked for."""
 
     @property
-    def snapshot(self) -> str:
-        """Id of this state of the run: 16 hexadecimal digits. Two snapshots with one id have equal counts.
+    def status_id(self) -> str:
+        """Id of this state of the run: 16 hexadecimal digits. Two readings with one id have equal counts.
 
         Ages, rates, the time, renewed leases and reports of workers do not change it.
         """

@@ -100,7 +100,7 @@ async def test_reports_of_workers_are_read_with_the_status_and_end_with_their_le
     assert groups_in_flight(await read_status(pipe.connection, with_in_flight=True)) == []
 
 
-async def test_a_snapshot_has_one_id_until_a_count_changes(pipe):
+async def test_a_status_has_one_id_until_a_count_changes(pipe):
     await pipe.feed("a", "b")
     stage = pipe.stage("prompts")
     await stage.claim(1)
@@ -108,10 +108,10 @@ async def test_a_snapshot_has_one_id_until_a_count_changes(pipe):
     await anyio.sleep(0.002)
     await pipe.connection.run_script("renew_leases", "prompts", "w", 60_000, *stage.leases)
     same = await read_status(pipe.connection)
-    assert (same.snapshot, same.now_ms) == (before.snapshot, same.now_ms)
+    assert (same.status_id, same.now_ms) == (before.status_id, same.now_ms)
     assert same.now_ms > before.now_ms
     await stage.claim(1)
-    assert (await read_status(pipe.connection)).snapshot != before.snapshot
+    assert (await read_status(pipe.connection)).status_id != before.status_id
 
 
 async def test_two_runs_on_one_server_do_not_see_each_other(pipe, redis_url, pipe_on):

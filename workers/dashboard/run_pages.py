@@ -55,14 +55,14 @@ def queue_boxes(report: QueueReport) -> list[QueueBox]:
     return [QueueBox(name=name, role=role, stage=report.stages[name]) for name, role in _WORKERS.items()]
 
 
-async def render_state(run: Run, snapshot: StatusReading, _: RunConnection | None) -> str:
+async def render_state(run: Run, reading: StatusReading, _: RunConnection | None) -> str:
     """Render the line that says how the run is doing, or how it ended."""
-    return render("parts/state.html", await _values(run, snapshot))
+    return render("parts/state.html", await _values(run, reading))
 
 
-async def render_pipeline(run: Run, snapshot: StatusReading, _: RunConnection | None) -> str:
+async def render_pipeline(run: Run, reading: StatusReading, _: RunConnection | None) -> str:
     """Render the pipeline."""
-    return render("parts/pipeline.html", await _values(run, snapshot))
+    return render("parts/pipeline.html", await _values(run, reading))
 
 
 async def render_steps(run: Run, _: StatusReading, __: RunConnection | None) -> str:
@@ -70,14 +70,14 @@ async def render_steps(run: Run, _: StatusReading, __: RunConnection | None) -> 
     return await anyio.to_thread.run_sync(file_state, run.file("metrics.jsonl"))
 
 
-async def _values(run: Run, snapshot: StatusReading) -> dict[str, Any]:
-    report = queue_report(run.key, snapshot.status) if snapshot.status else None
+async def _values(run: Run, reading: StatusReading) -> dict[str, Any]:
+    report = queue_report(run.key, reading.status) if reading.status else None
     boxes = queue_boxes(report) if report else []
     ended = None
-    if snapshot.is_offline:
+    if reading.is_offline:
         state = await anyio.to_thread.run_sync(run.state)
         ended = state if state.has_ended else None
-    return {"run": run, "snapshot": snapshot, "report": report, "boxes": boxes, "ended": ended}
+    return {"run": run, "reading": reading, "report": report, "boxes": boxes, "ended": ended}
 
 
 async def show_run(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
