@@ -113,14 +113,14 @@ async def render_workers(run: Run, reading: StatusReading, _: RunConnection | No
     return render("parts/workers.html", {"run": run, "reading": reading, **values})
 
 
-async def show_workers(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def workers_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Workers and engines*. Engines follow in a request of their own: a slow one does not delay the page."""
     run = await dashboard.run(request)
     frame = await dashboard.view(run).read(("state", "workers"))
     return dashboard.page("workers.html", run, {"frame": frame})
 
 
-async def send_engines(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def engines_fragment(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The table of engines."""
     run = await dashboard.run(request)
     reports, problem = await dashboard.engines.read(run)
@@ -139,7 +139,7 @@ async def render_in_flight(run: Run, reading: StatusReading, _: RunConnection | 
     return render("parts/in_flight.html", _values(run, reading, SHOWN))
 
 
-async def show_in_flight(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def in_flight_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *In flight*; with `all` every row, not renewed."""
     run = await dashboard.run(request)
     frame = await dashboard.view(run).read(("state", "in_flight"))
