@@ -277,10 +277,10 @@ async def test_a_suspect_that_waits_for_others_is_released_by_a_stop_request(con
     stage, stopping = Stage(connection, "prompts", "w1", policy), anyio.Event()
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
-            isolation = SharedExclusiveLock()
-            with isolation.shared():
+            lock = SharedExclusiveLock()
+            with lock.shared():
                 loop = partial(work_loop, stage, partial(work, stage), concurrency=4, stopping=stopping)
-                tasks.start_soon(partial(loop, isolation=isolation))
+                tasks.start_soon(partial(loop, lock=lock))
                 while not stage.leases:
                     await anyio.sleep(0.01)
                 stopping.set()
