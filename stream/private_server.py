@@ -243,7 +243,7 @@ def _full_disk(data: Path) -> str:
     if problem := disk_problem(data):
         return str(problem)
     said = os.strerror(errno.ENOSPC)
-    return f"{data / 'server.log'}: {said}" if said.lower() in _last_words(data / "server.log") else ""
+    return f"{data / 'server.log'}: {said}" if said.lower() in _read_log(data / "server.log") else ""
 
 
 async def _raise_if_full(data: Path) -> None:
@@ -303,11 +303,11 @@ async def _wait_until_loaded(socket: Path, server: _Server, data: Path) -> bool:
 
 
 def _cannot_load(log_file: Path) -> bool:
-    """Return whether the server's last words are about its data."""
-    return any(word in _last_words(log_file) for word in _DATA_ERRORS)
+    """Return whether the server complained about its data."""
+    return any(word in _read_log(log_file) for word in _DATA_ERRORS)
 
 
-def _last_words(log_file: Path) -> str:
+def _read_log(log_file: Path) -> str:
     """Return what the server has logged since its last start, in lower case."""
     if not log_file.exists():
         return ""

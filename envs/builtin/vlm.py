@@ -94,7 +94,7 @@ class Vlm:
 
     def _score(self, gold: Any, text: str) -> Iterator[dict[str, Reward]]:
         """Yield the parts: the worst before anything reads the text, then those that need no verifier, then all."""
-        found = {name: _worst(name, gold) for name in self._weights}
+        found = {name: _unjudged_part(name, gold) for name in self._weights}
         yield found
         found |= {name: PARTS[name](gold, text) for name in self._weights if name not in _MATH_PARTS}
         if self._needs_math:
@@ -216,7 +216,7 @@ def _area(box: Box) -> float:
     return (box[2] - box[0]) * (box[3] - box[1])
 
 
-def _worst(part: str, gold: Any) -> Reward:
+def _unjudged_part(part: str, gold: Any) -> Reward:
     """Return a part of an answer that could not be judged, or why its gold answer is unusable."""
     if part in _MATH_PARTS:
         return UNMANAGEABLE

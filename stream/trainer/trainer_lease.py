@@ -170,7 +170,7 @@ class TrainerLease:
             log.warning("server.rebuilt", why="the checkpoint is older than what the server has deleted", **facts.log())
             self._raise_if_fenced(await self.connection.run_script("rebuild", self.token, ledger.length))
         if not ledger.is_cut:
-            await anyio.to_thread.run_sync(lambda: ledger.cut(keep_aside=keep_cut or facts.must_rebuild))
+            await anyio.to_thread.run_sync(lambda: ledger.cut(keep_cut=keep_cut or facts.must_rebuild))
         facts = await self._read_recovery(ledger, has_checkpoint, is_restored)
         await self._undo_dead_letters(ledger)
         if starts:  # later the ledger has records that no checkpoint contains

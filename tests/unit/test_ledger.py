@@ -226,7 +226,7 @@ def test_lines_that_stay_when_the_ledger_is_cut_stay_once_when_the_newer_checkpo
     ledger.append_event(LedgerEvent("setting_changed", 2, {}))
     ledger.close()
     older = Ledger(path, length, cut=False)
-    older.cut(keep_aside=True)
+    older.cut(keep_cut=True)
     older.append_end("e", Retried(), 2, 1)
     older.append_end("c", Dead("unreadable"), 2, 1)
     older.append_end("c", Dropped("operator"), 2, 1)

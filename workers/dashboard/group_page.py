@@ -102,7 +102,7 @@ async def group_page(dashboard: Dashboard, request: web.Request) -> web.StreamRe
     choice = TokenChoice.from_query(request.query)
     values = await anyio.to_thread.run_sync(_page_values, run, found, first, choice)
     steps = await anyio.to_thread.run_sync(dashboard.metrics(run).step_times)
-    values["way"] = _way(found, steps)
+    values["phase_bars"] = _phase_bars(found, steps)
     return dashboard.page("group.html", run, values)
 
 
@@ -159,7 +159,7 @@ async def snapshot_fragment(dashboard: Dashboard, request: web.Request) -> web.S
     return _fragment("parts/snapshot.html", {"panel": view, "completion": completion.index})
 
 
-def _way(found: FoundGroup, steps: Mapping[int, StepTimes]) -> list[Bar]:
+def _phase_bars(found: FoundGroup, steps: Mapping[int, StepTimes]) -> list[Bar]:
     """Return the phases of a group whose times are known, as bars."""
     step = steps.get(found.step or 0) if found.outcome == "trained" else None
     phases = main_phases(GroupTimes.of_group(found.group), step)

@@ -153,7 +153,7 @@ class JsonLinesSource:
     def row_digest(self) -> str:
         """See `Source.row_digest`."""
         with self._path.open("rb") as file:
-            return _digest_rows(_meaning(line) for line in file if line.strip())
+            return _digest_rows(_decode_or_raw(line) for line in file if line.strip())
 
     def _read(self, text: bytes, number: int) -> Row | DataError:
         place = f"{self._path}:{self._lines[number]}"
@@ -339,7 +339,7 @@ def _decode_line(text: bytes) -> Any:
     return msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"))
 
 
-def _meaning(line: bytes) -> Any:
+def _decode_or_raw(line: bytes) -> Any:
     """Return what a line of JSON says; the line itself if it is not JSON."""
     try:
         return _decode_line(line)

@@ -191,12 +191,12 @@ class DiskWatch:
         """Look until cancelled; run it in the supervisor's task group. Then nothing in this process waits any more."""
         try:
             while True:
-                await self._look()
+                await self._check_disks()
                 await anyio.sleep(_INTERVAL_S)
         finally:
             end_waits()
 
-    async def _look(self) -> None:
+    async def _check_disks(self) -> None:
         found = [*await anyio.to_thread.run_sync(disk_problems, self._folder, self.status), *waiting()]
         now = {problem.path: problem for problem in found}
         before = {problem.path for problem in self.problems}

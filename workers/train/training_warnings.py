@@ -255,7 +255,7 @@ def reward_part_falls(first: Sequence[Metrics], last: Sequence[Metrics], setting
     changes = {name: change for name in sorted(names) if (change := _part_change(first, recent, name))}
     if rise is None or rise.size <= 0:
         return ""
-    losses = [name for name in changes if _fell(changes[name], rise) or _vanished(first, recent, name)]
+    losses = [name for name in changes if _has_fallen(changes[name], rise) or _has_vanished(first, recent, name)]
     if not losses:
         return ""
     fallen = min(losses, key=lambda name: changes[name].size)
@@ -293,12 +293,12 @@ def _part_change(first: Sequence[Metrics], recent: Sequence[Metrics], name: str)
     return _change(first, recent, name)
 
 
-def _fell(part: _Change, rise: _Change) -> bool:
+def _has_fallen(part: _Change, rise: _Change) -> bool:
     """Return whether a part lost more than half, and that is not little beside the rise of the reward."""
     return part.before > 0 and part.now < part.before / 2 and -part.size >= MIN_FALL_FRACTION * rise.size
 
 
-def _vanished(first: Sequence[Metrics], recent: Sequence[Metrics], name: str) -> bool:
+def _has_vanished(first: Sequence[Metrics], recent: Sequence[Metrics], name: str) -> bool:
     """Return whether a part was earned in each of the first steps and in none of the last, however little it is."""
     return all((_value(step, name) or 0) > 0 for step in first) and all(not _value(step, name) for step in recent)
 
