@@ -157,7 +157,7 @@ UNSEEN = {
     "rolled out": lambda g: setattr(g, "rolled_out_at", 1.0),
     "scored": lambda g: setattr(g, "scored_at", 1.0),
     "claimed by a scorer": lambda g: setattr(g, "score_claimed_at", 1.0),
-    "intervals": lambda g: g.completions[0].intervals.append(ActivityTime("engine", 1.0, 2.0)),
+    "activity_times": lambda g: g.completions[0].activity_times.append(ActivityTime("engine", 1.0, 2.0)),
     "fed": lambda g: setattr(g.prompt, "fed_at", 1.0),
     "seconds": lambda g: g.completions[0].seconds.update(total=1.0),
 }

@@ -32,7 +32,7 @@ class Bar(Struct, frozen=True):
     count: int
 
     @property
-    def interval(self) -> str:
+    def reward_range(self) -> str:
         """The bar as a filter."""
         return repr(self.low) if self.low == self.high else f"{self.low!r}..{self.high!r}"
 

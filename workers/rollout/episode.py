@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from envs.contract import Observation
 from stream.queue.in_flight import Activity
-from stream.records import MAX_INTERVALS, ActivityTime, Completion, Failure, Message, Prompt, Row, ToolRun
+from stream.records import MAX_ACTIVITY_TIMES, ActivityTime, Completion, Failure, Message, Prompt, Row, ToolRun
 from stream.validity import TruncationReason
 from workers.role.in_flight_reporter import CompletionProgress
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
@@ -183,8 +183,8 @@ class measure_time:  # noqa: N801  (used like a function)
     def __exit__(self, *_: object) -> None:
         seconds = time.perf_counter() - self._started
         self._completion.seconds[self._activity] += seconds
-        if len(self._completion.intervals) < MAX_INTERVALS:
-            self._completion.intervals.append(ActivityTime(self._activity, self._began_at, seconds))
+        if len(self._completion.activity_times) < MAX_ACTIVITY_TIMES:
+            self._completion.activity_times.append(ActivityTime(self._activity, self._began_at, seconds))
 
     def stop(self) -> None:
         """Note the time since this was made."""
