@@ -176,7 +176,7 @@ def test_every_bar_of_a_histogram_finds_as_many_completions_as_it_counts():
     assert sum(bar.count for bar in bars) == len(values)
     assert len(bars) <= 24
     for bar in bars:
-        wanted = parse_filter({"reward": bar.interval}).rewards
+        wanted = parse_filter({"reward": bar.reward_range}).rewards
         assert sum(value in wanted for value in values) == bar.count
     assert histogram([1.0, 0.0, 1.0]) == [Bar(0.0, 0.0, 1), Bar(1.0, 1.0, 2)]
     assert histogram([]) == []
