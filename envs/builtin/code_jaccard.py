@@ -32,6 +32,9 @@ class CodeJaccard:
         Args:
             completions: conversations, or texts.
             **columns: columns of the data, among them the gold code.
+
+        Returns:
+            A similarity in [0, 1] for each completion; `Unmeasured` where the gold code is unusable.
         """
         return [
             _score(gold, completion)
