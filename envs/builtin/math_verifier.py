@@ -89,7 +89,7 @@ class Math:
         rewards: list[Reward] = []
         for gold, completion in zip(gold_column(columns, self._column), completions, strict=True):
             if set_fallback is not None and is_comparable(gold):
-                later = [Unmeasured(RewardReason.TIMEOUT, "its turn did not come")] * (
+                later = [Unmeasured(RewardReason.TIMEOUT, "the call ended first")] * (
                     len(completions) - len(rewards) - 1
                 )
                 set_fallback([*rewards, UNMANAGEABLE, *later])

@@ -87,7 +87,7 @@ class Vlm:
         golds = columns.get(self._column, [None] * len(completions))
         rewards: list[dict[str, Reward]] = []
         for gold, text in zip(golds, map(last_assistant_text, completions), strict=True):
-            later = [Unmeasured(RewardReason.TIMEOUT, "was not reached")] * (len(completions) - len(rewards) - 1)
+            later = [Unmeasured(RewardReason.TIMEOUT, "the call ended first")] * (len(completions) - len(rewards) - 1)
             can_fall_back = set_fallback is not None and (not self._needs_math or is_comparable(gold))
             weighted: dict[str, Reward] = {}
             for parts in self._score(gold, text):  # each time more complete
