@@ -56,14 +56,6 @@ def classify_rows(outcome: Outcome, rows: int) -> list[RowResult]:
     return [_classify_row(value) for value in values]
 
 
-def rewards_by_name(value: Mapping[Any, Any]) -> dict[str, Reward] | Unmeasured:
-    """Convert each entry of a mapping to a reward; `Unmeasured` if the mapping itself cannot be read."""
-    try:
-        return {replace_surrogates(str(key)): to_reward(entry) for key, entry in value.items()}
-    except Exception as error:  # noqa: BLE001  (the mapping may be a user's class)
-        return _unreadable(value, error)
-
-
 def _classify_row(value: Any) -> RowResult:
     if not isinstance(value, Mapping):
         return to_reward(value)
@@ -71,6 +63,14 @@ def _classify_row(value: Any) -> RowResult:
     if isinstance(by_name, Unmeasured):
         return by_name
     return NamedRewards(by_name) if by_name else Unmeasured(RewardReason.MISSING, "returned an empty mapping")
+
+
+def rewards_by_name(value: Mapping[Any, Any]) -> dict[str, Reward] | Unmeasured:
+    """Convert each entry of a mapping to a reward; `Unmeasured` if the mapping itself cannot be read."""
+    try:
+        return {replace_surrogates(str(key)): to_reward(entry) for key, entry in value.items()}
+    except Exception as error:  # noqa: BLE001  (the mapping may be a user's class)
+        return _unreadable(value, error)
 
 
 def is_per_turn(result: Any) -> bool:

@@ -94,7 +94,7 @@ def fatal_reason(error: Exception) -> str | None:
             case PermissionError():
                 return f"this user has no permission to open its socket ({cause})"
             case AuthenticationError() | AuthorizationError():
-                return f"it refuses us: {_password_problem(str(cause))}"
+                return f"it refuses access: {_password_problem(str(cause))}"
             case NoPermissionError():
                 return _acl_problem(cause)
             case _:
@@ -102,7 +102,7 @@ def fatal_reason(error: Exception) -> str | None:
     if str(error).startswith(_SCRIPT_DENIED_PREFIXES):
         return _acl_problem(error)
     if str(error).startswith(("DENIED", "DB index", "SELECT is not allowed", "invalid DB")):
-        return f"it refuses us: {error}"
+        return f"it refuses access: {error}"
     return None
 
 
@@ -130,7 +130,7 @@ def _password_problem(text: str) -> str:
 
 
 def _acl_problem(error: Exception) -> str:
-    return f"its ACL refuses us: {error}; the aclfile in docs/redis.md has the rules that each role needs"
+    return f"its ACL refuses access: {error}; the aclfile in docs/redis.md has the rules that each role needs"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -102,10 +102,6 @@ def decode_outcome(text: str) -> LedgerEntry:
     raise ValueError(f"{text!r} is not an outcome of a prompt")
 
 
-REBUILT: Final = "ledger_rebuilt"
-"""Name of the event after the lines of a ledger that was rebuilt for a checkpoint (`stream.trainer.ledger_rebuild`)."""
-
-
 class LedgerRecord(Struct, frozen=True):
     """The end of one prompt."""
 
@@ -125,6 +121,36 @@ class LedgerRecord(Struct, frozen=True):
     def has_group(self) -> bool:
         """Whether the prompt ended with a group at the trainer, which may be in the archive."""
         return isinstance(self.outcome, Trained | Dropped) and self.outcome != Dropped(OPERATOR)
+
+
+def end_hash(prompt: str, entry: LedgerEntry) -> str:
+    """Return the `hash` of a record without a group: of prompt and outcome, in hexadecimal."""
+    return hashlib.blake2b(msgspec.json.encode((prompt, encode_outcome(entry))), digest_size=12).hexdigest()
+
+
+def content_hash(group: Group) -> str:
+    """Return the `hash` of a record with a group: of what a step depends on, in hexadecimal.
+
+    That is ids, tokens, log-probs, rewards and validity; not times, attempts or workers.
+    """
+    facts = [
+        (
+            *(c.index, c.failure, c.truncated, c.parts, c.reward),
+            [(row.prompt_ids, row.token_ids, row.sampled_ranges, row.logprobs, row.spans) for row in c.rows],
+        )
+        for c in group.completions
+    ]
+    return hashlib.blake2b(msgspec.msgpack.encode((group.prompt.id, facts)), digest_size=12).hexdigest()
+
+
+class LedgerEvent(Struct, frozen=True):
+    """A line about the run, not about a prompt: for example, a setting was changed."""
+
+    event: str
+    step: int
+    """Optimizer steps done before the event."""
+    details: dict[str, Any]
+    """JSON values; the keys depend on the event."""
 
 
 class LedgerLine(Struct, frozen=True):
@@ -148,16 +174,6 @@ class _Line(Struct, omit_defaults=True):
     in_step: bool = False
 
 
-class LedgerEvent(Struct, frozen=True):
-    """A line about the run, not about a prompt: for example, a setting was changed."""
-
-    event: str
-    step: int
-    """Optimizer steps done before the event."""
-    details: dict[str, Any]
-    """JSON values; the keys depend on the event."""
-
-
 _line_decoder = msgspec.json.Decoder(_Line)
 _event_decoder = msgspec.json.Decoder(LedgerEvent)
 
@@ -176,6 +192,14 @@ def decode_record(text: bytes) -> LedgerRecord:
     """
     line = _line_decoder.decode(text)
     return LedgerRecord(line.prompt, decode_outcome(line.outcome), line.step, line.version, line.hash, line.in_step)
+
+
+def record_or_none(text: bytes) -> LedgerRecord | None:
+    """Parse one line of the ledger; None if it is not a record."""
+    try:
+        return decode_record(text)
+    except ValueError:
+        return None
 
 
 def decode_event(text: bytes) -> LedgerEvent | None:
@@ -324,14 +348,6 @@ def apply_record(record: LedgerRecord, outcomes: dict[str, LedgerOutcome], dead:
             dead.pop(record.prompt, None)
 
 
-def record_or_none(text: bytes) -> LedgerRecord | None:
-    """Parse one line of the ledger; None if it is not a record."""
-    try:
-        return decode_record(text)
-    except ValueError:
-        return None
-
-
 def describe_first_error(path: Path, content: bytes) -> str:
     """Return the place of the first line that is neither a record nor an event, as `FILE, line N`; empty if none is."""
     for number, text in enumerate(content.splitlines(keepends=True), 1):
@@ -340,24 +356,8 @@ def describe_first_error(path: Path, content: bytes) -> str:
     return ""
 
 
-def end_hash(prompt: str, entry: LedgerEntry) -> str:
-    """Return the `hash` of a record without a group: of prompt and outcome, in hexadecimal."""
-    return hashlib.blake2b(msgspec.json.encode((prompt, encode_outcome(entry))), digest_size=12).hexdigest()
-
-
-def content_hash(group: Group) -> str:
-    """Return the `hash` of a record with a group: of what a step depends on, in hexadecimal.
-
-    That is ids, tokens, log-probs, rewards and validity; not times, attempts or workers.
-    """
-    facts = [
-        (
-            *(c.index, c.failure, c.truncated, c.parts, c.reward),
-            [(row.prompt_ids, row.token_ids, row.sampled_ranges, row.logprobs, row.spans) for row in c.rows],
-        )
-        for c in group.completions
-    ]
-    return hashlib.blake2b(msgspec.msgpack.encode((group.prompt.id, facts)), digest_size=12).hexdigest()
+REBUILT: Final = "ledger_rebuilt"
+"""Name of the event after the lines of a ledger that was rebuilt for a checkpoint (`stream.trainer.ledger_rebuild`)."""
 
 
 def find_rebuilt(content: bytes, length: int, digest: str) -> tuple[int, str]:

@@ -150,7 +150,7 @@ class Bucket:
         """Make a call; None if the object does not exist.
 
         Raises:
-            StorageError: storage does not answer, or refuses us.
+            StorageError: storage does not answer, or refuses access.
         """
         try:
             return call()
