@@ -135,7 +135,7 @@ class ThreadCalls:
         self._abandoned: AbandonedThreads | bool = False
         """The counter that counts the thread; True if no function was running."""
         self.outcomes: list[TimedOutcome] = []
-        """Of the calls that have ended."""
+        """How the calls that have ended did so, and how long they took."""
         self.started_at = 0.0
         """When the present call started, by the monotonic clock; of the first one: when it was handed over."""
         self.thread_id: int | None = None

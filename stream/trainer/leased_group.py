@@ -27,9 +27,9 @@ class DroppedGroup(Struct, frozen=True):
     """What a consumer's `check` returns to end a group without training, and to have the reasons archived."""
 
     reason: str
-    """Of the group's outcome."""
+    """Why the group is dropped, as in its outcome."""
     completions: Sequence[TrainedCompletion] = ()
-    """Of each completion that is not greedy: why it bears no loss."""
+    """Why each completion bears no loss, except the greedy one."""
 
 
 class ResumePoint(Struct, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ class DroppedGroups(NamedTuple):
     reasons: dict[DropReason, int]
     """Number of groups by reason."""
     rewards: list[GroupRewards]
-    """Of the last of them."""
+    """Rewards of the last of the groups."""
     counters: Counter[str]
     """Their completions by the names of step metrics: `rows/STATE`, where `valid` is one that had no fault of its own,
     and `truncated/REASON`."""
