@@ -36,7 +36,7 @@ class GymnasiumText:
             `render()`, which must return text (`render_mode = "ansi"`).
         make: keyword arguments for `gymnasium.make`.
         how: description of an action, for the tool's schema.
-        reward: which of the steps' rewards counts: `sum`, `last` or `max`.
+        reward: how the steps' rewards become the episode's: `sum`, `last` or `max`.
         no_step: reward of an episode without a step: a number or `invalid`. For `sum` the default is 0.0; `last` and
             `max` have no default.
 

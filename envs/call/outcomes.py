@@ -88,7 +88,7 @@ def replace_surrogates(text: str) -> str:
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _OURS: Final = tuple(f"{_ROOT / name}/" for name in ("penstock", "stream", "envs", "workers"))
 _USER_LIKE: Final = tuple(f"{_ROOT / 'envs' / name}/" for name in ("adapters", "builtin", "remote"))
-"""Environments and reward functions that Penstock brings along are shown as a user's own."""
+"""Penstock's own environments and reward functions are shown as a user's code."""
 _LIBRARIES: Final = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
 _COMPILED: Final = (".pyx", ".pxi", ".pxd")
 """Endings of files in Cython's frames, whose paths are relative to a package's sources instead of absolute."""
