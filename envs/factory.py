@@ -1,6 +1,6 @@
 """Make environments from a reference, and inspect one of them before the first episode.
 
-The rows that an environment provides: its optional method `rows()`.
+An environment may also provide rows of data, by a method `rows()`; `call_rows` and `first_row` call it.
 """
 
 import copy

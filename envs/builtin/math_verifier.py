@@ -20,7 +20,8 @@ compared with a number. Once that worked, whatever the verifier cannot do in tim
 answer is a measured 0.0 that keeps its reason. A machine or an installation that fails (`ImportError`, `OSError`), or a
 verifier that can no longer compare the gold answer with itself, measures nothing.
 
-Gold answers: their column in the data, and the result for an invalid one.
+Other reward functions use `gold_column`, the gold answers in the data, and `bad_reference`, the result for
+an invalid one.
 """
 
 import re

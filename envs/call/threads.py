@@ -3,7 +3,7 @@
 The threads are daemons. Those of `concurrent.futures` are joined when Python exits, so that one hanging call would keep
 the process. Waking one thread for all calls of a moment would save a rollout worker less than a tenth of its CPU.
 
-The event loop of this process's background tasks: sessions and pools that outlive the call that opened them.
+`background_loop` is the event loop of what outlives the call that opened it: sessions and pools.
 """
 
 import asyncio  # noqa: TID251  (a future and a timer of the loop take a tenth of anyio's event and cancel scope)

@@ -1,7 +1,4 @@
-"""A scored group in a trainer's hands, and what its `check` says of it.
-
-What a checkpoint holds for its trainer to resume.
-"""
+"""What a trainer gets from the queue, and what it resumes from: leased groups, and the resume point of a checkpoint."""
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar

@@ -111,7 +111,7 @@ class GroupChecker:
 
 
 TOOL_ERROR = "tool_error"
-"""Key of the cause of a tool's error, which the model reads and which makes no completion invalid."""
+"""Key of the cause of a tool's error. The model reads such an error, and the completion stays valid."""
 
 
 def failure_causes(group: Group) -> dict[str, ErrorCause]:
