@@ -137,10 +137,10 @@ def bbox_giou(gold: Any, text: str) -> Reward:
     expected = parse_box(gold)
     if expected is None:
         return bad_reference(gold, "is not a box")
-    found = _read_box(_answer(text))
-    if found is None:
+    box = _read_box(_answer(text))
+    if box is None:
         return Measured(0.0)
-    value = generalized_iou(expected, found)
+    value = generalized_iou(expected, box)
     if not math.isfinite(value):
         detail = "the answer's box is too large for floating-point numbers"
         return worst_reward(_WORST["bbox_giou"], RewardReason.TOO_LARGE, detail)
@@ -249,10 +249,10 @@ def _has_box_after_reasoning(text: str) -> bool:
     r"""Return whether the text has `</think>`, `\boxed{` and `}` in this order."""
     position = 0
     for words in ("</think>", _BOX, "}"):
-        found = text.find(words, position)
-        if found < 0:
+        start = text.find(words, position)
+        if start < 0:
             return False
-        position = found + len(words)
+        position = start + len(words)
     return True
 
 

@@ -65,7 +65,7 @@ def run_forked(work: Callable[[], bytes], *, cpu_s: int, max_bytes: int) -> Fork
     if data[:1] == _RAISED:
         return Forked(None, data[1:].decode(errors="replace"))
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    signals = {known.value: known for known in signal.Signals}
+    signals = {member.value: member for member in signal.Signals}
     why = _DEATHS.get(signals[number], f"it was ended by {signals[number].name}") if number in signals else "it exited"
     return Forked(None, why, used_its_time=number == signal.SIGXCPU)
 

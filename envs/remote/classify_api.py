@@ -61,8 +61,8 @@ def parse_score(payload: bytes, url: str) -> Reward:
         return Unmeasured(RewardReason.SHAPE, f"{url} returned {len(scores)} scores for one conversation")
     classes = scores[0]
     if not isinstance(classes, list) or len(classes) != 1:
-        found = f"{len(classes)} classes" if isinstance(classes, list) else type(classes).__name__
-        return Unmeasured(RewardReason.SHAPE, f"{url} returned {found}; a reward model has one class")
+        returned = f"{len(classes)} classes" if isinstance(classes, list) else type(classes).__name__
+        return Unmeasured(RewardReason.SHAPE, f"{url} returned {returned}; a reward model has one class")
     if classes[0] is None:  # how JSON spells NaN and infinity
         return Unmeasured(RewardReason.NOT_FINITE, f"{url} returned null instead of a number")
     return measure(classes[0])

@@ -157,8 +157,8 @@ class _Load(Struct, frozen=True, kw_only=True):
 
     def figures(self) -> dict[str, float]:
         """Return all numbers that are known, by name."""
-        known = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {name: value for name, value in known.items() if value is not None}
+        numbers = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in numbers.items() if value is not None}
 
 
 def _find_rollout_bottleneck(load: _Load, groups: Sequence[GroupInFlight], figures: dict[str, float]) -> Bottleneck:

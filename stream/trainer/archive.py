@@ -302,8 +302,8 @@ class ArchivedGroups:
         end = self._ends.get(path, 0)
         for record, offset in _scan_segment(path, end):
             key = record.prompt, record.hash
-            known = self._offsets.get(key)
-            if known is None or _segment_number(known.file) <= _segment_number(path):  # the newest of a repeated step
+            earlier = self._offsets.get(key)
+            if earlier is None or _segment_number(earlier.file) <= _segment_number(path):  # a repeated step: the newest
                 self._offsets[key] = offset
             end = offset.offset + offset.size
         self._ends[path] = end

@@ -312,10 +312,10 @@ class Consumer(Generic[Checked]):
                 if lease.id != self._in_step[prompt_id]:
                     self._copies[lease.id] = lease
                 return []
-            known = self.buffer.get(prompt_id)
-            if known is not None and known.lease.id == lease.id:
+            buffered = self.buffer.get(prompt_id)
+            if buffered is not None and buffered.lease.id == lease.id:
                 # The lease had run out while this process was suspended or offline; this process has claimed it again.
-                self.buffer[prompt_id] = replace(known, lease=lease, group=group)
+                self.buffer[prompt_id] = replace(buffered, lease=lease, group=group)
                 return []
             checked = await anyio.to_thread.run_sync(self._check, group, self.version)
         except NewerSchemaError as error:
@@ -381,7 +381,7 @@ class Consumer(Generic[Checked]):
         """Mark entries as ended on the server."""
         if ended:
             lost = set(await self.trainer_lease.commit(self._stage, ended, self.version + 1))
-            self._committed += [each.lease.id for each in ended if each.lease.id not in lost]
+            self._committed += [group.lease.id for group in ended if group.lease.id not in lost]
 
     def _sync(self) -> int:
         if self._archive is not None:
