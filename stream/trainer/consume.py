@@ -8,10 +8,9 @@ Penstock's own does, opens them itself::
         async with open_consumer(trainer_lease, folder_lock, ledger_path, checkpoint.resume_point) as consumer:
             ...
 
-Record in the ledger what an operator did with dead letters while no trainer runs.
-
-A trainer records such ends itself, at each step. Between two starts of a run nobody would, and a server that is lost
-then would forget them: dropped prompts would be trained.
+`record_untrained_ends` records in the ledger what an operator did with dead letters while no trainer runs. A trainer
+does that itself, at each step. Between two starts of a run nobody would, so if the server were lost then, dropped
+prompts would be trained.
 """
 
 import os

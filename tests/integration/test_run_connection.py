@@ -95,7 +95,7 @@ async def test_a_wrong_password_is_an_immediate_error(server, run_name):
     redis = Redis.from_url(server.url)
     redis.config_set("requirepass", "opensesame")
     redis.close()
-    with anyio.fail_after(2), pytest.raises(ServerError, match="refuses us"):
+    with anyio.fail_after(2), pytest.raises(ServerError, match="refuses access"):
         async with connect(server.url.replace("unix://", "unix://:wrong@"), run_name):
             pass
 

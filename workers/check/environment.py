@@ -65,7 +65,7 @@ class EnvironmentCheck:
     Args:
         checker: collects the findings.
         name: of the environment.
-        prompt: a row of the data for it; None: it is not reset, unless it is tried alone and brings its own rows.
+        prompt: a row of the data for it; None: it is not reset, unless it is tried alone and provides rows.
         turns: texts and calls of the model, in order, for one that is tried alone; default: one call of each tool.
     """
 

@@ -1,4 +1,4 @@
-"""Writes the rows that environments bring along to files in the run's folder, from which they are fed.
+"""Writes the rows that environments provide to files in the run's folder, from which they are fed.
 
 An environment's `rows()` is called once for a run. A restart, the audit and every other process read the same rows from
 the file, even if the method would return others by then.

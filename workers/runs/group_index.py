@@ -24,7 +24,7 @@ from workers.runs.phases import GroupTimes
 from workers.runs.selection import CompletionFilter, prompt_text
 
 _TEXT_CHARACTERS: Final = 500
-"""Of a prompt, in a summary. A longer prompt is read again when its text is searched."""
+"""How much of a prompt a summary has. A longer prompt is read again when its text is searched."""
 _GENERAL: Final = frozenset({"valid", "invalid", "truncated", "dropped"})
 """Words that are not counted, since more special ones are."""
 
@@ -47,7 +47,7 @@ class GroupSummary(Struct, frozen=True, kw_only=True, gc=False):
     """The policy versions that sampled each completion, ascending."""
     sampled_tokens: int
     turns: int
-    """Of the completion with the most."""
+    """Turns of the completion that has most."""
     times: GroupTimes
     text: str
     """The beginning of the last user message of the prompt."""

@@ -33,13 +33,13 @@ class CompletionView(Struct, frozen=True, kw_only=True):
     group: Group
     completion: Completion
     outcome: str
-    """Of the group: `trained`, `dropped:REASON`, `unfinished`, or `evaluated`."""
+    """Outcome of the group: `trained`, `dropped:REASON`, `unfinished`, or `evaluated`."""
     step: int | None = None
     """The step that ended the group, or whose weights were evaluated; None if it is unfinished."""
     trained: TrainedCompletion | None = None
     """What the step did with the completion; None if no step had it, or it was not archived."""
     record: LedgerRecord | None = None
-    """Of the group; None if it is unfinished."""
+    """The group's ledger record; None if the group is unfinished."""
 
     def __repr__(self) -> str:
         of = f"{self.group.prompt.id!r}, completion {self.completion.index}"

@@ -75,7 +75,7 @@ class StepTimes(Struct, frozen=True, kw_only=True):
     ended_at: float
     publish_began_at: float = 0.0
     publish_ended_at: float = 0.0
-    """Of the first publication after the step."""
+    """When the first publication after the step began and ended."""
 
 
 def trace_id(run: str, prompt_id: str) -> str:

@@ -105,7 +105,7 @@ async def score_group(
 
 
 _MAX_BYTES: Final = 1_000_000
-"""Of one group: the results of all prompts are in memory at once."""
+"""Largest group that is stored with an evaluation's results: the results of all prompts are in memory at once."""
 
 
 def evaluate_group(group: Group, version: int, settings: Settings) -> PromptEvaluation:

@@ -18,7 +18,7 @@ from workers.settings import Settings
 MIN_GROUPS: Final = 16
 """Groups of an environment that are compared, at least."""
 MIN_RISE: Final = 0.05
-"""Of the share, so that a rare failure is no warning."""
+"""How much the share must rise at least, so that a rare failure is no warning."""
 MIN_SHARE_ERRORS: Final = 4.0
 MIN_REWARD_ERRORS: Final = 2.0
 """How many standard errors, of groups, a rise must exceed: a run looks at hundreds of windows."""

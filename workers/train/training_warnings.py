@@ -41,13 +41,13 @@ MAX_ERROR_FRACTION: Final = 0.5
 MIN_COMPARED_PROMPTS: Final = 4
 """Groups that `different_tasks` needs."""
 MAX_DIFFERENT_FRACTION: Final = 0.1
-"""Of groups: a template that writes the time changes a prompt now and then."""
+"""Fraction of groups; not 0, since a template that writes the time changes a prompt now and then."""
 ENTROPY_FRACTION: Final = 0.1
 RATIO_RANGE: Final = (0.8, 1.25)
 MAX_OFF_POLICY_KL: Final = 0.1
 MIN_REFERENCE_KL: Final = 0.5
 MIN_FALL_FRACTION: Final = 0.1
-"""Of the rise of the reward: what a part must at least have lost, so that a rare part's noise is no warning."""
+"""What a part must have lost, as a fraction of the reward's rise, so that a rare part's noise is no warning."""
 _LIMITS: Final = {
     TruncationReason.LENGTH: "rollout.max_tokens_per_turn and rollout.max_tokens",
     TruncationReason.CONTEXT: "engine.max_model_len",

@@ -47,7 +47,7 @@ _PIECE_BYTES: Final = 64_000_000
 _REQUEST: Final[Any] = {"timeout": "120s", "connect_timeout": "10s"}
 _RETRIES: Final[Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 _ATTEMPTS, _BACKOFF = 10, Backoff(1.0, 60.0)
-"""Of a whole copy; the retries of each request come in addition."""
+"""Attempts at a whole copy, and the delay between them; the retries of each request come in addition."""
 _CLOSE_TIMEOUT_S: Final = 600.0
 """How long the end of a trainer waits for the last copy."""
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -70,7 +70,7 @@ class Copy(Struct, frozen=True, kw_only=True):
     run_id: str
     step: int
     fencing_token: int
-    """Of the trainer that wrote it; a later trainer has a larger one."""
+    """Fencing token of the trainer that wrote it; a later trainer has a larger one."""
     files: dict[str, tuple[Piece, ...]]
     """By path relative to the run's folder."""
 
@@ -150,7 +150,7 @@ class Bucket:
         """Make a call; None if the object does not exist.
 
         Raises:
-            StorageError: storage does not answer, or refuses us.
+            StorageError: storage does not answer, or refuses access.
         """
         try:
             return call()
@@ -177,7 +177,7 @@ class Uploader:
         self._settled: SavedCheckpoint | None = None
         """The last one that is in storage, or was given up."""
         self._pieces: dict[tuple[str, int, int], tuple[Piece, ...]] = {}
-        """Of files that were read, by name, length and modification time: they are not read again."""
+        """Pieces of files that were read, by name, length and modification time: they are not read again."""
         self._is_closing, self._changed = False, Event()
         self._thread = Thread(target=self._work, name="storage", daemon=True)
         self._thread.start()

@@ -31,7 +31,7 @@ class DroppedGroups(NamedTuple):
     reasons: dict[DropReason, int]
     """Number of groups by reason."""
     rewards: list[GroupRewards]
-    """Of the last of them."""
+    """Rewards of the last of the groups."""
     counters: Counter[str]
     """Their completions by the names of step metrics: `rows/STATE`, where `valid` is one that had no fault of its own,
     and `truncated/REASON`."""
@@ -111,7 +111,7 @@ class GroupChecker:
 
 
 TOOL_ERROR = "tool_error"
-"""Key of the cause of a tool's error, which the model reads and which makes no completion invalid."""
+"""Key of the cause of a tool's error. The model reads such an error, and the completion stays valid."""
 
 
 def failure_causes(group: Group) -> dict[str, ErrorCause]:

@@ -72,7 +72,7 @@ class Learner:
         self.steps = 0
         """Batches passed to `step`, including skipped ones."""
         self.skipped_steps = 0
-        """Of those, batches with an optimizer step omitted because of a gradient that is not finite."""
+        """Those among them whose optimizer step was omitted because of a gradient that is not finite."""
         if settings.train.schedule != "constant" and not settings.train.max_steps:
             raise SettingsError(
                 f"train.schedule is {settings.train.schedule!r}, but the number of steps is unknown; set "
