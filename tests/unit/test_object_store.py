@@ -403,7 +403,7 @@ def test_a_restoration_that_was_cut_off_is_begun_again_and_the_run_does_not_begi
     url = run.url
     for elsewhere in ("", f"{url}-empty"):
         run.url = elsewhere
-        with pytest.raises(StorageError, match=r"was restored in part.*set it as it was"):
+        with pytest.raises(StorageError, match=r"was restored only in part.*Set storage.url to what it was"):
             run.restore()
     run.url = url
     run.restore()
