@@ -73,7 +73,7 @@ _HOMES = {
     "workers.settings.settings": ("Settings",),
     "workers.settings.toml_file": ("load_settings",),
 }
-"""The modules that define public names, each with these names."""
+"""Public names by the module that defines them."""
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 

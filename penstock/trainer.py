@@ -1,7 +1,7 @@
 """Write a trainer, or a feeder of prompts, of your own.
 
-`connect` opens a run on a Redis server. `Feed` adds prompts to it. `consume` leases scored groups and records the outcome
-of each, so that none is lost or trained twice. `examples/own_trainer` has a whole trainer in sixty lines.
+`connect` opens a run on a Redis server, and `Feed` adds prompts to it. `consume` leases scored groups and records the
+outcome of each, so that none is lost or trained twice. `examples/own_trainer` has a whole trainer in sixty lines.
 """
 
 from stream.connection.run_connection import RunConnection, connect

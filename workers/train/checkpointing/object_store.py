@@ -279,7 +279,7 @@ class Uploader:
         yield _LEDGER, checkpoint.ledger_bytes
 
     def _upload_file(self, name: str, end: int | None, present: dict[str, int]) -> tuple[Piece, ...] | None:
-        """Upload what storage lacks of a file; return all its pieces, or None if the file is gone, as old archives are."""
+        """Upload what storage lacks of a file; return its pieces, or None if the file is gone, as old archives are."""
         path, pieces = self._folder / name, list[Piece]()
         if not path.exists() and not end and not name.startswith(_CHECKPOINTS):
             return None

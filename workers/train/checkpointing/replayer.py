@@ -245,7 +245,7 @@ def _compare_with_checkpoint(learner: Learner, checkpoint: Checkpoint) -> Checkp
 def _tensors_of_both(
     learner: Learner, checkpoint: Checkpoint
 ) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
-    """Yield a kind, and the learner's and the checkpoint's tensors of that kind: weights as saved, then all other state."""
+    """Yield a kind, and the learner's and the checkpoint's tensors of it: weights as saved, then all other state."""
     policy = learner.policy
     whole = policy.parameters if policy.adapter else learner.weights()
     weights = {name: whole[name].detach().cpu().to(policy.saved_dtype).float() for name in policy.parameters}
