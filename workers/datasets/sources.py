@@ -86,9 +86,7 @@ def epoch_order(size: int, epoch: int, seed: int, shuffle: bool) -> Sequence[int
     if not shuffle:
         return range(size)
     numbers = array("q", range(size))
-    draw = random.Random(
-        f"{seed}:{epoch}"
-    ).random  # only of `random` does Python promise the same results in every version
+    draw = random.Random(f"{seed}:{epoch}").random  # the only method whose results are the same in every Python
     for last in range(size - 1, 0, -1):
         other = int(draw() * (last + 1))
         numbers[last], numbers[other] = numbers[other], numbers[last]

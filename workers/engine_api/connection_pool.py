@@ -123,7 +123,7 @@ class ConnectionPool:
         status, payload = await self.request("GET", url, timeout_s)
         try:
             return decode_response(status, payload, url, msgspec.json.Decoder(kind))
-        except EngineRefusedError as error:  # it contains no prompt that could be refused, so the engine is at fault
+        except EngineRefusedError as error:  # a query has no prompt to refuse, so the engine is at fault
             raise EngineError(str(error)) from error
 
     async def request(

@@ -72,8 +72,8 @@ def _communicate(child: subprocess.Popen[str], quiet: bool) -> tuple[int, str, l
     """Print the child's progress until it ends, unless `quiet`. Returns its exit code, output, and error lines."""
     outputs: list[str] = []
     errors: list[str] = []
-    unprinted: deque[str] = deque(maxlen=_UNPRINTED_LINES)
-    show: Callable[[str], object] = unprinted.append if quiet else partial(print, end="", flush=True)
+    unprinted_lines: deque[str] = deque(maxlen=_UNPRINTED_LINES)
+    show: Callable[[str], object] = unprinted_lines.append if quiet else partial(print, end="", flush=True)
     readers = [
         Thread(target=lambda: outputs.extend(child.stdout or ()), daemon=True),
         Thread(target=_read_lines, args=(child.stderr, errors, show), daemon=True),
@@ -87,7 +87,7 @@ def _communicate(child: subprocess.Popen[str], quiet: bool) -> tuple[int, str, l
     for reader in readers:
         reader.join()
     code = child.wait()
-    return code, "".join(outputs), errors or [f"the run ended with exit code {code}", *map(str.rstrip, unprinted)]
+    return code, "".join(outputs), errors or [f"the run ended with exit code {code}", *map(str.rstrip, unprinted_lines)]
 
 
 def _wait(child: subprocess.Popen[str]) -> None:

@@ -243,14 +243,14 @@ class EnvironmentSlot:
 
     async def reward(self, timeout_s: float, messages: Sequence[Message] = ()) -> list[RewardPart]:
         """Return the environment's own reward for this conversation, as measured or unmeasured parts."""
-        measuring = self._find_reward(messages)
-        match measuring:
+        lookup = self._find_reward(messages)
+        match lookup:
             case Ok(None):
                 return []
             case Ok((function, arguments)):
                 return self._parts(await self._call(function, arguments, timeout_s), messages)
             case _:
-                return self._parts(measuring, messages)
+                return self._parts(lookup, messages)
 
     async def freeze(self, max_bytes: int, timeout_s: float) -> bytes | Failure:
         """Return a snapshot of the instance's attributes."""
@@ -273,11 +273,11 @@ class EnvironmentSlot:
             begin_snapshot()
             return freeze(environment, max_bytes)
 
-        measuring = self._find_reward(messages)
-        if not isinstance(measuring, Ok) or measuring.value is None:
-            parts = [] if isinstance(measuring, Ok) else self._parts(measuring, messages)
+        lookup = self._find_reward(messages)
+        if not isinstance(lookup, Ok) or lookup.value is None:
+            parts = [] if isinstance(lookup, Ok) else self._parts(lookup, messages)
             return parts, self._snapshot(await self._call(freeze_now, {}, timeout_s))
-        (measured, _), (frozen, _) = await self._call_in_order([measuring.value, (freeze_now, {})], timeout_s)
+        (measured, _), (frozen, _) = await self._call_in_order([lookup.value, (freeze_now, {})], timeout_s)
         return self._parts(measured, messages), self._snapshot(frozen)
 
     async def close(self) -> None:
@@ -369,8 +369,8 @@ def _to_messages(response: Response) -> list[Message] | None:
         return None
     if isinstance(response, list):
         # A copy, since the environment may change its own list later.
-        copied: list[Message] = msgspec.msgpack.decode(msgspec.msgpack.encode(response))
-        return copied if is_messages(copied) else [{"role": "user", "content": copied}]
+        content: list[Message] = msgspec.msgpack.decode(msgspec.msgpack.encode(response))
+        return content if is_messages(content) else [{"role": "user", "content": content}]
     return [{"role": "user", "content": replace_surrogates(response)}]
 
 

@@ -186,7 +186,7 @@ class GroupIndex:
         wanted = structs.replace(wanted, rewards=None)
         return [
             reward
-            for group in self._read_summaries()
+            for group in self._known_summaries()
             if wanted.has_step(group.step) and self._has_text(group, wanted)
             for reward in group.matching_rewards(wanted)
         ]
@@ -195,7 +195,7 @@ class GroupIndex:
         """Return how many groups have each label, as their outcome or in a completion, in summaries that were read."""
         counts = Counter(
             label
-            for group in self._read_summaries()
+            for group in self._known_summaries()
             for label in frozenset().union({group.outcome}, *group.labels) - _GENERAL
         )
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
@@ -203,7 +203,7 @@ class GroupIndex:
     def _newest_first(self) -> Iterator[int]:
         return iter(range(len(self._summaries) - 1, -1, -1))
 
-    def _read_summaries(self) -> list[GroupSummary]:
+    def _known_summaries(self) -> list[GroupSummary]:
         return [summary for summary in self._summaries if summary is not None]
 
     def _has_text(self, group: GroupSummary, wanted: CompletionFilter) -> bool:

@@ -51,8 +51,8 @@ class CompletionView(Struct, frozen=True, kw_only=True):
 
     def text(self) -> str:
         """Return a text of the conversation, the reward, the episode's end, and what the training step did."""
-        labelled = paragraphs(self.completion, outcome=self.outcome, trained=self.trained)
-        return "\n".join(f"{label}: {escape_controls(text)}" for label, text in labelled)
+        labelled_texts = paragraphs(self.completion, outcome=self.outcome, trained=self.trained)
+        return "\n".join(f"{label}: {escape_controls(text)}" for label, text in labelled_texts)
 
     @property
     def reward(self) -> float | None:
@@ -165,9 +165,8 @@ def completion_labels(
     reason = f"reward:{reward.reason}" if reward is not None and reward.reason else ""
     if failure is not None:
         return _labels("failed", f"failed:{failure.reason}", reason, outcome)
-    is_valid = reward is None or isinstance(
-        reward, Measured
-    )  # measured with a reason, too: an answer that could not be judged has the worst reward
+    # A measured reward may have a reason, too: an answer that could not be judged gets the worst reward, and is valid.
+    is_valid = reward is None or isinstance(reward, Measured)
     return _labels(episode_end(failure, truncated), "" if is_valid else reason, reason, outcome)
 
 
@@ -339,8 +338,8 @@ class ArchivedRunGroups:
             return view
         if self._annotated is None or self._annotated[0] is not view.record:
             self._annotated = view.record, read_annotations(self._folder, view.record) or []
-        trainable = [each for each in view.group.completions if not each.greedy]
-        position = next(at for at, each in enumerate(trainable) if each is view.completion)
+        trainable_completions = [each for each in view.group.completions if not each.greedy]
+        position = next(at for at, each in enumerate(trainable_completions) if each is view.completion)
         annotated = self._annotated[1]
         return structs.replace(view, trained=annotated[position]) if position < len(annotated) else view
 
@@ -359,11 +358,11 @@ class ArchivedRunGroups:
     def _completions_of(self, number: int) -> Iterator[CompletionView]:
         record, offset = self._records[number], self.locate(number)
         try:
-            group, archived = self.read(number)
+            group, trained_completions = self.read(number)
         except (RecordError, PenstockError) as error:
             self.damaged.append(f"{offset.file.name}, byte {offset.offset}: {error}")
             return
-        trained = iter(archived)
+        trained = iter(trained_completions)
         for completion in group.completions:
             yield CompletionView(
                 group=group,

@@ -221,7 +221,7 @@ class Uploader:
             except (FencedError, RunMismatchError) as error:
                 log.error("storage.stopped", url=self._bucket.url, why=str(error))  # noqa: TRY400  (expected)
                 return
-            except Exception as error:  # noqa: BLE001  (whatever it is, the thread must not end without a word)
+            except Exception as error:  # noqa: BLE001  (whatever it is, the thread must not end silently)
                 log.warning("storage.failed", step=checkpoint.step, error=str(error) or repr(error))
                 if (attempt := attempt + 1) < _ATTEMPTS:
                     continue
@@ -343,9 +343,7 @@ def restore(copy: Copy, settings: Settings) -> str:
     try:
         for name, pieces in copy.files.items():
             _download(bucket, pieces, staging / name)
-        for checkpoint in (folder / _CHECKPOINTS).glob(
-            "step-*"
-        ):  # from an earlier copy, whose restoration was interrupted
+        for checkpoint in (folder / _CHECKPOINTS).glob("step-*"):  # left by an interrupted restoration of another copy
             remove_folder(checkpoint)
         for name in sorted(copy.files, key=lambda name: (name.startswith(_CHECKPOINTS), name == _LEDGER)):
             if not name.startswith(_CHECKPOINTS):

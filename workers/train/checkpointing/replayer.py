@@ -149,7 +149,9 @@ class Replayer:
         """Repeat one step from its ledger lines and their groups."""
         expected = self._learner.steps + 1
         if step != expected:
-            raise _ledger_mismatch(groups[0][0], expected, f"is of step {step}; the next step is {expected}")
+            raise _ledger_mismatch(
+                groups[0][0], expected, f"is of step {step}, but a line of step {expected} must come next"
+            )
         batch = [(line, group) for line, group in groups if line.record.in_step]
         self._check_dropped([(line, group) for line, group in groups if not line.record.in_step])
         self._dropped += len(groups) - len(batch)
@@ -206,16 +208,16 @@ class Replayer:
             return
         try:
             checkpoint = self._checkpoints.at_step(step)
-            reproduced = None if checkpoint is None else _compare_with_checkpoint(self._learner, checkpoint)
+            checkpoint_match = None if checkpoint is None else _compare_with_checkpoint(self._learner, checkpoint)
         except FileNotFoundError:
-            reproduced = None
-        if reproduced is None:
+            checkpoint_match = None
+        if checkpoint_match is None:
             self._notes.append(
                 f"the checkpoint of step {step} was removed during the replay or is damaged; it was not compared"
             )
             return
-        self._matches.append(reproduced)
-        self._on_match(reproduced)
+        self._matches.append(checkpoint_match)
+        self._on_match(checkpoint_match)
 
 
 def _compare_with_checkpoint(learner: Learner, checkpoint: Checkpoint) -> CheckpointMatch:
