@@ -322,7 +322,7 @@ def test_a_damaged_pointer_is_named_with_its_remedy_and_nothing_is_overwritten(r
     assert run.bucket.get(POINTER) == damaged
     assert "latest.json is damaged" in warned(run)[0]
     run.lose()
-    with pytest.raises(StorageError, match=r"test/latest\.json is damaged .*: put an earlier version of it there"):
+    with pytest.raises(StorageError, match=r"test/latest\.json is damaged .*Replace it with an earlier version of it"):
         run.restore()
 
 
