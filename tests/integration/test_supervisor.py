@@ -576,7 +576,7 @@ def test_a_summary_that_does_not_balance_fails_the_run(make_pipeline):
     pipeline = make_pipeline({"train": lose + FINISH})
     with pipeline.commands():
         ended = supervise(pipeline.settings, quiet=True)
-    with pytest.raises(PenstockError, match="do not add up: 3 fed ≠ 2 trained"):
+    with pytest.raises(PenstockError, match="does not account for every prompt: 3 fed ≠ 2 trained"):
         raise_for_failure(ended, pipeline.settings)
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import anyio
 import pytest
+import structlog
 import tomli_w
+from structlog.testing import capture_logs
 
 from envs.sandboxes import process
 from stream.errors import SettingsError
@@ -256,6 +258,15 @@ def test_a_run_without_a_mistake_has_no_findings(project):
     assert {"environment counter", "reward exact", "Redis", "chat template with the tools of counter"} <= set(
         report.checked
     )
+
+
+def test_a_check_from_python_prints_and_logs_nothing_but_a_process_that_logs_gets_the_events(project, capfd):
+    project.check()
+    assert capfd.readouterr() == ("", "")
+    assert not structlog.is_configured()
+    with capture_logs() as events:
+        project.check()
+    assert "template.inspected" in [event["event"] for event in events]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -1,6 +1,6 @@
 """The command `penstock run`: prepare the run's folder, supervise the run, and print a summary.
 
-What a start of `penstock run` is going to do: begin a run, resume one, or nothing because it has finished.
+A start begins a new run, resumes a run, or does nothing because the run has finished.
 """
 
 import sys
@@ -162,8 +162,9 @@ def raise_for_failure(result: RunResult, settings: Settings) -> None:
     if result.summary is None:
         raise RunFailedError(f"run {settings.run.name!r} ended, but its server was gone before it could be asked how")
     if not result.summary.is_balanced:
-        counts = result.summary.prompt_counts_text
-        raise RunFailedError(f"the prompts of run {settings.run.name!r} do not add up: {counts}")
+        raise RunFailedError(
+            f"run {settings.run.name!r} does not account for every prompt: {result.summary.prompt_counts_text}"
+        )
 
 
 def _with_full_disk(folder: Path, failure: RunFailedError) -> RunFailedError:
