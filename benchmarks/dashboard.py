@@ -3,8 +3,8 @@
     python -m benchmarks.dashboard [--waiting 50000] [--dead 10000] [--steps 400] [--repeats 5] [--json] [--check]
 
 The run: `--waiting` groups wait to be trained, `--dead` dead letters, `--steps` steps of 125 groups with 8 completions,
-and one group whose 8 completions have 200 turns and 100,000 tokens each, with annotations. A real server, and a real
-`penstock dashboard` process.
+and one group whose 8 completions have 200 turns and 100,000 tokens each, with what its step did with them. A real
+server, and a real `penstock dashboard` process.
 
 - `pages`: milliseconds until a page is complete, at its first request and as the median of the later ones, and its KiB.
   A page without data of its own is measured together with what it loads.
@@ -43,10 +43,10 @@ from benchmarks.startup import (
 from stream.codec import encode
 from stream.connection.run_connection import RunConnection
 from stream.records import Completion, Group, Prompt, RewardPart, Row, Span, TrainedCompletion, TrainedRow
-from stream.trainer.annotations import FOLDER, AnnotationFiles
 from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
+from stream.trainer.trained_tokens import FOLDER, TrainedTokenFiles
 from stream.validity import Measured
 from workers.runs.live_run import LiveRun, write_live
 
@@ -104,7 +104,7 @@ def ended_group(name: str, step: int, turns: int = 1, tokens: int = 32) -> Group
 
 def write_steps(folder: Path, steps: int) -> None:
     """Write the ledger, archive and metrics of that many steps; the last one has the long group, too."""
-    archive = Archive(folder / "groups", annotations=AnnotationFiles(folder / FOLDER, 10**9))
+    archive = Archive(folder / "groups", trained_tokens=TrainedTokenFiles(folder / FOLDER, 10**9))
     ledger = Ledger(folder / "ledger.jsonl")
     with (folder / "metrics.jsonl").open("w") as metrics:
         for step in range(1, steps + 1):
@@ -116,7 +116,7 @@ def write_steps(folder: Path, steps: int) -> None:
             ]
             archive.write(
                 ((record, encode(group)) for record, group in zip(records, groups, strict=True)),
-                {group.prompt.id: list(annotations(group)) for group in groups},
+                {group.prompt.id: list(trained_tokens(group)) for group in groups},
             )
             ledger.append(records)
             metrics.write(json.dumps({"step": step, "time": float(step), "reward/mean": step / steps}) + "\n")
@@ -126,7 +126,7 @@ def write_steps(folder: Path, steps: int) -> None:
     ledger.close()
 
 
-def annotations(group: Group) -> Iterator[TrainedCompletion]:
+def trained_tokens(group: Group) -> Iterator[TrainedCompletion]:
     """Make what a step did with each completion."""
     for completion in group.completions:
         tokens = len(completion.rows[0].token_ids) // 4

@@ -128,8 +128,8 @@ async def _watch(settings: Settings, watched: Observed) -> None:
     async with connect(live.redis, live.run, create=False) as connection:
         while True:
             try:
-                view = watched.last = await read_status(connection)
-                watched.looks.append((sum(view.dropped.values()), view.outstanding))
+                status = watched.last = await read_status(connection)
+                watched.looks.append((sum(status.dropped.values()), status.outstanding))
             except PenstockError:  # nobody has begun
                 pass
             await anyio.sleep(POLL_S)
@@ -163,7 +163,7 @@ class Row(Struct, kw_only=True):
 def measure(policy: str, settings: Settings, watched: Observed, numbers: list[int], seed: int) -> Row:
     """Summarize one run."""
     outcome = watched.outcome
-    if outcome is None or outcome.failure or outcome.view is None:
+    if outcome is None or outcome.failure or outcome.status is None:
         raise SystemExit(f"{policy}: the run did not come to its end ({outcome and outcome.failure})")
     step_metrics = steps(settings)
     tokens = [step["tokens/sampled"] for step in step_metrics]
@@ -176,8 +176,8 @@ def measure(policy: str, settings: Settings, watched: Observed, numbers: list[in
     return Row(
         policy=policy,
         seconds=round(watched.seconds, 1),
-        trained=outcome.view.counts.get("trained", 0),
-        cancelled=outcome.view.counts.get("cancelled", 0),
+        trained=outcome.status.counts.get("trained", 0),
+        cancelled=outcome.status.counts.get("cancelled", 0),
         abandoned=int(sum(step.get("stragglers/abandoned", 0) for step in step_metrics)),
         waited_s=round(sum(step.get("stragglers/seconds", 0.0) for step in step_metrics), 1),
         age_mean=round(mean("staleness/mean"), 2),

@@ -122,7 +122,7 @@ MEANINGS = {
     "role.started": "A process was started.",
     "rollout.truncated_sampling": "Top-k, top-p or a similar option is set, so the log-probs differ from the policy's.",
     "row.rejected": "A row of the data is no prompt; it is counted and left out.",
-    "rows.written": "The rows that environments bring along are in the run's folder.",
+    "rows.written": "The rows that environments provide are in the run's folder.",
     "run.failed": "The first error, which ends the run.",
     "run.finished": "There is nothing left to claim.",
     "run.unreadable": "The dashboard cannot read a run: an unexpected exception.",

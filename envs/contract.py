@@ -96,7 +96,7 @@ def is_done(env: object) -> bool:
 
 
 def offers_rows(env: object) -> bool:
-    """Return whether an environment brings its own rows: a method `rows` that can be called without arguments.
+    """Return whether an environment provides rows: a method `rows` that can be called without arguments.
 
     One with another required parameter is a tool, for example `rows(sheet)` of a spreadsheet.
     """

@@ -1,6 +1,6 @@
 """Make environments from a reference, and inspect one of them before the first episode.
 
-The rows that an environment brings along: its optional method `rows()`.
+An environment may also provide rows of data, by a method `rows()`; `call_rows` and `first_row` call it.
 """
 
 import copy
@@ -60,7 +60,7 @@ class EnvironmentFactory:
         self.responds: bool = callable(getattr(sample, "respond", None)) and not self.runs_own_loop
         """It answers turns of the model without a tool call, in `respond`."""
         self.has_rows: bool = offers_rows(sample)
-        """It brings its own rows, in `rows`."""
+        """Whether the environment provides rows, by its method `rows`."""
         self.has_render: bool = offers_render(sample)
         """It renders snapshots for people, in `render`."""
         self.known_classes: dict[str, type] = _known_classes(reference, type(sample))
@@ -340,7 +340,7 @@ def call_rows(factory: EnvironmentFactory, name: str, split: str, limit: int, ti
 
 
 def first_row(factory: EnvironmentFactory, name: str, timeout_s: float) -> dict[str, Any]:
-    """Return the first row that an environment brings along; no columns if it brings none.
+    """Return the first row that an environment provides; no columns if it provides none.
 
     Raises:
         DataError: see `call_rows`.

@@ -2,7 +2,7 @@
 
 Our modules come first. A module that only the project has is found as if Penstock were not installed: `workers.util`
 is the project's `workers/util.py`. Two things would go wrong in silence, and are refused instead: a module that both
-have, of which ours would be imported, and code in the project's `__init__.py`, which would never run.
+have, since Penstock's would be imported, and code in the project's `__init__.py`, since it would never run.
 """
 
 import ast

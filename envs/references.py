@@ -11,7 +11,7 @@ One kind never falls back to another. Folders are appended to the import path, a
 `workers/` is joined to the package of that name (`project_packages`). Only settings are resolved, never data from the
 network.
 
-Import libraries that only some environments need.
+`import_extra` imports a library that only some environments need, or names the extra to install.
 """
 
 import ast

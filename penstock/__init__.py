@@ -95,10 +95,12 @@ def __dir__() -> list[str]:
 
 
 def _load_own_packages() -> None:
-    """Load the packages beside this one first, and join a project's own folders of the same names to them.
+    """Import `stream`, `envs` and `workers` from beside this package, even where a project has such folders, too.
+
+    The project's folders are then joined to these packages, so that their modules can be imported as well.
 
     Raises:
-        ImportError: another package of such a name has been imported before; names it.
+        ImportError: another package of such a name was imported before, or one of ours is missing; names it.
     """
     root = Path(__file__).resolve().parents[1]
     for name in ("stream", "envs", "workers"):
@@ -107,8 +109,8 @@ def _load_own_packages() -> None:
             loaded = Path(getattr(sys.modules[name], "__file__", None) or "no file")
             if loaded.resolve() != file:
                 raise ImportError(
-                    f"the package {name!r} of {loaded.parent} was imported before penstock, which has one of that "
-                    "name; import penstock first, or rename the folder"
+                    f"the package {name!r} of {loaded.parent} was imported before penstock, which has a package "
+                    "of the same name; import penstock first, or rename the folder"
                 )
             continue
         spec = util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
@@ -120,7 +122,7 @@ def _load_own_packages() -> None:
 
 
 def _show_in_notebooks() -> None:
-    """Show groups as a table in IPython; records know nothing of screens, while other values show themselves."""
+    """Register tables of groups with IPython. Other values have a `_repr_html_`; records know nothing of screens."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None:
         return

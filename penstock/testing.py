@@ -1,4 +1,4 @@
-"""Test an environment without a model: the test scripts the model's turns.
+"""Test an environment without a model: the test itself says what the model would say, turn by turn.
 
 >>> from penstock.testing import call, play
 >>> played = play("counter.py:Counter", [call("add", amount=3), "done"], fields={"target": 3})

@@ -1,7 +1,7 @@
-"""Write a trainer, or a feeder of prompts, of your own: leased groups in, commits and checkpoints out, nothing lost.
+"""Write a trainer, or a feeder of prompts, of your own.
 
-`connect` opens a run on a server, `Feed` adds prompts, `consume` leases scored groups and records what became of them.
-A whole trainer of sixty lines is in `examples/own_trainer`.
+`connect` opens a run on a Redis server, and `Feed` adds prompts to it. `consume` leases scored groups and records the
+outcome of each, so that none is lost or trained twice. `examples/own_trainer` has a whole trainer in sixty lines.
 """
 
 from stream.connection.run_connection import RunConnection, connect

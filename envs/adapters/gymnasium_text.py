@@ -29,21 +29,21 @@ class GymnasiumText:
 
     Args:
         id: id of a registered environment; `module:Name-v0` imports the module first.
-        parse_action: function, or reference to one, from the model's text to an action. Its exceptions are for the
-            model.
-        render: function, or reference to one, to the text the model reads; receives those of `observation`, `reward`,
-            `terminated`, `truncated`, `info` and `env` that it names. Default: the environment's own `render()`, which
-            must return text (`render_mode = "ansi"`).
+        parse_action: function, or reference to one, that turns the model's text into an action. If it raises, the model
+            reads the error.
+        render: function, or reference to one, that returns the text that the model reads. Its parameters may be any of
+            `observation`, `reward`, `terminated`, `truncated`, `info` and `env`. Default: the environment's own
+            `render()`, which must return text (`render_mode = "ansi"`).
         make: keyword arguments for `gymnasium.make`.
         how: description of an action, for the tool's schema.
-        reward: `sum`, `last` or `max` of the steps' rewards.
-        no_step: reward of an episode without a step, a number or `invalid`. Default for `sum`: 0.0; `last` and `max`
-            require it.
+        reward: how the steps' rewards become the episode's: `sum`, `last` or `max`.
+        no_step: reward of an episode without a step: a number or `invalid`. For `sum` the default is 0.0; `last` and
+            `max` have no default.
 
     Attributes:
         rewards: reward of each step.
-        terminated: the environment reached a final state.
-        truncated: the environment cut the episode short, e.g. by a time limit.
+        terminated: whether the environment reached a final state.
+        truncated: whether the environment cut the episode short, for example by a time limit.
     """
 
     def __init__(
@@ -80,23 +80,23 @@ class GymnasiumText:
         return copied
 
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """Return the tool `act`."""
+        """Return the schema of the tool `act`, in OpenAI's format."""
         action = {"type": "string", "description": self._how}
         parameters = {"type": "object", "properties": {"action": action}, "required": ["action"]}
         act = {"name": "act", "description": "Take one step in the environment.", "parameters": parameters}
         return [{"type": "function", "function": act}]
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> str:
-        """Start an episode. All completions of a group have one seed, so they start in the same state."""
+        """Start an episode, and return its first observation. A group has one seed, so its episodes start alike."""
         self.actions, self.rewards, self.terminated, self.truncated = [], [], False, False
         self.observation, info = self._env.reset(seed=seed, options=options)
         return self._render_text(None, info)
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> str:
-        """Take one step.
+        """Take one step, and return the text that the model reads.
 
         Raises:
-            ValueError: the text is no valid action, or the episode is over; the model reads the message.
+            ValueError: the text is not a valid action, or the episode is over; the model reads the message.
             EnvironmentFailure: the environment raised.
         """
         text = arguments.get("action")
@@ -121,7 +121,7 @@ class GymnasiumText:
         return self.aggregation.aggregate(self.rewards)
 
     def sample_rewards(self, count: int) -> list[float]:
-        """Take random actions after a reset, and return their rewards; for `penstock check`, which knows no action."""
+        """Take up to `count` random actions after a reset, and return their rewards; for `penstock check`."""
         rewards: list[float] = []
         is_over = False
         while len(rewards) < count and not is_over:
@@ -150,7 +150,7 @@ class GymnasiumText:
 
 
 def _load_function(function: str | Codec) -> Codec:
-    """Return a function of the codec, given directly or by reference.
+    """Return one of the codec's functions, given directly or by reference.
 
     Raises:
         ReferenceNotFoundError: the reference does not resolve, or not to a callable.

@@ -200,13 +200,13 @@ class _Session:
         except Exception as error:  # a JSON-RPC error, a response that the SDK refuses, a lost connection
             too_late = isinstance(error, TimeoutError)
             text = f"{name} did not answer within {self._timeout_s:g} s" if too_late else _describe(error)
-            if not self._works():
+            if not self._is_working():
                 self.is_lost = True
                 raise (_DeadlineError if too_late else EnvironmentFailure)(text) from error
             return [text], True
         return list(response.content), bool(response.is_error)
 
-    def _works(self) -> bool:
+    def _is_working(self) -> bool:
         """Ask the control question: does the server still list its tools?"""
         try:
             self._run(partial(self._client.list_tools, cache_mode="bypass"), min(_CONTROL_S, self._timeout_s))

@@ -82,7 +82,7 @@ class ReasoningGym:
             ) from error
         if isolation not in ("sandbox", "process"):
             raise ReferenceNotFoundError(f"reasoning_gym: isolation is 'sandbox' or 'process', not {isolation!r}")
-        self._isolation = Isolation(self._possible(scorer) if isolation == "sandbox" else "process")
+        self._isolation = Isolation(self._best_isolation(scorer) if isolation == "sandbox" else "process")
 
     def __copy__(self) -> "ReasoningGym":
         """Copy the data, without options."""
@@ -120,7 +120,7 @@ class ReasoningGym:
             raise EnvironmentFailure(f"{self.dataset}: no score: {describe_failure(outcome)}") from error
         return _to_reward(msgspec.msgpack.decode(encoded, type=Score))
 
-    def _possible(self, scorer: Any) -> Literal["sandbox", "process"]:
+    def _best_isolation(self, scorer: Any) -> Literal["sandbox", "process"]:
         """Return the best isolation of this machine.
 
         Raises:

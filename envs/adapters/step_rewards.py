@@ -1,4 +1,4 @@
-"""The reward of an episode from the rewards of its steps, the same in every adapter whose environment rewards steps."""
+"""How the rewards of steps become an episode's reward, in all adapters of environments that reward steps."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from stream.validity import RewardReason, Unmeasured
 
 AggregationMethod = Literal["sum", "last", "max"]
 NoStep = float | Literal["invalid"]
-"""Reward of an episode without a step; `invalid`: it has none."""
+"""Reward of an episode without a step; `invalid`: such an episode has no reward, so the completion is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,18 @@ class RewardAggregation:
 
         Args:
             reward: `sum`, `last` or `max`.
-            no_step: a finite number or `invalid`; None: 0.0, the empty sum. An empty list has no last or largest
-                element, so `last` and `max` require it.
+            no_step: a finite number or `invalid`. None means 0.0, the empty sum; `last` and `max` need another value,
+                because an empty list has no last and no largest element.
 
         Raises:
-            ReferenceNotFoundError: an option has another value, or `no_step` is missing.
+            ReferenceNotFoundError: an option has another value, or `no_step` is None where it is needed.
         """
         if reward not in get_args(AggregationMethod):
             raise ReferenceNotFoundError(f"reward = {reward!r}; it may be 'sum', 'last' or 'max'")
         if no_step is None and reward != "sum":
             raise ReferenceNotFoundError(
                 f"reward = {reward!r} needs no_step, the reward of an episode in which the model takes no step: a "
-                "number, best one that is not above the rewards of bad steps, or 'invalid'"
+                "number, preferably not above the reward of a bad step, or 'invalid'"
             )
         value = 0.0 if no_step is None else no_step
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -56,8 +56,8 @@ class RewardAggregation:
         """Return an episode's reward.
 
         Args:
-            rewards: of the steps, in order; None if the environment did not measure one, so that a sum or a maximum
-                over it is unknown.
+            rewards: of the steps, in order; None for a step whose reward the environment did not measure. A sum or a
+                maximum over such a step is unknown.
         """
         if not rewards:
             if self.no_step == "invalid":
@@ -67,5 +67,5 @@ class RewardAggregation:
         numbers = [reward for reward in considered if reward is not None]
         if len(numbers) < len(considered):
             nulls = f"{len(considered) - len(numbers)} of {len(considered)} steps have null as their reward"
-            return Unmeasured(RewardReason.MISSING, f"{nulls}, which also stands for NaN and infinity")
+            return Unmeasured(RewardReason.MISSING, f"{nulls}; JSON has null for NaN and infinity, too")
         return float(max(numbers) if self.method == "max" else sum(numbers))

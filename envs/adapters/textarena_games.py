@@ -167,7 +167,7 @@ class TextArena:
             if self.done:
                 return None
             if self._state.player == 0:
-                return self._news()
+                return self._new_observation()
             if self._opponent is None:
                 raise EnvironmentFailure(f"{self.id} has {self._players} players: set args.opponent, a function")
             reply = self._opponent(self._state.observation)
@@ -218,7 +218,7 @@ class TextArena:
             )
         self._state = state
 
-    def _news(self) -> str:
+    def _new_observation(self) -> str:
         """Return the part of the observation that the model has not read: many games repeat the whole history."""
         seen, self._seen = self._seen, self._state.observation
         return self._seen.removeprefix(seen).strip("\n")

@@ -40,7 +40,7 @@ class GameState(Struct, kw_only=True):
     observation: str = ""
     done: bool = False
     rewards: dict[int, float] = {}
-    """Of the players, at the end."""
+    """Rewards at the end, by player."""
     info: dict[str, Any] = {}
     """What the game says of its end."""
     error: str = ""
@@ -50,7 +50,7 @@ class GameState(Struct, kw_only=True):
     is_late: bool = False
     """It took all of its processor time, or ended the child with it."""
     digest: bytes = b""
-    """Of everything that was seen so far."""
+    """Digest of everything that was seen so far."""
     differs: bool = False
     """The game was not the same when it was played again."""
 
@@ -63,7 +63,7 @@ class GameMoves(Struct, kw_only=True):
     seed: int
     cpu_s: int
     moves: list[str] = []
-    """Of all players, in order."""
+    """The moves of all players, in order."""
     digest: bytes = b""
     """The game's before its last move."""
 

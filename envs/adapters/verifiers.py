@@ -1,4 +1,4 @@
-"""Environment servers of verifiers 0.4, over their own protocol; verifiers itself needs its own virtual environment.
+"""Environment servers of verifiers 0.4, over their own protocol; verifiers itself is not imported.
 
 Such a server runs whole episodes: a request contains a task and a model endpoint, and traces stream back. So the
 adapter is an `AgentEnvironment`: the endpoint is the rollout worker's own, which records tokens and log-probs as they
@@ -7,7 +7,7 @@ are sampled; only rewards and their validity are read from the traces.
 The server writes 0.0 in many cases where nothing was measured (an error of the model's server, a scoring timeout), so a
 reward counts only if the rest of the trace confirms it: see `read_rewards`.
 
-The protocol of verifiers 0.4's environment servers: three ZMQ frames with msgpack, without importing verifiers.
+A message has three ZMQ frames: the request's id, the kind of message, and its data in msgpack.
 
 ::
 
@@ -32,25 +32,26 @@ from stream.errors import EnvironmentFailure
 from stream.validity import Reward, RewardReason, Unmeasured, measure
 
 _NO_KEY = "PENSTOCK_HAS_NO_KEY"
-"""Environment variable from which the server reads the endpoint's key; unset, because the endpoint's URL is secret."""
+"""Environment variable from which the server reads the endpoint's key. It is unset: the endpoint's URL is secret."""
 
 _NOT_TASK = ("seed", "completion_seed", "completion_index", "environment")
+"""Arguments of `reset` that are not fields of the task."""
 
 
 class VerifiersServer(AgentEnvironment):
-    """One episode at a time of a verifiers environment server.
+    """Plays the episodes of a verifiers environment server, one at a time.
 
     Args:
         address: address of the server, `tcp://host:port`.
         task: fields added to every task.
-        nulls: names of task fields that are null, which TOML cannot express.
-        prompt: use the row's prompt as the task's. Otherwise the task's prompt is null and the environment starts the
-            conversation.
+        nulls: names of task fields whose value is null, which TOML cannot express.
+        prompt: whether the row's prompt is the task's prompt. Otherwise the task's prompt is null, and the environment
+            starts the conversation.
         column: column with a complete task as verifiers serializes it; other columns of such a row are ignored.
         health_timeout_s: deadline of the server's health check in `reset`.
 
     Attributes:
-        rewards: score times weight by reward name; None if it was not scored.
+        rewards: score times weight, by reward name; None for a reward that was not scored.
         trace: summary of the episode: `ok`, `is_timeout`, `stop_condition`, `errors`, `metrics`.
     """
 
@@ -81,11 +82,11 @@ class VerifiersServer(AgentEnvironment):
         Raises:
             EnvironmentFailure: the server does not answer.
         """
-        whole = row.get(self._column)
+        complete_task = row.get(self._column)
         fields = {name: value for name, value in row.items() if name not in _NOT_TASK}
         if not self._prompt:
             fields["prompt"] = None
-        self.task = self._constant | (dict(whole) if isinstance(whole, Mapping) else fields)
+        self.task = self._constant | (dict(complete_task) if isinstance(complete_task, Mapping) else fields)
         self.trace, self.rewards = {}, {}
         self._measured_rewards = {"verifiers": Unmeasured(RewardReason.MISSING, "the episode did not end")}
         with anyio.move_on_after(self._health_timeout_s):
@@ -118,7 +119,7 @@ class VerifiersServer(AgentEnvironment):
             )
 
     def get_reward(self) -> dict[str, Reward]:
-        """Return the rewards by name."""
+        """Return the rewards of the last episode by name, each measured or with the reason why not."""
         return self._measured_rewards
 
 
@@ -133,9 +134,9 @@ def read_rewards(reply: Mapping[str, Any], traces: list[dict[str, Any]]) -> dict
         traces: the streamed traces.
     """
     head: Mapping[str, Any] = reply.get("head") or {}
-    wrong = _find_problem(reply, head, traces)
-    if wrong:
-        return {"verifiers": Unmeasured(RewardReason.RAISED, wrong)}
+    problem = _find_problem(reply, head, traces)
+    if problem:
+        return {"verifiers": Unmeasured(RewardReason.RAISED, problem)}
     (trace,) = traces
     if trace.get("is_timeout") or head.get("is_timeout"):
         return {"verifiers": Unmeasured(RewardReason.TIMEOUT, "a stage of the episode timed out")}
@@ -146,13 +147,14 @@ def read_rewards(reply: Mapping[str, Any], traces: list[dict[str, Any]]) -> dict
 
 
 def _find_problem(reply: Mapping[str, Any], head: Mapping[str, Any], traces: list[dict[str, Any]]) -> str:
+    """Return what is wrong with an episode; empty if nothing is, or if it timed out."""
     if len(traces) != 1:
         return f"the episode has {len(traces)} traces; expected one, of a single agent"
     (trace,) = traces
     if len(trace["nodes"]) != reply["traces"][0].get("nodes"):
         return "part of the trace is missing"
     if head.get("is_timeout") or trace.get("is_timeout"):
-        return ""  # has its own reason
+        return ""  # reported by its own reason
     if not (head.get("ok") and trace.get("ok")):
         errors = [*(head.get("errors") or ()), *trace["errors"]]
         return "; ".join(f"{e.get('type')}: {e.get('message')}" for e in errors) or "the episode failed"
@@ -170,7 +172,7 @@ def _weighted_score(reward: Any) -> float | None:
 
 
 def _trace_summary(reply: Mapping[str, Any], traces: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarize the episode for readers and reward functions."""
+    """Return the summary of an episode that people and reward functions read (`VerifiersServer.trace`)."""
     head = reply.get("head") or {}
     trace = traces[0] if traces else {}
     summary: dict[str, Any] = {"ok": bool(head.get("ok") and trace.get("ok")), "is_timeout": False}
@@ -184,9 +186,9 @@ def _trace_summary(reply: Mapping[str, Any], traces: list[dict[str, Any]]) -> di
 
 
 _LINGER_MS = 1000
-"""Time to send pending messages, such as a cancel, after the socket is closed."""
+"""Time for sending pending messages, such as a cancel, after the socket is closed."""
 _CANCEL_S = 5.0
-"""Time to queue a cancel; it blocks only if about a thousand messages are already queued."""
+"""Time for queueing a cancel, which blocks only if about a thousand messages are queued already."""
 _encode = msgspec.msgpack.encode
 
 
@@ -197,7 +199,7 @@ class Connection:
         self._socket = socket
 
     async def request(self, method: bytes, payload: object) -> dict[str, Any]:
-        """Send a request with a single reply."""
+        """Send a request that has a single reply, and return its data."""
         request_id = await self._send(method, payload)
         while True:
             kind, data = await self._receive(request_id)
@@ -205,7 +207,7 @@ class Connection:
                 return data
 
     async def run_episode(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Run an episode; return the final reply and its traces in order. Cancellation stops it on the server."""
+        """Run an episode; return the final reply, and its traces in order. If cancelled, stop it on the server, too."""
         traces: dict[str, dict[str, Any]] = {}
         request_id = await self._send(b"run", request)
         try:

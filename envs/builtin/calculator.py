@@ -30,7 +30,7 @@ class LoggedCall:
 class Calculator:
     """Three tools for whole numbers. The problem is in the prompt.
 
-    The reward function is `exact_answer`, because an environment does not see the model's final message.
+    Its reward function is `exact_answer`, since the answer is in the model's final message, not in a tool call.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ def exact_answer(
 
     Args:
         completions: conversations, or texts.
-        environments: thawed snapshots of each `Calculator`.
+        environments: the thawed snapshot of each completion's `Calculator`.
         answer: the gold answers.
     """
     scored = zip(completions, environments, answer, strict=True)
@@ -102,9 +102,9 @@ def exact_answer(
 
 
 def final_answer(completion: Any) -> int | None:
-    """Return the number in the last `Answer: N` of the model's last message, or None."""
-    found = _ANSWER.findall(last_assistant_text(completion))
-    return int(found[-1]) if found and len(found[-1]) <= len(str(_LIMIT)) else None
+    """Return the number in the last `Answer: N` of the model's last message; None without one, or if it is huge."""
+    numbers = _ANSWER.findall(last_assistant_text(completion))
+    return int(numbers[-1]) if numbers and len(numbers[-1]) <= len(str(_LIMIT)) else None
 
 
 def _score(completion: Any, environment: Any, gold: Any) -> float | Reward:

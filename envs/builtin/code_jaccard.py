@@ -32,6 +32,9 @@ class CodeJaccard:
         Args:
             completions: conversations, or texts.
             **columns: columns of the data, among them the gold code.
+
+        Returns:
+            A similarity in [0, 1] for each completion; `Unmeasured` where the gold code is unusable.
         """
         return [
             _score(gold, completion)
@@ -47,8 +50,8 @@ def similarity(gold: str, text: str) -> float:
     gold, text = gold.strip().lower(), text.strip().lower()
     if gold == text:
         return 1.0
-    expected, found = set(gold.split()), set(text.split())
-    index = len(expected & found) / len(expected | found)
+    gold_words, words = set(gold.split()), set(text.split())
+    index = len(gold_words & words) / len(gold_words | words)
     return min(1.0, max(0.0, index * min(len(gold), len(text)) / max(len(gold), len(text))))
 
 

@@ -20,7 +20,8 @@ compared with a number. Once that worked, whatever the verifier cannot do in tim
 answer is a measured 0.0 that keeps its reason. A machine or an installation that fails (`ImportError`, `OSError`), or a
 verifier that can no longer compare the gold answer with itself, measures nothing.
 
-Gold answers: their column in the data, and the result for an invalid one.
+Other reward functions use `gold_column`, the gold answers in the data, and `bad_reference`, the result for
+an invalid one.
 """
 
 import re
@@ -89,7 +90,7 @@ class Math:
         rewards: list[Reward] = []
         for gold, completion in zip(gold_column(columns, self._column), completions, strict=True):
             if set_fallback is not None and is_comparable(gold):
-                later = [Unmeasured(RewardReason.TIMEOUT, "its turn did not come")] * (
+                later = [Unmeasured(RewardReason.TIMEOUT, "the call ended first")] * (
                     len(completions) - len(rewards) - 1
                 )
                 set_fallback([*rewards, UNMANAGEABLE, *later])

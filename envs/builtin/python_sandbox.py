@@ -28,7 +28,7 @@ import structlog
 from anyio import to_thread
 from anyio.abc import Process
 
-from envs.processes import confine
+from envs.processes import resource_limits
 from envs.sandboxes.process import (
     NOBODY,
     WORKDIR,
@@ -149,13 +149,13 @@ class Python:
         limits = dict(self._limits)
         if self._is_sandboxed and limits["processes"]:
             limits["processes"] += _SANDBOX_PROCESSES
-        limited = [self._interpreter, "-I", "-S", confine.__file__, json.dumps(limits)]
+        limited = [self._interpreter, "-I", "-S", resource_limits.__file__, json.dumps(limits)]
         program = [*limited, self._interpreter, "-I", "-S", "-u", "-X", "utf8", "main.py"]
         try:
             output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_remove`)
             if self._is_sandboxed:
                 spec = SandboxSpec(
-                    readable=(*interpreter_paths(self._interpreter), confine.__file__),
+                    readable=(*interpreter_paths(self._interpreter), resource_limits.__file__),
                     folder_bytes=_FILES_PER_FOLDER * self._limits["file_bytes"],
                     starts_processes=self._limits["processes"] > 0,
                 )
@@ -253,7 +253,7 @@ def sandbox_user(interpreter: str) -> int | None:
     """
     if os.geteuid() != 0:
         return None
-    needed = [interpreter, os.path.realpath(interpreter), confine.__file__]
+    needed = [interpreter, os.path.realpath(interpreter), resource_limits.__file__]
     if interpreter == sys.executable:
         needed.append(sysconfig.get_path("stdlib"))
     if all(_is_open_to_all(Path(path)) for path in needed):

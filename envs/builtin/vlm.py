@@ -34,10 +34,12 @@ _GEO3K_FORMAT = 0.1
 
 
 class Vlm:
-    """A weighted mean of parts, in [-1, 1]. Each part is stored as `NAME.PART`, multiplied by its weight.
+    """A weighted mean of parts, in [-1, 1].
+
+    Each part is stored as `NAME.PART`, where NAME is the reward's name, and is already multiplied by its weight.
 
     Args:
-        parts: weight of each part; weights are normalized to sum 1.
+        parts: weight of each part, by its name; weights are normalized to sum to 1.
         answer: name of the column with the gold answers.
 
     Example (settings)::
@@ -78,14 +80,17 @@ class Vlm:
             completions: conversations, or texts.
             set_fallback: gets the rewards that count if this call is killed.
             **columns: columns of the data, among them the gold answers.
+
+        Returns:
+            The weighted parts of each completion, by name.
         """
         golds = columns.get(self._column, [None] * len(completions))
         rewards: list[dict[str, Reward]] = []
         for gold, text in zip(golds, map(last_assistant_text, completions), strict=True):
-            later = [Unmeasured(RewardReason.TIMEOUT, "its turn did not come")] * (len(completions) - len(rewards) - 1)
+            later = [Unmeasured(RewardReason.TIMEOUT, "the call ended first")] * (len(completions) - len(rewards) - 1)
             can_fall_back = set_fallback is not None and (not self._needs_math or is_comparable(gold))
             weighted: dict[str, Reward] = {}
-            for parts in self._score(gold, text):  # each more complete than the one before
+            for parts in self._score(gold, text):  # each time more complete
                 weighted = {name: _scaled(parts[name], weight) for name, weight in self._weights.items()}
                 if can_fall_back and set_fallback is not None:
                     set_fallback([*rewards, weighted, *later])
@@ -93,13 +98,17 @@ class Vlm:
         return rewards
 
     def _score(self, gold: Any, text: str) -> Iterator[dict[str, Reward]]:
-        """Yield the parts: the worst before anything reads the text, then those that need no verifier, then all."""
-        found = {name: _worst(name, gold) for name in self._weights}
-        yield found
-        found |= {name: PARTS[name](gold, text) for name in self._weights if name not in _MATH_PARTS}
+        """Yield the parts of one completion two or three times, each time more complete.
+
+        First come the worst values, before anything reads the text. Then, if a part needs the verifier, the parts that
+        do not need it are measured. Last come all parts.
+        """
+        rewards = {name: _unjudged_part(name, gold) for name in self._weights}
+        yield rewards
+        rewards |= {name: PARTS[name](gold, text) for name in self._weights if name not in _MATH_PARTS}
         if self._needs_math:
-            yield found | {name: part(UNMANAGEABLE, text) for name, part in _MATH_PARTS.items()}
-        yield found | {name: PARTS[name](gold, text) for name in self._weights if name in _MATH_PARTS}
+            yield rewards | {name: part(UNMANAGEABLE, text) for name, part in _MATH_PARTS.items()}
+        yield rewards | {name: PARTS[name](gold, text) for name in self._weights if name in _MATH_PARTS}
 
 
 def format_tags(_: Any, text: str) -> Reward:
@@ -109,7 +118,7 @@ def format_tags(_: Any, text: str) -> Reward:
 
 
 def exact_alnum(gold: Any, text: str) -> Reward:
-    """Return 1 if the answer's letters and digits equal the gold's."""
+    """Return 1 if the answer's letters and digits equal the gold's, ignoring case; otherwise 0."""
     expected = _alnum(str(gold)) if isinstance(gold, str | int) and not isinstance(gold, bool) else ""
     if not expected:
         return bad_reference(gold, "has no letter and no digit")
@@ -118,20 +127,20 @@ def exact_alnum(gold: Any, text: str) -> Reward:
 
 
 def math_expr(gold: Any, text: str) -> Reward:
-    """Return 1 if the answer is mathematically equal to the gold."""
+    """Return 1 if the answer is mathematically equal to the gold; otherwise 0."""
     answer = _answer(text)
     return get_verifier("math_verify")(gold, "" if answer is None else f"\\boxed{{{answer}}}", 6)
 
 
 def bbox_giou(gold: Any, text: str) -> Reward:
-    """Return the generalized intersection over union of the answer's box and the gold's."""
+    """Return the generalized intersection over union of the answer's box and the gold's; 0 if the answer has no box."""
     expected = parse_box(gold)
     if expected is None:
         return bad_reference(gold, "is not a box")
-    found = _read_box(_answer(text))
-    if found is None:
+    box = _read_box(_answer(text))
+    if box is None:
         return Measured(0.0)
-    value = generalized_iou(expected, found)
+    value = generalized_iou(expected, box)
     if not math.isfinite(value):
         detail = "the answer's box is too large for floating-point numbers"
         return worst_reward(_WORST["bbox_giou"], RewardReason.TOO_LARGE, detail)
@@ -145,7 +154,7 @@ def geo3k(gold: Any, text: str) -> Reward:
 
 
 def _geo3k(right: Reward, text: str) -> Reward:
-    """Combine the verdict on the expression with the score of the format."""
+    """Combine the reward of the expression, `right`, with the score of the format."""
     if isinstance(right, Unmeasured):
         return right
     value = (1 - _GEO3K_FORMAT) * right.value + _GEO3K_FORMAT * _has_box_after_reasoning(text)
@@ -160,7 +169,7 @@ PARTS: dict[str, Callable[[Any, str], Reward]] = {
     "geo3k": geo3k,
 }
 _MATH_PARTS: dict[str, Callable[[Reward, str], Reward]] = {"math_expr": lambda right, _: right, "geo3k": _geo3k}
-"""Parts that need the verifier: the part's reward from the verdict and the text."""
+"""Parts that need the verifier; each makes its reward from the verifier's reward and the text."""
 
 _WORST = dict.fromkeys(PARTS, 0.0) | {"bbox_giou": -1.0}
 """The worst value that each part can have."""
@@ -190,15 +199,15 @@ def _read_box(value: Any) -> Box | None:
 
 
 def generalized_iou(a: Box, b: Box) -> float:
-    """Generalized intersection over union (Rezatofighi et al. 2019) of two boxes."""
+    """Return the generalized intersection over union (Rezatofighi et al. 2019); NaN if an area over- or underflows."""
     width = max(0.0, min(a[2], b[2]) - max(a[0], b[0]))
     height = max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
-    both = width * height
-    either = _area(a) + _area(b) - both
+    intersection = width * height
+    union = _area(a) + _area(b) - intersection
     hull = _area((min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])))
-    if not (0 < either < math.inf and 0 < hull < math.inf):
+    if not (0 < union < math.inf and 0 < hull < math.inf):
         return math.nan  # not computable in floating point
-    return both / either - (hull - either) / hull
+    return intersection / union - (hull - union) / hull
 
 
 def last_boxed(text: str) -> str | None:
@@ -216,8 +225,8 @@ def _area(box: Box) -> float:
     return (box[2] - box[0]) * (box[3] - box[1])
 
 
-def _worst(part: str, gold: Any) -> Reward:
-    """Return a part of an answer that could not be judged, or why its gold answer is unusable."""
+def _unjudged_part(part: str, gold: Any) -> Reward:
+    """Return the reward of a part if the answer could not be judged; `Unmeasured` if its gold answer is unusable."""
     if part in _MATH_PARTS:
         return UNMANAGEABLE
     unanswered = PARTS[part](gold, "")
@@ -237,13 +246,13 @@ def _between(text: str, opening: str, closing: str) -> str | None:
 
 
 def _has_box_after_reasoning(text: str) -> bool:
-    r"""Return whether `</think>`, `\boxed{` and `}` follow one another."""
+    r"""Return whether the text has `</think>`, `\boxed{` and `}` in this order."""
     position = 0
     for words in ("</think>", _BOX, "}"):
-        found = text.find(words, position)
-        if found < 0:
+        start = text.find(words, position)
+        if start < 0:
             return False
-        position = found + len(words)
+        position = start + len(words)
     return True
 
 

@@ -1,7 +1,4 @@
-"""How a call of user code ended, and what to say about it.
-
-Find the place in user code where an exception was raised, or where a call hangs.
-"""
+"""How a call of user code ended, as a value and in words, with the place in user code where it raised or hangs."""
 
 import sys
 import sysconfig
@@ -34,13 +31,13 @@ class Failed(Struct, frozen=True):
 
 
 class TimedOut(Struct, frozen=True):
-    """The call passed its deadline. A thread cannot be stopped, so the function may still be running."""
+    """The call passed its deadline. No thread can be stopped, so a function in a thread may still be running."""
 
     timeout_s: float
     interim: bytes | None = None
     """The interim result of a job whose process was killed."""
     stack: tuple[FrameSummary, ...] = ()
-    """Where the function was when the deadline passed; empty if that is unknown."""
+    """The function's stack when the deadline passed, outermost call first; empty if it is unknown."""
 
 
 Outcome = Ok | Failed | TimedOut
@@ -91,22 +88,28 @@ def replace_surrogates(text: str) -> str:
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _OURS: Final = tuple(f"{_ROOT / name}/" for name in ("penstock", "stream", "envs", "workers"))
 _USER_LIKE: Final = tuple(f"{_ROOT / 'envs' / name}/" for name in ("adapters", "builtin", "remote"))
-"""Environments and reward functions that Penstock brings along are shown as a user's own."""
+"""Penstock's own environments and reward functions are shown as a user's code."""
 _LIBRARIES: Final = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
 _COMPILED: Final = (".pyx", ".pxi", ".pxd")
-"""Cython gives frames of compiled modules a path relative to the package's sources."""
+"""Endings of files in Cython's frames, whose paths are relative to a package's sources instead of absolute."""
 _PLUMBING: Final = ("/anyio/", "/asyncio/", "/threading.py", "<frozen", "/uvloop/", "/concurrent/futures/")
+"""Parts of the paths of frames that lie between Penstock and user code."""
 
 
 def error_cause(error: BaseException, source: str = "") -> ErrorCause:
-    """Return where an exception was raised, without the frames that led to the user's code."""
+    """Return an exception as a cause, with a traceback that begins in user code.
+
+    Args:
+        error: the exception.
+        source: what was called, for people.
+    """
     error = _innermost(error)
     frames = _user_frames(traceback.extract_tb(error.__traceback__))
-    return _cause(describe_error(error), frames, source, f"{_only(error)}")
+    return _cause(describe_error(error), frames, source, _exception_line(error))
 
 
 def outcome_cause(outcome: Outcome, source: str = "") -> ErrorCause | None:
-    """Return the cause of a call without a result; None for a call that returned, or one without a known place."""
+    """Return why a call has no result; None if it returned. The cause has no file and line if the place is unknown."""
     match outcome:
         case Ok():
             return None
@@ -129,7 +132,7 @@ def is_library(file: str) -> bool:
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Return the first exception of a group, and the cause of one that our own code raised from another."""
+    """Unwrap an exception: take the first of a group, and the cause of one that Penstock itself raised from another."""
     while True:
         if isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -140,7 +143,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _user_frames(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Return the frames from the first one in user code on; none if there is none."""
+    """Return the frames from the first one in user code on, without Penstock's own; empty if none is in user code."""
     first = next((i for i, frame in enumerate(frames) if not _is_plumbing(frame.filename)), len(frames))
     return [frame for frame in frames[first:] if not _is_ours(frame.filename)]
 
@@ -159,8 +162,8 @@ def _cause(exception: str, frames: Sequence[traceback.FrameSummary], source: str
     )
 
 
-def _only(error: BaseException) -> str:
-    """Return the last line of a traceback."""
+def _exception_line(error: BaseException) -> str:
+    """Return type and message of an exception as the end of a traceback has them."""
     try:
         return replace_surrogates("".join(traceback.format_exception_only(error)))
     except BaseException:  # noqa: BLE001  (__str__ is user code too, and may even exit)

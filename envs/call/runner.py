@@ -1,8 +1,6 @@
-"""Calls user code with a deadline.
+"""Calls user code with a deadline, at a limited rate.
 
-Awaits user code that may not cooperate with cancellation.
-
-Spaces calls evenly.
+A coroutine that ignores cancellation is closed by force (`ForceClosable`). `RateLimiter` spaces calls evenly.
 """
 
 import inspect

@@ -3,7 +3,7 @@
 The threads are daemons. Those of `concurrent.futures` are joined when Python exits, so that one hanging call would keep
 the process. Waking one thread for all calls of a moment would save a rollout worker less than a tenth of its CPU.
 
-The event loop of this process's background tasks: sessions and pools that outlive the call that opened them.
+`background_loop` is the event loop of what outlives the call that opened it: sessions and pools.
 """
 
 import asyncio  # noqa: TID251  (a future and a timer of the loop take a tenth of anyio's event and cancel scope)
@@ -135,7 +135,7 @@ class ThreadCalls:
         self._abandoned: AbandonedThreads | bool = False
         """The counter that counts the thread; True if no function was running."""
         self.outcomes: list[TimedOutcome] = []
-        """Of the calls that have ended."""
+        """How the calls that have ended did so, and how long they took."""
         self.started_at = 0.0
         """When the present call started, by the monotonic clock; of the first one: when it was handed over."""
         self.thread_id: int | None = None

@@ -5,7 +5,7 @@ parent knows which job is running. A job may report an interim result, which cou
 frame is a length (4 bytes, little-endian) and msgpack. Jobs print to /dev/null: the pipes to the parent are not their
 standard streams.
 
-Jobs for the children of a process pool.
+`Job` is the parent's record of one job, `JobBatch` that of the jobs of one call.
 """
 
 import importlib
@@ -24,7 +24,7 @@ import anyio
 import msgspec
 
 from envs.call import Outcome
-from envs.processes.confine import set_limit
+from envs.processes.resource_limits import set_limit
 from stream.errors import PenstockError
 from stream.parent_death import die_with_parent
 

@@ -1,7 +1,7 @@
-"""In a pool's child: run one piece of work in a fork, so that nothing it does stays, and it can be killed alone.
+"""In a pool's child: run one piece of work in a fork, so that its effects end with it, and it can be killed alone.
 
-The fork starts with everything that its parent has imported, in milliseconds. Whatever happens in it, a hang, a crash,
-a full memory, changed modules, ends with it; the child goes on with its next job.
+The fork starts in milliseconds, with everything that its parent has imported. Whatever happens in it (a hang, a crash,
+exhausted memory, changed modules) ends with it, and the child goes on with its next job.
 """
 
 import os
@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from envs.call import describe_error
-from envs.processes.confine import set_limit
+from envs.processes.resource_limits import set_limit
 
 WALL_FACTOR = 12
-"""Wall seconds for each second of processor time: machines are busy, and a right answer must not be late for that."""
+"""Seconds of wall time for each second of processor time: a right answer must not fail because the machine is busy."""
 _DEATHS = {signal.SIGXCPU: "it took too much processor time", signal.SIGKILL: "it was killed"}
 _OK, _RAISED = b"+", b"-"
 
@@ -26,13 +26,14 @@ class Forked:
     """How the work ended."""
 
     value: bytes | None
-    """What it returned; None if it did not."""
+    """What the work returned; None if it did not return."""
     why: str = ""
-    """Why it did not return."""
+    """Why it did not return; empty if it did."""
     used_its_time: bool = False
-    """It took all of its processor time, or half of it in all of its wall time."""
+    """Whether the work took all of its processor time, or, in all of its wall time, at least half of it."""
     was_kept_waiting: bool = False
-    """It had far more time than that, and did not get it: the machine is too busy, and nothing is known of the work."""
+    """Whether the work got less than half of its processor time in all of its wall time. Then the machine is too busy,
+    and nothing is known about the work."""
 
 
 def run_forked(work: Callable[[], bytes], *, cpu_s: int, max_bytes: int) -> Forked:
@@ -40,21 +41,21 @@ def run_forked(work: Callable[[], bytes], *, cpu_s: int, max_bytes: int) -> Fork
 
     Args:
         work: returns bytes; computes and does not wait.
-        cpu_s: of processor time; wall time is limited to `WALL_FACTOR` times as much.
-        max_bytes: of data memory.
+        cpu_s: limit of processor time, in seconds; wall time is limited to `WALL_FACTOR` times as much.
+        max_bytes: limit of data memory.
     """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        _work(work, writer, cpu_s, max_bytes)
+        _work_in_fork(work, writer, cpu_s, max_bytes)
     os.close(writer)
     try:
-        data = _read(reader, time.monotonic() + WALL_FACTOR * cpu_s)
+        data = _read_result(reader, time.monotonic() + WALL_FACTOR * cpu_s)
     finally:
         os.close(reader)
-        os.kill(child, signal.SIGKILL)  # it may have closed the pipe and gone on
+        os.kill(child, signal.SIGKILL)  # it may have closed the pipe and still be running
         _, status, usage = os.wait4(child, 0)
-    if data is None and usage.ru_utime + usage.ru_stime >= cpu_s / 2:  # far more than what ends takes
+    if data is None and usage.ru_utime + usage.ru_stime >= cpu_s / 2:  # work that ends by itself needs far less
         return Forked(None, _DEATHS[signal.SIGXCPU], used_its_time=True)
     if data is None:
         seconds = WALL_FACTOR * cpu_s
@@ -64,13 +65,13 @@ def run_forked(work: Callable[[], bytes], *, cpu_s: int, max_bytes: int) -> Fork
     if data[:1] == _RAISED:
         return Forked(None, data[1:].decode(errors="replace"))
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    names = {each.value: each for each in signal.Signals}
-    why = _DEATHS.get(names[number], f"it was ended by {names[number].name}") if number in names else "it exited"
+    signals = {member.value: member for member in signal.Signals}
+    why = _DEATHS.get(signals[number], f"it was ended by {signals[number].name}") if number in signals else "it exited"
     return Forked(None, why, used_its_time=number == signal.SIGXCPU)
 
 
-def _work(work: Callable[[], bytes], writer: int, cpu_s: int, max_bytes: int) -> None:
-    """In the fork: run the work, and end without a return."""
+def _work_in_fork(work: Callable[[], bytes], writer: int, cpu_s: int, max_bytes: int) -> None:
+    """In the fork: run the work, write its result to the pipe, and end the process. Never returns."""
     try:
         os.dup2(writer, 3)
         os.closerange(4, 1024)  # among them the child's pipes to the worker
@@ -89,8 +90,8 @@ def _work(work: Callable[[], bytes], writer: int, cpu_s: int, max_bytes: int) ->
         os._exit(0)
 
 
-def _read(reader: int, deadline: float) -> bytes | None:
-    """Read until the other end is closed; None if that takes too long."""
+def _read_result(reader: int, deadline: float) -> bytes | None:
+    """Read until the other end is closed; None if that takes longer than until `deadline`."""
     data = bytearray()
     poller = select.poll()
     poller.register(reader, select.POLLIN)

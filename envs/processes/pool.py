@@ -8,7 +8,7 @@ Existing pools do not fit: pebble 5.2.3 sends SIGTERM first (a job that ignores 
 deadline of 1 s), breaks when an idle child is killed from outside, and leaves a busy child behind when its parent is
 killed; loky and the standard library have no deadline for a running job.
 
-The parent's side of one child of a process pool.
+`PoolChild` is the parent's side of one child.
 """
 
 import math

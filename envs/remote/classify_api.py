@@ -1,6 +1,7 @@
-"""Requests and responses of vLLM's `POST /classify`, one conversation for each request, and its model's context.
+"""Requests and responses of vLLM's `POST /classify`, with one conversation in each request.
 
-Check that a server serves a reward model and returns raw scores, before any score is used.
+`probe_server` and `check_same_model` check, before any score is used, that servers serve the same reward model and
+return raw scores.
 """
 
 import json
@@ -40,7 +41,7 @@ def classify_request(
 
 
 def parse_context_tokens(payload: bytes) -> int:
-    """Return the longest sequence of the served model, in tokens, from a response to `GET /v1/models`; 0 if unknown."""
+    """Return the context length of the served model, in tokens, from a response to `GET /v1/models`; 0 if unknown."""
     try:
         return max(0, int(json.loads(payload)["data"][0]["max_model_len"]))
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, OverflowError):
@@ -48,7 +49,7 @@ def parse_context_tokens(payload: bytes) -> int:
 
 
 def parse_score(payload: bytes, url: str) -> Reward:
-    """Return the score in a response; `Unmeasured` unless there is exactly one finite number."""
+    """Return the score in a response of `url`; `Unmeasured` unless the response has exactly one finite number."""
     try:
         data = json.loads(payload)["data"]
         scores = [entry["probs"] for entry in data]
@@ -60,8 +61,8 @@ def parse_score(payload: bytes, url: str) -> Reward:
         return Unmeasured(RewardReason.SHAPE, f"{url} returned {len(scores)} scores for one conversation")
     classes = scores[0]
     if not isinstance(classes, list) or len(classes) != 1:
-        found = f"{len(classes)} classes" if isinstance(classes, list) else type(classes).__name__
-        return Unmeasured(RewardReason.SHAPE, f"{url} returned {found}; a reward model has one class")
+        returned = f"{len(classes)} classes" if isinstance(classes, list) else type(classes).__name__
+        return Unmeasured(RewardReason.SHAPE, f"{url} returned {returned}; a reward model has one class")
     if classes[0] is None:  # how JSON spells NaN and infinity
         return Unmeasured(RewardReason.NOT_FINITE, f"{url} returned null instead of a number")
     return measure(classes[0])
@@ -72,9 +73,9 @@ PROBE_CONVERSATIONS: Sequence[Sequence[Message]] = (
     build_conversation(_QUESTION, "The capital of France is Paris."),
     build_conversation(_QUESTION, "no no no 17 17"),
 )
-"""A good and a bad answer."""
+"""A good answer, then a bad one."""
 _ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE = 0.1, 0.05
-"""Allowed difference between servers of one model: bfloat16, another GPU or another batch change scores slightly."""
+"""Allowed differences between servers of one model: bfloat16, another GPU or another batch change scores slightly."""
 
 Post = Callable[[bytes], Awaitable[bytes]]
 """Sends one request body and returns the response body."""
@@ -87,9 +88,12 @@ async def probe_server(
 
     Args:
         post: sends a request to the server.
-        url: the server, for messages.
+        url: URL of the server, for messages.
         chat_template_kwargs: extra arguments of the server's chat template.
         scores_in_unit_interval: the model's raw scores lie between 0 and 1; skips the check.
+
+    Returns:
+        The raw scores of `PROBE_CONVERSATIONS`.
 
     Raises:
         RunFailedError: the server is not a reward model, or its scores went through an activation.
@@ -98,7 +102,8 @@ async def probe_server(
     raw = [await _score(post, url, messages, chat_template_kwargs) for messages in PROBE_CONVERSATIONS]
     if scores_in_unit_interval or not all(0 <= score <= 1 for score in raw):
         return raw
-    # Raw scores may lie in [0, 1] by chance. Requesting the activation changes raw scores, but not activated ones.
+    # Raw scores may lie in [0, 1] by chance. With the activation requested, raw scores become their sigmoids; a server
+    # that applies it to every request returns the same scores again.
     try:
         activated = [
             await _score(post, url, messages, chat_template_kwargs, use_activation=True)
@@ -106,13 +111,12 @@ async def probe_server(
         ]
     except RunFailedError:
         activated = raw
-    as_raw = sum(abs(now - before) for now, before in zip(activated, raw, strict=True))
-    as_sigmoid = sum(abs(now - 1 / (1 + math.exp(-before))) for now, before in zip(activated, raw, strict=True))
-    if as_raw <= as_sigmoid:
+    from_same = sum(abs(now - before) for now, before in zip(activated, raw, strict=True))
+    from_sigmoid = sum(abs(now - 1 / (1 + math.exp(-before))) for now, before in zip(activated, raw, strict=True))
+    if from_same <= from_sigmoid:
         raise RunFailedError(
-            f"{url}: the scores seem to have passed an activation: {raw[0]:.4g} and {raw[1]:.4g} for two very "
-            "different conversations, "
-            "whether `use_activation` is false or true. Serve raw logits (with a vLLM that supports "
+            f"{url}: the scores seem to have passed an activation: two very different conversations get {raw[0]:.4g} "
+            f"and {raw[1]:.4g}, whether `use_activation` is false or true. Serve raw logits (with a vLLM that supports "
             "`use_activation`, and without a proxy that drops it), or set args.scores_in_unit_interval = true if the "
             "model's raw scores lie between 0 and 1"
         )
@@ -128,13 +132,13 @@ def check_same_model(scores: Mapping[str, Sequence[float]]) -> None:
     Raises:
         RunFailedError: scores differ by more than rounding.
     """
-    (first, expected), *others = scores.items()
-    for url, found in others:
-        for here, there in zip(found, expected, strict=True):
-            if abs(here - there) > max(_ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE * abs(there)):
+    (first_url, first_scores), *others = scores.items()
+    for url, url_scores in others:
+        for score, first in zip(url_scores, first_scores, strict=True):
+            if abs(score - first) > max(_ABSOLUTE_TOLERANCE, _RELATIVE_TOLERANCE * abs(first)):
                 raise RunFailedError(
-                    f"{first} and {url} score the same conversation {there:.4g} and {here:.4g}: they do not serve the "
-                    "same reward model"
+                    f"{first_url} and {url} score the same conversation {first:.4g} and {score:.4g}: they do not serve "
+                    "the same reward model"
                 )
 
 

@@ -8,11 +8,10 @@ any other 4xx                              the request is at fault, never retrie
 a redirect                                 never followed or retried: `ServiceError`
 =========================================  =============================================================================
 
-Statistics of a served reward model, logged at intervals.
+`ServiceStats` collects scores, latencies and errors, and logs them at intervals.
 
-Who is at fault when a judge or a reward model gives no score: the model's text, or the service?
-
-A refusal looks the same either way. So the service is asked a control question: the same prompt, with a harmless
+`blame` decides who is at fault if a judge or a reward model gives no score: the model's text, or the service. A refusal
+looks the same either way. So the service is asked a control question: the same prompt, with a harmless
 answer. If that gets a score, the service works and handles this prompt, so the model's text is the cause, and its
 reward is the worst (`worst_reward`). If not, nobody knows what the model's answer is worth: it stays unmeasured. An
 outage (`unavailable`) is never the model's fault, whatever a control question would say: it may just have ended.

@@ -1,6 +1,7 @@
-"""What a reward function reports during a call, besides the rewards that it returns.
+"""What a reward function exchanges with its caller, besides its arguments and the rewards that it returns.
 
-The state of the trainer that reward functions get, for rewards that change during training.
+It reports metrics, columns and a fallback (`CallReport`), and reads how far training has come (`TrainerState`), for
+rewards that change during training.
 """
 
 import inspect
@@ -18,7 +19,7 @@ from stream.validity import Measured, Reward, RewardReason
 
 
 class TrainerState(Struct, frozen=True):
-    """TRL's `trainer_state`, as far as a scorer knows it: the state in which the group was sampled.
+    """TRL's `trainer_state`, as far as a scorer knows it: how far training had come when the group was sampled.
 
     It follows from the group, so a group that is scored again gets the same rewards.
     """
@@ -30,7 +31,7 @@ class TrainerState(Struct, frozen=True):
 
     @classmethod
     def of_group(cls, group: Group) -> "TrainerState":
-        """Return the state in which a group was sampled."""
+        """Return the state of training when a group was sampled."""
         versions = (s.version for c in group.completions for row in c.rows for s in row.spans)
         return cls(max(versions, default=0), float(group.prompt.epoch))
 
@@ -49,12 +50,12 @@ class CallReport:
 
     Args:
         rows: number of completions in the call.
-        on_fallback: called with every new fallback.
+        on_fallback: called with the result that each `set_fallback` gives the call.
     """
 
     def __init__(self, rows: int, on_fallback: Callable[[CallResult], None] = lambda _: None) -> None:
         self.fallback: list[RowResult] | None = None
-        """Results of the call if it does not end in time."""
+        """Results of the call if it does not return, one for each completion; None if the function has set none."""
         self._rows = rows
         self._on_fallback = on_fallback
         self._metrics: dict[str, list[float]] = {}
@@ -92,15 +93,19 @@ class CallReport:
     def set_fallback(self, rewards: Any) -> None:
         """Set the rewards that count if the call passes its deadline or its process dies.
 
-        A verifier calls it when only the answer is left to be judged. Rewards are as the function returns them; a
-        number gets the reason of the failure, a `Measured` gets it only if it has a reason already.
+        A verifier calls it when only the model's answer is left to be judged, so that an answer that breaks it is
+        measured all the same.
+
+        Args:
+            rewards: in any form that the function may return. If they count, a number gets the failure as its reason;
+                a `Measured` gets it only if it has a reason already.
         """
         self.fallback = [_with_reason(row, given) for row, given in _pairs(rewards, self._rows)]
         self._on_fallback(self.result(self.fallback))
 
 
 def use_fallback(fallback: CallResult, outcome: Failed | TimedOut) -> CallResult:
-    """Return the fallback of a call that did not end, with the reason why it did not."""
+    """Return the fallback of a call that did not return, with the reason why it did not."""
     failure = failure_reward(outcome)
 
     def explain(reward: Reward) -> Reward:
@@ -119,7 +124,7 @@ def use_fallback(fallback: CallResult, outcome: Failed | TimedOut) -> CallResult
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as plain data; its text if it has no such form."""
+    """Return a value as plain msgpack data; its text if that is impossible."""
     try:
         return msgspec.msgpack.decode(_encoder.encode(value))
     except Exception:  # noqa: BLE001  (a user's object)
@@ -127,14 +132,14 @@ def _plain(value: Any) -> Any:
 
 
 def _pairs(rewards: Any, rows: int) -> list[tuple[RowResult, Any]]:
-    """Return each result with what the function gave for it."""
+    """Return each result together with the value that the function gave for it; None if there is no such value."""
     results = classify_rows(Ok(rewards), rows)
     given = list(rewards) if isinstance(rewards, list | tuple) and len(rewards) == rows else [None] * rows
     return list(zip(results, given, strict=True))
 
 
 def _with_reason(row: RowResult, given: Any) -> RowResult:
-    """Mark a plain number as the value of an answer that could not be judged."""
+    """Give the reward of a plain number a reason, so that `use_fallback` replaces it with the failure's."""
     if isinstance(row, Measured) and not isinstance(given, Measured):
         return msgspec.structs.replace(row, reason=RewardReason.TIMEOUT)
     return row

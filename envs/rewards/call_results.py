@@ -20,18 +20,18 @@ RowResult = Measured | Unmeasured | NamedRewards
 
 
 class CallResult(msgspec.Struct):
-    """Results of one call."""
+    """The results of one call of a reward function."""
 
     rows: list[RowResult]
     """One result for each completion of the call."""
     metrics: dict[str, list[float]] = msgspec.field(default_factory=dict)
     """Numbers that the function passed to `log_metric`, by name."""
     extra: dict[str, list[Any]] = msgspec.field(default_factory=dict)
-    """Columns that it passed to `log_extra`, with one value for each completion."""
+    """Columns that the function passed to `log_extra`, each with one value for each completion of the call."""
 
 
 def join_results(results: Sequence[CallResult]) -> CallResult:
-    """Join the results of calls for successive completions; a column that a call did not log is None there."""
+    """Join the results of calls for successive completions. Where a call did not log a column, the column is None."""
     joined = CallResult([row for result in results for row in result.rows])
     for name in dict.fromkeys(name for result in results for name in result.metrics):
         joined.metrics[name] = [value for result in results for value in result.metrics.get(name, ())]
@@ -42,21 +42,18 @@ def join_results(results: Sequence[CallResult]) -> CallResult:
 
 
 def classify_rows(outcome: Outcome, rows: int) -> list[RowResult]:
-    """Return one result for each completion of a call."""
+    """Return one result for each completion of a call.
+
+    Args:
+        outcome: how the call ended.
+        rows: number of completions in the call.
+    """
     if not isinstance(outcome, Ok):
         return [failure_reward(outcome)] * rows
-    values, wrong = read_values(outcome.value, rows, "one for each completion")
-    if wrong:
-        return [Unmeasured(RewardReason.SHAPE, wrong)] * rows
+    values, problem = read_values(outcome.value, rows, "one for each completion")
+    if problem:
+        return [Unmeasured(RewardReason.SHAPE, problem)] * rows
     return [_classify_row(value) for value in values]
-
-
-def rewards_by_name(value: Mapping[Any, Any]) -> dict[str, Reward] | Unmeasured:
-    """Convert each entry of a mapping to a reward."""
-    try:
-        return {replace_surrogates(str(key)): to_reward(entry) for key, entry in value.items()}
-    except Exception as error:  # noqa: BLE001  (the mapping may be a user's class)
-        return _raised(value, error)
 
 
 def _classify_row(value: Any) -> RowResult:
@@ -68,8 +65,16 @@ def _classify_row(value: Any) -> RowResult:
     return NamedRewards(by_name) if by_name else Unmeasured(RewardReason.MISSING, "returned an empty mapping")
 
 
+def rewards_by_name(value: Mapping[Any, Any]) -> dict[str, Reward] | Unmeasured:
+    """Convert each entry of a mapping to a reward; `Unmeasured` if the mapping itself cannot be read."""
+    try:
+        return {replace_surrogates(str(key)): to_reward(entry) for key, entry in value.items()}
+    except Exception as error:  # noqa: BLE001  (the mapping may be a user's class)
+        return _unreadable(value, error)
+
+
 def is_per_turn(result: Any) -> bool:
-    """Return whether a result is a list, a tuple or a 1-d array; 0-d arrays are numbers."""
+    """Return whether a result has one number for each turn: a list, a tuple or a 1-d array. 0-d arrays are numbers."""
     try:
         shape = getattr(result, "shape", None)
         return isinstance(result, list | tuple) or (isinstance(shape, tuple) and len(shape) == 1)
@@ -78,17 +83,20 @@ def is_per_turn(result: Any) -> bool:
 
 
 def read_values(result: Any, count: int, per: str) -> tuple[list[Any], str]:
-    """Return the values of a result, or what is wrong with its shape. Values are never truncated or repeated.
+    """Return the values of a result. Values are never truncated or repeated to fit.
 
     Args:
         result: a list, tuple, array, tensor or series.
         count: expected number of values.
-        per: what each value stands for, for the message.
+        per: what each value stands for, for the message, such as `one for each completion`.
+
+    Returns:
+        The values, and an empty text; or no values, and what is wrong with the shape of the result.
     """
     try:
         return _read_values(result, count, f"a list of {count} numbers expected, {per}")
     except Exception as error:  # noqa: BLE001  (the list may be a user's class)
-        return [], _raised(result, error).detail
+        return [], _unreadable(result, error).detail
 
 
 def _read_values(result: Any, count: int, expected: str) -> tuple[list[Any], str]:
@@ -108,12 +116,12 @@ def _read_values(result: Any, count: int, expected: str) -> tuple[list[Any], str
 
 
 def to_reward(value: Any) -> Reward:
-    """Convert any returned value to a reward; anything but a finite number is `Unmeasured`."""
+    """Convert any returned value to a reward: `Unmeasured` unless it is a finite number or a reward already."""
     try:
         reward = measure(value)
         return _storable(reward) if reward.detail or isinstance(reward, Unmeasured) else reward
     except Exception as error:  # noqa: BLE001  (conversion runs the value's own code)
-        return _raised(value, error)
+        return _unreadable(value, error)
 
 
 def failure_reward(outcome: Failed | TimedOut) -> Unmeasured:
@@ -124,9 +132,9 @@ def failure_reward(outcome: Failed | TimedOut) -> Unmeasured:
 
 
 def _storable(reward: Reward) -> Reward:
-    """Return a reward that a function may have made itself as one that a record can hold.
+    """Make a reward that a function may have constructed itself fit for a record.
 
-    An unknown reason becomes part of the text: `Unmeasured("the judge is down")` has the reason `raised`.
+    An unknown reason becomes part of the text: `Unmeasured("the judge is down")` gets the reason `raised`.
     """
     detail = replace_surrogates(str(reward.detail))
     if isinstance(reward, Measured):
@@ -134,11 +142,11 @@ def _storable(reward: Reward) -> Reward:
     try:
         return Unmeasured(RewardReason(reward.reason), detail, reward.cause)
     except ValueError:
-        own = replace_surrogates(str(reward.reason))
-        return Unmeasured(RewardReason.RAISED, f"{own}: {detail}" if detail else own, reward.cause)
+        unknown = replace_surrogates(str(reward.reason))
+        return Unmeasured(RewardReason.RAISED, f"{unknown}: {detail}" if detail else unknown, reward.cause)
 
 
-def _raised(value: object, error: Exception) -> Unmeasured:
+def _unreadable(value: object, error: Exception) -> Unmeasured:
     """Return the reward of a value whose own code raised when it was read."""
     return Unmeasured(
         RewardReason.NOT_NUMERIC, f"returned {_type_description(value)}, which raised {describe_error(error)}"

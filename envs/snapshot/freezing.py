@@ -1,6 +1,6 @@
-"""Freeze an environment: encode its data, and note what was omitted.
+"""Freeze an environment to bytes, a snapshot; thaw a snapshot to an object for reading.
 
-Thaw an environment: decode a snapshot to an object for reading.
+Attributes that cannot be frozen, or are too large, are omitted; reading one of them raises an error with the reason.
 """
 
 import copy
@@ -34,7 +34,7 @@ _COPYING = (
     *("__copy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
     *("__new__", "__getnewargs__", "__getnewargs_ex__"),
 )
-"""What a class may define to decide itself what a copy of an instance is."""
+"""Methods by which a class may decide itself what a copy of an instance contains."""
 
 
 def freeze(env: object, max_bytes: int) -> bytes:
@@ -43,7 +43,10 @@ def freeze(env: object, max_bytes: int) -> bytes:
     Args:
         env: the environment, with no call in progress.
         max_bytes: size limit; the largest attributes are omitted until the rest fits. Names of omitted attributes are
-            always kept.
+            always kept, even beyond the limit.
+
+    Returns:
+        The snapshot.
 
     Raises:
         EnvironmentFailure: the class's own `__copy__` raised.
@@ -75,7 +78,7 @@ def freeze(env: object, max_bytes: int) -> bytes:
 
 
 def _copy(env: object) -> object:
-    """Return what the class makes of a copy; the object itself if that would only have the same attributes."""
+    """Return a copy of the object; the object itself if its class leaves copying to Python, or cannot be copied."""
     cls: type = type(env)
     if _is_copied_plainly(cls):
         return env
@@ -89,7 +92,7 @@ def _copy(env: object) -> object:
 
 @lru_cache(maxsize=1024)
 def _is_copied_plainly(cls: type) -> bool:
-    """Return whether a class leaves copying to `object`."""
+    """Return whether a class leaves copying to `object`, so that a copy would have the same attributes."""
     is_default = all(getattr(cls, name, None) is getattr(object, name, None) for name in _COPYING)
     return is_default and cls not in copyreg.dispatch_table
 
@@ -99,7 +102,7 @@ class _Freezer:
 
     Args:
         env: the live object; references back to it are omitted.
-        source: the copy whose attributes are encoded.
+        source: the object whose attributes are encoded: a copy of `env`, or `env` itself.
         limit: maximum bytes of a single attribute.
     """
 
@@ -119,7 +122,7 @@ class _Freezer:
             raise UnfreezableError("it is nested too deeply") from None
 
     def _pack_object(self, value: object, packer: Packer) -> Any:
-        """Encode a nested object; what cannot be encoded is omitted from that object only."""
+        """Encode a nested object; a member that cannot be encoded is omitted from this object alone."""
         cls: type = type(value)
         base = builtin_base(cls)
         packer.enter(value)
@@ -165,7 +168,7 @@ def _is_user_class(cls: type, user_packages: set[str]) -> bool:
 
 
 class Namespace:
-    """A frozen object of an unknown class: read-only attributes."""
+    """Thawed object whose class is unknown here: its attributes, read-only."""
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raise an AttributeError: snapshots are read-only."""
@@ -182,16 +185,16 @@ class Namespace:
 
 
 class TooLarge(Struct):
-    """Attributes of a snapshot that were omitted because they were over the size limit."""
+    """Names of attributes that a snapshot lacks because they were over the size limit."""
 
     omitted: set[str] = set()
-    """Their names, including those of nested objects."""
+    """All of them, those of nested objects included."""
     read: set[str] = set()
-    """Those that were read since, which raised."""
+    """Those that were read since; each read raised an AttributeError."""
 
 
 def thaw(data: bytes, factory: EnvironmentFactory | None) -> object:
-    """Decode a snapshot, as `thaw_and_watch`."""
+    """Decode a snapshot, as `thaw_and_watch` does, and return the object alone."""
     return thaw_and_watch(data, factory)[0]
 
 
@@ -200,11 +203,12 @@ def thaw_and_watch(data: bytes, factory: EnvironmentFactory | None) -> tuple[obj
 
     Args:
         data: the result of `freeze`.
-        factory: gives the environment's class and the classes of nested objects; None gives a read-only namespace.
+        factory: knows the environment's class and the classes of nested objects. Without it, the object is a read-only
+            `Namespace`.
 
     Returns:
-        An instance of the factory's class, made without `__init__`, and its attributes over the size limit. Reading an
-        omitted attribute raises an AttributeError that says why it was omitted.
+        An instance of the environment's class, made without `__init__`, and the attributes that were over the size
+        limit. Reading an omitted attribute raises an AttributeError that says why it was omitted.
 
     Raises:
         RecordError: the bytes are not a snapshot, or do not fit this class.
@@ -228,7 +232,7 @@ def omitted_attributes(snapshot: object) -> dict[str, str]:
 
 
 class _Thawer:
-    """Decodes objects; nested objects get their class from a closed table."""
+    """Decodes objects; a nested object gets its class from the known ones, by name, and never by an import."""
 
     def __init__(self, known: dict[str, type]) -> None:
         self.too_large = TooLarge()
@@ -265,7 +269,12 @@ class _Thawer:
             )
         self.too_large.omitted.update(name for name, reason in omitted.items() if OVER_LIMIT in reason)
         instance = _new_uninitialized(_with_omissions(cls, omitted, self.too_large) if omitted else cls, contents)
-        slots = {n: m for c in cls.__mro__ for n, m in vars(c).items() if isinstance(m, types.MemberDescriptorType)}
+        slots = {
+            name: member
+            for base in cls.__mro__
+            for name, member in vars(base).items()
+            if isinstance(member, types.MemberDescriptorType)
+        }
         for name, value in attributes.items():
             if name in slots:
                 slots[name].__set__(instance, value)
@@ -290,7 +299,7 @@ def _new_uninitialized(cls: type, contents: Any) -> Any:
 
 
 def _make_struct(cls: type[Struct], attributes: dict[str, Any]) -> Struct:
-    """Make a struct by its constructor; msgspec offers no other way."""
+    """Make a msgspec struct by its constructor, the only way there is; attributes that are no fields are left out."""
     names = cls.__struct_fields__
     return cls(**{name: value for name, value in attributes.items() if name in names})
 
@@ -331,16 +340,16 @@ class _OmittedAttribute:
 def _with_omissions(cls: type, omitted: dict[str, str], too_large: TooLarge) -> type:
     """Make a subclass, for one instance, on which reading an omitted attribute raises an error with the reason.
 
-    Descriptors on the class are needed because a class default (`session = None`) would answer for a missing instance
-    attribute; `__getattr__` is needed because Python calls a user's `__getattr__` after an AttributeError.
+    It needs descriptors, because a default on the class (`session = None`) would replace a missing attribute of the
+    instance. It needs its own `__getattr__`, because Python would call the user's after a descriptor's AttributeError.
     """
-    texts = {n: f"{cls.__name__}.{n} was omitted from the snapshot: {reason}" for n, reason in omitted.items()}
+    texts = {name: f"{cls.__name__}.{name} was omitted from the snapshot: {why}" for name, why in omitted.items()}
 
     def __getattr__(self: object, name: str) -> Any:  # noqa: N807
-        fallback = getattr(cls, "__getattr__", None)
-        if name in texts or fallback is None:
+        users_own = getattr(cls, "__getattr__", None)
+        if name in texts or users_own is None:
             raise AttributeError(texts.get(name, f"{cls.__name__!r} object has no attribute {name!r}"))
-        return fallback(self, name)
+        return users_own(self, name)
 
     members: dict[str, Any] = {
         name: _OmittedAttribute(name, text, too_large) for name, text in texts.items() if name != CONTENTS

@@ -16,7 +16,7 @@ from envs.snapshot.freezing import thaw
 from stream.errors import RecordError, ReferenceNotFoundError
 
 MAX_CHARACTERS: Final = 20_000
-"""Of a rendered text; the rest is cut off."""
+"""Length at which a rendered text is cut off."""
 LOAD_TIMEOUT_S: Final = 20.0
 """For starting a process that loads the environment."""
 RENDER_TIMEOUT_S: Final = 2.0

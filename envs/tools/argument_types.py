@@ -3,9 +3,8 @@
 Validation is strict: the string "3" is not an integer, an unknown field is an error. The model reads error messages;
 they say where in the argument the error is, e.g. `expected `int`, got `str` - at `$.items[0].price``.
 
-Argument types that contain others: lists, tuples, mappings, and records with named fields.
-
-Argument types implemented by msgspec or pydantic.
+Simple types come first, then types that contain others (lists, tuples, mappings, records with named fields), then those
+that msgspec or pydantic implement.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ msgspec structs, attrs, dates, UUIDs, ...        by msgspec; also constraints fr
 Neither pydantic nor msgspec alone covers this table: of the 25 hints in tests/unit/test_hints.py, `TypeAdapter` gives
 the same schema for 7 and msgspec for 9. Key order and wording are part of the prompt, so they must not change.
 
-Descriptions from docstrings and from `Annotated`.
+The descriptions in a schema are read from docstrings and from `Annotated`, by the functions at the end.
 """
 
 import dataclasses

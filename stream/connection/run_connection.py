@@ -205,7 +205,7 @@ class RunConnection:
             call: must read `RunConnection.redis` each time it is called.
 
         Raises:
-            ServerError: the server was down, or its disk was full, for too long; it refuses us, or lost the run.
+            ServerError: the server was down, or its disk was full, for too long; it refuses access, or lost the run.
         """
         failures, moves, waited_s, disk_s = 0, 0, 0.0, 0.0
         while True:
@@ -333,7 +333,7 @@ async def connect(
         server_data: folder of a private server here: it may be down for as long as its disk is full.
 
     Raises:
-        ServerError: no server answers, it refuses us, its version is too old, or it is configured to evict keys; the
+        ServerError: no server answers; or it refuses access, is too old, or is configured to evict keys; the
             message names the remedy.
     """
     address = RedisAddress(url)

@@ -1,8 +1,8 @@
-"""The identity of a run: an id made at its birth, and the values that stay the same while it lives.
+"""The identity of a run: an id made at its first start, and the values that must stay the same until it ends.
 
-Two runs may have one name: on one server, or in a folder that was restored or copied. And one run may be started again
-with other data or another tokenizer, so that prompts would be fed twice, or never. Both are found by comparing two
-records, the file `identity.json` in the run's folder and the hash `identity` on its server::
+Two runs may have the same name: on one server, or in a folder that was restored or copied. And one run may be started
+again with other data or another tokenizer, so that prompts would be fed twice, or never. Both are noticed by comparing
+two records, the file `identity.json` in the run's folder and the hash `identity` on its server::
 
     id         random, made when the folder or the trainer was first used; a server without one takes the folder's
     fixed      name -> value: arrangement of keys, seed, rows of the data, small files of the model
@@ -30,7 +30,8 @@ from stream.errors import RunMismatchError
 
 IDENTITY_FILE: Final = "identity.json"
 FILES: Final = "data.files."
-"""Beginning of names whose values are kept and never compared: bytes known to hold the rows of the data."""
+"""Prefix of the names of values that are stored but never compared: digests of the files with the rows of the data.
+While they are the same, the rows need not be read again."""
 KEY_LAYOUT: Final = "penstock.keys"
 
 
@@ -48,13 +49,13 @@ class RunIdentity(Struct, frozen=True, kw_only=True):
     """What is known about a run, by its folder or by its server."""
 
     id: str = ""
-    """Empty: not known."""
+    """Empty if it is not known."""
     fixed: dict[str, str] = {}
     settings: dict[str, str] = {}
     changes: tuple[SettingChange, ...] = ()
 
     def restart(self, settings: Mapping[str, str]) -> "RunIdentity":
-        """Return the identity of a run that starts with these settings."""
+        """Return the identity after one more start, with these settings; what changed is added to `changes`."""
         changes = setting_changes(self.settings, settings)
         return replace(self, settings=dict(settings), changes=(*self.changes, *changes))
 
@@ -97,16 +98,16 @@ async def read_server_identity(connection: RunConnection) -> RunIdentity:
 
 
 async def compare_with_server(connection: RunConnection, identity: RunIdentity) -> None:
-    """Compare id and fixed values with the server's in one atomic step, and record there what it does not know.
+    """Compare id and fixed values with the server's in one atomic step, and add those that it does not have.
 
     Raises:
         RunMismatchError: the server has another run of this name; nothing was recorded.
     """
     fields = [text for pair in identity.fixed.items() for text in pair]
-    found: list[Any] = [text.decode() for text in await connection.run_script("identify", identity.id, *fields)]
-    if identity.id and found[0] not in {"", identity.id}:
-        raise other_run(connection, found[0], identity.id)
-    different = dict(zip(found[1::2], found[2::2], strict=True))
+    answer: list[Any] = [text.decode() for text in await connection.run_script("identify", identity.id, *fields)]
+    if identity.id and answer[0] not in {"", identity.id}:
+        raise other_run(connection, answer[0], identity.id)
+    different = dict(zip(answer[1::2], answer[2::2], strict=True))
     refuse_differences(f"the server of run {connection.run!r}", different, identity.fixed)
 
 
@@ -116,7 +117,7 @@ async def identify_run(connection: RunConnection, folder: Path, *, is_private: b
     Args:
         connection: to the run.
         folder: of the run.
-        is_private: the server's data are in the folder, so a folder without an identity takes the server's.
+        is_private: the server's data is in the folder, so a folder without an identity takes the server's.
 
     Returns:
         The identity in the folder with what the server knows in addition; a new one for a new run.
@@ -138,7 +139,7 @@ async def record_identity(connection: RunConnection, folder: Path, identity: Run
     """Record an identity in the run's folder and on the server; a trainer calls it when it holds both.
 
     Raises:
-        RunMismatchError: another process has made the server another run's in the meantime.
+        RunMismatchError: meanwhile another process has given the server the identity of another run.
     """
     if identity != await anyio.to_thread.run_sync(read_identity, folder):
         await anyio.to_thread.run_sync(write_identity, folder, identity)
@@ -151,17 +152,17 @@ def refuse_differences(place: str, known: Mapping[str, str], here: Mapping[str, 
     Raises:
         RunMismatchError: names everything that differs, and the remedy.
     """
-    found = [
+    differences = [
         f"{name} is {known[name]} there and {value} here"
         for name, value in sorted(here.items())
         if known.get(name, value) != value and not name.startswith(FILES)
     ]
     if known.get(KEY_LAYOUT, here.get(KEY_LAYOUT)) != here.get(KEY_LAYOUT):
-        found.append("another version of Penstock started it: end it with that one")
-    if found:
+        differences.append("another version of Penstock started it: end it with that one")
+    if differences:
         raise RunMismatchError(
-            f"{place} holds another run: {'; '.join(found)}. Put back what was there, or start a new run: give it "
-            "another run.name, and another run.folder if you set one"
+            f"{place} holds another run: {'; '.join(differences)}. Put back what was there, or start a new run: give "
+            "it another run.name, and another run.folder if you set one"
         )
 
 

@@ -26,9 +26,9 @@ from redis.exceptions import (
 
 _CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
 GARBLED_REPLY_ERRORS = (InvalidResponse, ValueError, TypeError, LookupError, AttributeError)
-"""A reply that redis-py could not parse; it drops the connection."""
+"""Errors of redis-py for a reply that it could not parse; it then drops the connection."""
 HANDLED_ERRORS = (*_CONNECTION_ERRORS, *GARBLED_REPLY_ERRORS, ResponseError, RuntimeError)
-"""All errors that are classified; one that is neither retryable nor fatal is raised unchanged."""
+"""All errors that this module classifies; one that is neither retryable nor fatal is raised unchanged."""
 _RETRYABLE_ERRORS = (
     BusyLoadingError,
     OutOfMemoryError,
@@ -38,16 +38,18 @@ _RETRYABLE_ERRORS = (
     TryAgainError,
     ClusterDownError,
 )
-"""Includes the errors of a slot that is being moved: scripts need all of a run's keys on one node."""
+"""Errors of a server that will take the call later. A cluster gives some of them while it moves the run's slot: scripts
+need all of a run's keys on one node."""
 _RETRYABLE_PREFIXES = ("MISCONF", "BUSY ", "NOREPLICAS", "Protocol error")
-"""Beginnings of other retryable errors: the disk is full, another client's script is running, the request was
-garbled."""
+"""Beginnings of other retryable errors: the disk is full, another client's script is running, too few replicas are
+connected, the request was garbled."""
 _CLIENT_CERTIFICATE_ALERTS = (
     "CERTIFICATE_REQUIRED",
     "ALERT_BAD_CERTIFICATE",
     "ALERT_UNKNOWN_CA",
     "ALERT_HANDSHAKE_FAILURE",
 )
+"""Parts of OpenSSL's reasons when a server requires a client certificate that it trusts."""
 _SCRIPT_DENIED_PREFIXES = ("ACL failure in script", "The user executing the script")
 """Valkey's and Redis' errors for a script whose caller lacks a permission."""
 _CLOSED_TRANSPORT_PREFIX = "unable to perform operation on"
@@ -76,7 +78,7 @@ def is_retryable(error: Exception) -> bool:
 
 
 def fatal_reason(error: Exception) -> str | None:
-    """Return the problem and its remedy if repeating the call cannot help; None if it might, or if it is not known."""
+    """Return the problem and its remedy if repeating the call cannot help; None if it can, or if that is not known."""
     for cause in _causes(error):
         match cause:
             case ssl.SSLCertVerificationError():
@@ -92,7 +94,7 @@ def fatal_reason(error: Exception) -> str | None:
             case PermissionError():
                 return f"this user has no permission to open its socket ({cause})"
             case AuthenticationError() | AuthorizationError():
-                return f"it refuses us: {_password_problem(str(cause))}"
+                return f"it refuses access: {_password_problem(str(cause))}"
             case NoPermissionError():
                 return _acl_problem(cause)
             case _:
@@ -100,7 +102,7 @@ def fatal_reason(error: Exception) -> str | None:
     if str(error).startswith(_SCRIPT_DENIED_PREFIXES):
         return _acl_problem(error)
     if str(error).startswith(("DENIED", "DB index", "SELECT is not allowed", "invalid DB")):
-        return f"it refuses us: {error}"
+        return f"it refuses access: {error}"
     return None
 
 
@@ -128,12 +130,12 @@ def _password_problem(text: str) -> str:
 
 
 def _acl_problem(error: Exception) -> str:
-    return f"its ACL refuses us: {error}; the aclfile in docs/redis.md has the rules that each role needs"
+    return f"its ACL refuses access: {error}; the aclfile in docs/redis.md has the rules that each role needs"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and its causes; redis-py raises its own errors while it handles others."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__

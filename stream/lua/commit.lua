@@ -8,7 +8,7 @@
 -- Returns {1, ids whose lease was lost} · {0} if another trainer has taken over.
 if not is_trainer(ARGV[2]) then return {0} end
 -- Forget that the operator dropped a prompt's dead letter; returns whether that was so.
-local function revoke_drop(prompt)
+local function undo_drop(prompt)
   if redis.call('SREM', key('dropped_dead'), prompt) == 0 then return false end
   redis.call('HINCRBY', key('counts'), 'dropped:operator', -1)
   return true
@@ -31,7 +31,7 @@ for i = 4, #ARGV, 3 do
       if is_current(prompt, 'scored', id) then set_current(prompt, 'scored', kept) end
       redis.call('HINCRBY', key('counts'), 'duplicates', 1)
     else
-      local replaces = was_unfinished == 1 or revoke_letter(prompt) or (not recorded and revoke_drop(prompt))
+      local replaces = was_unfinished == 1 or undo_dead_letter(prompt) or (not recorded and undo_drop(prompt))
       if replaces or not recorded then
         if not replaces then redis.call('HINCRBY', key('counts'), 'fed', 1) end -- an entry that no feeder added
         -- An outcome that only the ledger has is counted here: the server lost its write.

@@ -29,10 +29,10 @@
 --                       delivered again after its prompt had ended (trainer resumed, dead letter retried) is not in it
 --   {NAME}:unpublished  zset, entry id -> policy version whose publication frees the capacity of this group
 --   {NAME}:unfinished   hash, id of each prompt without an outcome -> `STAGE:ENTRY`, its current entry. Any other entry of
---                       that prompt (a duplicate, or junk) ends nothing when it is dead-lettered
---   {NAME}:counts       hash, fed, trained, dropped:REASON, dead, duplicates, junk; cancelled (attempts, not prompts);
---                       deaths (of workers, charged to an entry); dead_letters:REASON (entries that became dead letters,
---                       retried or not). An outcome is
+--                       that prompt (a duplicate, or a foreign entry with its id) ends nothing when it is dead-lettered
+--   {NAME}:counts       hash, fed, trained, dropped:REASON, dead, duplicates; extra_dead_letters (that end no prompt:
+--                       foreign entries, and duplicates); cancelled (attempts, not prompts); deaths (of workers, charged to
+--                       an entry); dead_letters:REASON (entries that became dead letters, retried or not). An outcome is
 --                       counted in the step that removes its prompt from `unfinished`, so at every moment
 --                       fed = trained + dropped + dead + unfinished, by distinct prompts, also if the server lost writes
 --   {NAME}:dead         stream of dead letters
@@ -40,8 +40,8 @@
 --   {NAME}:last_errors  hash, stage -> ms and text of the last error by which a worker gave an entry back
 --   {NAME}:dead_prompts hash, prompt id -> id of the dead letter that ends it
 --   {NAME}:dropped_dead set, ids of prompts whose dead letters the operator dropped
---   {NAME}:unrecorded   stream of `prompt` and `outcome` (dead:REASON, dropped:operator, retried): ends that were decided
---                       without the trainer and are not in the ledger yet; the trainer writes them there
+--   {NAME}:unrecorded_outcomes stream of `prompt` and `outcome` (dead:REASON, dropped:operator, retried): ends that were
+--                       decided without the trainer and are not in the ledger yet; the trainer writes them there
 --   {NAME}:feed         hash, the feeder's cursor and `done`
 --   {NAME}:policy       hash, version, path, step, next (version), fence (token), owner, owner_until, owner_lease_ms, ledger
 --                       (bytes at the trainer's start), recovered (token of the trainer that recovered last: another one
@@ -229,8 +229,8 @@ local function memory_exceeds(share, extra)
 end
 
 -- Note an end that was decided without the trainer, for the ledger.
-local function note_end(prompt, outcome)
-  redis.call('XADD', key('unrecorded'), '*', 'prompt', prompt, 'outcome', outcome)
+local function note_outcome(prompt, outcome)
+  redis.call('XADD', key('unrecorded_outcomes'), '*', 'prompt', prompt, 'outcome', outcome)
 end
 
 -- Count a prompt's outcome; the caller removes the prompt from `unfinished`, or counts it as fed.
@@ -239,8 +239,8 @@ local function count_outcome(prompt, outcome)
   if outcome == 'dropped:operator' then redis.call('SADD', key('dropped_dead'), prompt) end
 end
 
--- Turn the dead letter that ends a prompt into junk, because the prompt has another end. Returns whether there was one.
-local function revoke_letter(prompt)
+-- Let the dead letter of a prompt end nothing, because the prompt has another end. Returns whether there was one.
+local function undo_dead_letter(prompt)
   local id = redis.call('HGET', key('dead_prompts'), prompt)
   if not id then return false end
   redis.call('HDEL', key('dead_prompts'), prompt)
@@ -253,7 +253,7 @@ local function revoke_letter(prompt)
     local again = redis.call('XADD', key('dead'), '*', unpack(flat))
     move_payload(payload_key('dead', id), payload_key('dead', again))
     redis.call('XDEL', key('dead'), id)
-    redis.call('HINCRBY', key('counts'), 'junk', 1)
+    redis.call('HINCRBY', key('counts'), 'extra_dead_letters', 1)
   end
   redis.call('HINCRBY', key('counts'), 'dead', -1)
   return true
@@ -264,7 +264,7 @@ local function note_error(stage, text)
   redis.call('HSET', key('last_errors'), stage, integer(now_ms()) .. ' ' .. text)
 end
 
--- Move an entry with its payload to the dead letters. Of an entry with very many fields (foreign junk) only the first
+-- Move an entry with its payload to the dead letters. Of an entry with very many fields (a foreign one) only the first
 -- hundred are kept, because `unpack` can return only a limited number of values.
 local function dead_letter(stage, id, reason, message)
   note_error(stage, message)
@@ -274,7 +274,7 @@ local function dead_letter(stage, id, reason, message)
     local ends_prompt = is_current(prompt, stage, id) and redis.call('HDEL', unfinished_key(stage), prompt) or 0
     if not is_evaluation(stage) then
       if ends_prompt == 1 then clear_inflight_version(prompt) end
-      redis.call('HINCRBY', key('counts'), ends_prompt == 1 and 'dead' or 'junk', 1)
+      redis.call('HINCRBY', key('counts'), ends_prompt == 1 and 'dead' or 'extra_dead_letters', 1)
     end
     local letter = {
       'stage', stage, 'prompt', prompt, 'reason', reason, 'error', message, 'ends_prompt', ends_prompt, 'entry', id,
@@ -289,7 +289,7 @@ local function dead_letter(stage, id, reason, message)
     redis.call('HINCRBY', key('counts'), 'dead_letters:' .. reason, 1)
     if ends_prompt == 1 and not is_evaluation(stage) then
       redis.call('HSET', key('dead_prompts'), prompt, written)
-      note_end(prompt, 'dead:' .. reason)
+      note_outcome(prompt, 'dead:' .. reason)
     end
   end
   delete_entry(stage, id)

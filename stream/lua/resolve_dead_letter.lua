@@ -22,14 +22,14 @@ if ARGV[2] == 'retry' then
   move_payload(payload_key('dead', ARGV[1]), payload_key(stage, id))
   if ends_prompt then
     set_current(prompt, stage, id)
-    note_end(prompt, 'retried')
+    note_outcome(prompt, 'retried')
   end
 elseif ends_prompt and not from_evaluation then
   count_outcome(prompt, 'dropped:operator')
-  note_end(prompt, 'dropped:operator')
+  note_outcome(prompt, 'dropped:operator')
 end
 if ends_prompt and not from_evaluation then redis.call('HDEL', key('dead_prompts'), prompt) end
-if not from_evaluation then redis.call('HINCRBY', key('counts'), ends_prompt and 'dead' or 'junk', -1) end
+if not from_evaluation then redis.call('HINCRBY', key('counts'), ends_prompt and 'dead' or 'extra_dead_letters', -1) end
 redis.call('XDEL', key('dead'), ARGV[1])
 redis.call('UNLINK', payload_key('dead', ARGV[1]))
 wake()

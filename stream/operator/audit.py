@@ -128,7 +128,7 @@ class AuditReport(Struct, kw_only=True):
     """Nothing is lost and nothing is counted twice."""
     unsaved: int
     """Trained or dropped prompts that no checkpoint contains yet; after a crash they are trained or dropped again."""
-    junk: int
+    foreign_entries: int
     """Entries and dead letters that belong to no prompt of this run, and dead letters of duplicates."""
     notes: list[str] = field(default_factory=list)
     """What the audit could not read, and other remarks."""
@@ -173,7 +173,7 @@ def audit(facts: AuditInput) -> AuditReport:
         twice=twice,
         clean=not lost and not twice,
         unsaved=unsaved,
-        junk=sum(entry.prompt not in prompts for entry in scan.entries)
+        foreign_entries=sum(entry.prompt not in prompts for entry in scan.entries)
         + sum(not letter.ends_prompt for letter in scan.dead),
     )
 

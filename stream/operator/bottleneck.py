@@ -1,7 +1,7 @@
-"""What limits a run now: the one part of the pipeline that more of would make the run faster, and the figures for it.
+"""What limits a run now: the one part of the pipeline that has to become faster, or larger, with figures as evidence.
 
-The number of outstanding groups is bounded, so groups pile up in front of the slowest part. Where most of them are is
-where time is lost; for groups that are being rolled out, what their completions are doing says which part that is.
+The number of outstanding groups is bounded, so groups pile up in front of the slowest part: the stage that has most of
+them is where time is lost. If that is the rollout, the activities of the completions show which part of it is slow.
 """
 
 from collections import Counter
@@ -16,12 +16,13 @@ from stream.queue.in_flight import ACTIVITY_TEXTS, ENVIRONMENT_ACTIVITIES, Activ
 Limit = Literal[
     "finished", "paused", "prompts", "rollout workers", "engines", "environment", "rewards", "scorers", "trainer"
 ]
-"""What limits the run. `prompts`: none is left to claim. `rewards`: reward functions that run in rollout workers."""
+"""What limits the run. `prompts`: none is left to claim. `rewards`: reward functions that run in rollout workers. A run
+that is `finished` or `paused` is limited by nothing."""
 
 _WAITING_SHARE = 0.1
-"""Share of completions that wait for an engine above which the engines are full, not just busy."""
+"""If more than this share of the completions waits for an engine, the engines are full, not just busy."""
 _BUSY_SHARE = 0.9
-"""Share of a step's time above which a trainer is never without work."""
+"""A trainer that computes for at least this share of a step's time is never without work."""
 
 
 class Bottleneck(Struct, frozen=True, kw_only=True):
@@ -29,10 +30,11 @@ class Bottleneck(Struct, frozen=True, kw_only=True):
 
     limit: Limit
     name: str = ""
-    """Of the environment, if one limits the run."""
+    """Name of the environment that limits the run; empty if something else does."""
     why: str
     """The figures in words."""
     figures: dict[str, float]
+    """Counts of groups by name; `busy` is a share, and `in_flight/ACTIVITY` counts completions."""
 
     def __str__(self) -> str:
         if self.limit in {"finished", "paused"}:
@@ -46,7 +48,7 @@ def find_bottleneck(status: RunStatus, groups: Sequence[GroupInFlight] = ()) -> 
 
     Args:
         status: of the run.
-        groups: what its workers hold (`groups_in_flight`); without them a slow rollout is put down to its workers.
+        groups: what its workers hold (`groups_in_flight`); without them, a slow rollout is attributed to its workers.
     """
     load = _Load.of(status)
     figures = load.figures()
@@ -70,23 +72,34 @@ def find_bottleneck(status: RunStatus, groups: Sequence[GroupInFlight] = ()) -> 
 
 
 class _Load(Struct, frozen=True, kw_only=True):
-    """Where the groups of a run are."""
+    """How many groups of a run are where, and who works on them."""
 
     waiting: int
     """Prompts that no worker holds."""
     delayed: int
+    """Prompts in `waiting` whose next attempt is not due yet."""
     rolling_out: int
+    """Prompts that rollout workers hold."""
     rollout_workers: int
+    """Rollout workers that hold a prompt."""
     scoring: int
+    """Groups that are not scored yet."""
     scoring_claimed: int
+    """Groups in `scoring` that scorers hold."""
     scorers: int
+    """Scorers that hold a group."""
     scored: int
-    """Groups that the trainer has not ended, those of the step in progress included."""
+    """Scored groups that the trainer has not ended, those of the step in progress included."""
     unpublished: int
+    """Groups that the trainer has ended and that still use capacity, because no newer policy version is published."""
     outstanding: int
+    """Groups that use capacity."""
     capacity: int | None
+    """Limit of `outstanding`; None if there is none."""
     batch_size: int
+    """Groups of one step."""
     has_trainer: bool
+    """Whether a trainer holds its lease."""
     busy: float | None
     """Share of the last step's time that the trainer computed; None if unknown."""
 
@@ -139,32 +152,33 @@ class _Load(Struct, frozen=True, kw_only=True):
         fed = status.counts.get("fed", 0)
         if status.feed.get("done") == "1":
             return f"all {fed:,} are fed and claimed, {status.unfinished:,} without an outcome yet"
-        of = f" of {int(status.feed['total']):,}" if "total" in status.feed else ""
-        return f"{fed:,}{of} are fed, and none waits: the feeder does not keep up"
+        total = f" of {int(status.feed['total']):,}" if "total" in status.feed else ""
+        return f"{fed:,}{total} are fed, and none waits: the feeder does not keep up"
 
     def figures(self) -> dict[str, float]:
-        """The numbers by name, those that are known."""
-        known = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {name: value for name, value in known.items() if value is not None}
+        """Return all numbers that are known, by name."""
+        numbers = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in numbers.items() if value is not None}
 
 
 def _find_rollout_bottleneck(load: _Load, groups: Sequence[GroupInFlight], figures: dict[str, float]) -> Bottleneck:
     """Return what limits a run whose groups are mostly being rolled out."""
     held = f"{_count(load.rolling_out, 'group')} at {_count(load.rollout_workers, 'rollout worker')}"
     held += f", {_count(load.waiting, 'prompt')} waiting"
-    group_counts: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    environments: Counter[str] = Counter()
+    # Completions by activity, where the whole group has one and where each completion has its own.
+    group_activities: Counter[str] = Counter()
+    own_activities: Counter[str] = Counter()
+    environments: Counter[str] = Counter()  # completions in their environment, by its name
     for group in groups:
         if group.stage != "prompts":
             continue
         if group.activity:
-            group_counts[group.activity] += max(1, group.total)
-        for each in group.completions:
-            counts[each.activity] += 1
-            environments[group.environment] += each.activity in ENVIRONMENT_ACTIVITIES
-    by_environment, by_functions = environments.total(), group_counts[Activity.REWARD]
-    counts += group_counts
+            group_activities[group.activity] += max(1, group.total)
+        for completion in group.completions:
+            own_activities[completion.activity] += 1
+            environments[group.environment] += completion.activity in ENVIRONMENT_ACTIVITIES
+    in_environments, in_reward_functions = environments.total(), group_activities[Activity.REWARD]
+    counts = own_activities + group_activities
     total = counts.total()
     if not total:
         return Bottleneck(limit="rollout workers", why=f"{held}; their activity is not reported yet", figures=figures)
@@ -173,10 +187,10 @@ def _find_rollout_bottleneck(load: _Load, groups: Sequence[GroupInFlight], figur
     why = f"{held}; of {_count(total, 'completion')}: {activities}"
     if counts[Activity.ENGINE_WAIT] > _WAITING_SHARE * total:
         return Bottleneck(limit="engines", why=why, figures=figures)
-    if by_environment > total / 2:
+    if in_environments > total / 2:
         ((name, _),) = environments.most_common(1)
         return Bottleneck(limit="environment", name=name, why=why, figures=figures)
-    if by_functions > total / 2:
+    if in_reward_functions > total / 2:
         return Bottleneck(limit="rewards", why=why, figures=figures)
     if load.waiting and not load.is_full:
         return Bottleneck(limit="rollout workers", why=f"{why}; no engine is full", figures=figures)

@@ -5,9 +5,8 @@
 that each role calls regularly (claim, renew_leases, feed, renew_trainer) return the number of the last stop request,
 and `RunConnection.observe_stop` sets `RunConnection.stopping`.
 
-Give back the work of a worker whose process has ended, and count its death for what it held.
-
-The last errors of a run's workers: they explain why nothing moves.
+`release_worker` is for supervisors: it gives back the work of a worker whose process has ended. `read_last_error` reads
+the newest error of a run's workers, which explains why the run makes no progress.
 """
 
 from datetime import UTC, datetime
@@ -56,8 +55,8 @@ async def _send_command(connection: RunConnection, command: ControlCommand, by: 
         case 1:
             return bool(rest[0])
         case 0 if rest:
-            pause_ = Pause(rest[0].decode(errors="replace"), int(rest[1]) / 1000)
-            raise PenstockError(f"run {connection.run!r} is {pause_} already; `penstock resume` ends the pause")
+            current = Pause(rest[0].decode(errors="replace"), int(rest[1]) / 1000)
+            raise PenstockError(f"run {connection.run!r} is {current} already; `penstock resume` ends the pause")
         case 0:
             raise PenstockError(f"run {connection.run!r} is not paused")
         case -1:
@@ -69,36 +68,36 @@ async def _send_command(connection: RunConnection, command: ControlCommand, by: 
 
 
 class HeldEntry(Struct, frozen=True, kw_only=True):
-    """An entry that a worker held when its process ended, if it did not only wait for its turn."""
+    """An entry that a worker held when its process ended, unless it only waited to be worked on alone."""
 
     stage: str
     prompt_id: str
     deaths: int
-    """Workers in a row that died while they held it."""
+    """How many workers in a row have died while they held it."""
     is_charged: bool
-    """The worker worked on nothing else, so its death is a failure of this entry."""
+    """Whether the death counts as a failure of this entry, because the worker worked on nothing else."""
     is_dead: bool
-    """The entry became a dead letter, because its failure limit was reached."""
+    """Whether the entry became a dead letter, because its failure limit was reached."""
     ran: str = ""
     """What the worker ran if the death is charged, for example `environment calculator`."""
 
 
 async def release_worker(connection: RunConnection, host: str, pid: int, infra_limit: int, how: str) -> list[HeldEntry]:
-    """Give back all entries that a worker held; other workers may claim them at once.
+    """Give back all entries of a worker whose process has ended, and count its death for them.
 
-    The same happens, later, to entries whose lease expires.
+    Other workers may claim them at once. Without this call, the same happens when the leases expire.
 
     Args:
         connection: to the run.
-        host: where the worker ran, as in its consumer name.
-        pid: its process id; the process has ended.
+        host: the worker's host, as in its consumer name.
+        pid: the worker's process id.
         infra_limit: failures after which an entry becomes a dead letter.
         how: how the process ended, then the cause as `ErrorCause.render` writes it, for dead letters.
 
     Returns:
-        What it held.
+        The entries for which the death counts.
     """
-    found = await connection.run_script("release_worker", f"-{host}-{pid}-", infra_limit, how[:4000])
+    held = await connection.run_script("release_worker", f"-{host}-{pid}-", infra_limit, how[:4000])
     return [
         HeldEntry(
             stage=stage.decode(),
@@ -108,19 +107,19 @@ async def release_worker(connection: RunConnection, host: str, pid: int, infra_l
             is_dead=bool(dead),
             ran=ran.decode(errors="replace"),
         )
-        for stage, prompt, deaths, charged, dead, ran in found
+        for stage, prompt, deaths, charged, dead, ran in held
     ]
 
 
 class LastError(Struct, frozen=True, kw_only=True):
-    """The error by which a worker last gave an entry back."""
+    """The error with which a worker gave an entry back most recently."""
 
     stage: str
     text: str
     """First line of the error."""
     at: datetime
     cause: ErrorCause
-    """The exception behind it; without a place if it is not known."""
+    """The exception that caused it; without file and line if they are not known."""
 
     def __str__(self) -> str:
         return f"the last error in {self.stage} was at {self.at:%H:%M:%S} UTC: {self.text}"
@@ -128,9 +127,9 @@ class LastError(Struct, frozen=True, kw_only=True):
 
 async def read_last_error(connection: RunConnection) -> LastError | None:
     """Return the newest error of all stages; None if no entry was given back with an error."""
-    found = await connection.read_hash("last_errors")
+    last_errors = await connection.read_hash("last_errors")
     errors = []
-    for stage, value in found.items():
+    for stage, value in last_errors.items():
         at_ms, _, text = value.partition(" ")
         errors.append((int(at_ms), stage, text))
     if not errors:

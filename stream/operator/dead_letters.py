@@ -28,14 +28,14 @@ class DeadLetter(Struct, kw_only=True):
     id: str
     stage: str
     prompt_id: str
-    """Empty for foreign junk without a prompt id."""
+    """Empty for a foreign entry without a prompt id."""
     reason: str
     """`infra`, `data`, or `unreadable`."""
     error: str
     infra_failures: int
     data_failures: int
     ends_prompt: bool
-    """True if it is the end of one of the run's prompts; False for junk and duplicates."""
+    """True if it is the end of one of the run's prompts; False for a foreign entry or a duplicate."""
     payload: bytes
 
     @property

@@ -15,7 +15,7 @@ from stream.errors import NoRunError, PenstockError
 from stream.queue.in_flight import ACTIVITY_TEXTS, CompletionInFlight, GroupInFlight
 
 _EVALUATION_FACTS = ("version", "step", "total", "unfinished", "results", "finished", "latest")
-"""What a snapshot's id covers of an evaluation, besides its stages."""
+"""What the id of a status covers of an evaluation, besides its stages."""
 
 
 _DEAD_LETTERS = "dead_letters:"
@@ -98,9 +98,10 @@ class RunStatus(Struct, kw_only=True):
     outstanding: int
     """Groups that count against the capacity: claimed, waiting to be scored, trained or published."""
     dead: int
-    """Dead letters, including junk."""
+    """Dead letters, also those that end no prompt."""
     counts: dict[str, int]
-    """`fed`, `trained`, `dropped:REASON`, `dead`, `duplicates`, `junk`; `cancelled`: attempts given back as stale."""
+    """`fed`, `trained`, `dropped:REASON`, `dead`, `duplicates`; `extra_dead_letters`: those that end no prompt;
+    `cancelled`: attempts given back as stale."""
     dead_reasons: dict[str, int] = field(default_factory=dict)
     """Entries that became dead letters, by reason; retried and dropped ones stay counted."""
     feed: dict[str, str] = field(default_factory=dict)
@@ -118,8 +119,8 @@ class RunStatus(Struct, kw_only=True):
     """Ids of the leased entries by stage, with blanks; empty unless reports were asked for."""
 
     @property
-    def snapshot(self) -> str:
-        """Id of this state of the run: 16 hexadecimal digits. Two snapshots with one id have equal counts.
+    def status_id(self) -> str:
+        """Id of this state of the run: 16 hexadecimal digits. Two readings with one id have equal counts.
 
         Ages, rates, the time, renewed leases and reports of workers do not change it.
         """
@@ -160,7 +161,7 @@ class RunStatus(Struct, kw_only=True):
         return {k.partition(":")[2]: n for k, n in self.counts.items() if k.startswith("dropped:") and n}
 
     @property
-    def balance(self) -> dict[str, int]:
+    def prompt_counts(self) -> dict[str, int]:
         """Prompts by outcome: `fed = trained + dropped + dead + outstanding`."""
         return {
             "fed": self.counts.get("fed", 0),

@@ -1,4 +1,4 @@
-"""Entries of streams without their payloads, read in small batches. Changes nothing."""
+"""Read the entries of streams without their payloads, in small batches. Changes nothing."""
 
 from collections.abc import AsyncIterator, Awaitable
 from typing import Literal, cast
@@ -9,7 +9,7 @@ from stream.connection.keys import EVALUATION_STAGES
 from stream.connection.run_connection import RunConnection
 
 _ENTRIES_PER_SCRIPT = 500
-"""The server reads whole entries to get at the ids, and an entry of `prompts` contains its record."""
+"""Not more, since the server reads whole entries to find their ids, and an entry of `prompts` contains its record."""
 
 
 class StreamEntry(Struct, frozen=True):
@@ -18,9 +18,9 @@ class StreamEntry(Struct, frozen=True):
     stage: str
     id: str
     prompt: str
-    """Empty for foreign junk that has no prompt id."""
+    """Id of its prompt; empty for a foreign entry without one."""
     marked: bool = False
-    """The trainer has ended it, and not acknowledged it yet."""
+    """Whether the trainer has ended it and not acknowledged it yet."""
 
 
 class DeadEntry(Struct, frozen=True):
@@ -32,13 +32,13 @@ class DeadEntry(Struct, frozen=True):
     reason: str
     error: str
     ends_prompt: bool
-    """True if it is the end of one of the run's prompts; False for junk and duplicates."""
+    """True if one of the run's prompts ended with it; False for foreign entries and duplicates."""
 
 
 async def scan_stage(
     connection: RunConnection, stage: Literal["prompts", "groups", "scored"]
 ) -> AsyncIterator[StreamEntry]:
-    """Yield all entries of a stage."""
+    """Yield all entries of a stage, oldest first."""
     async for entry_id, marked, (prompt,) in _scan(connection, stage, "prompt"):
         yield StreamEntry(stage, entry_id, prompt, marked)
 
@@ -54,12 +54,12 @@ async def scan_dead_entries(connection: RunConnection) -> list[DeadEntry]:
 
 
 async def scan_dead_page(connection: RunConnection, after: str = "-") -> list[DeadEntry]:
-    """Return the oldest dead letters after one, without their payloads; at most 500. `-`: from the first one on."""
+    """Return at most 500 dead letters after the one with id `after`, oldest first; `-`: from the first one on."""
     fields = ("stage", "prompt", "reason", "error", "ends_prompt")
-    found = await connection.run_script("scan_entries", "dead", after, _ENTRIES_PER_SCRIPT, *fields)
+    letters = await connection.run_script("scan_entries", "dead", after, _ENTRIES_PER_SCRIPT, *fields)
     return [
         DeadEntry(entry_id.decode(), stage, prompt, reason, error, ends_prompt == "1")
-        for entry_id, _, *values in found
+        for entry_id, _, *values in letters
         for stage, prompt, reason, error, ends_prompt in [[value.decode(errors="replace") for value in values]]
     ]
 
@@ -74,6 +74,6 @@ async def _scan(connection: RunConnection, stream: str, *fields: str) -> AsyncIt
 
 
 async def read_payload(connection: RunConnection, stream: str, entry_id: str) -> bytes | None:
-    """Return the record of an entry of `groups`, `scored` or `dead`; None: it has none, or has ended."""
+    """Return the record of an entry of `groups`, `scored` or `dead`; None if the entry has none, or has ended."""
     key = connection.key(f"{stream}:payload:{entry_id}")
     return await connection.with_retry(lambda: cast("Awaitable[bytes | None]", connection.redis.get(key)))

@@ -2,13 +2,12 @@
 
 ::
 
-    feed ─► eval:dataset ──begin_evaluation──► [eval:prompts] ─► rollout ─► [eval:groups] ─► score ─► eval:results ─►
-    train
+    feed ─► eval:dataset ─begin_evaluation─► [eval:prompts] ► rollout ► [eval:groups] ► score ► eval:results ► train
 
 The feeder uploads the evaluation prompts once. The trainer begins an evaluation of the policy version that it has just
 published (`TrainerLease.begin_evaluation`), which deletes everything of the previous one. Entries have leases,
-retries and dead letters like all others, but they do not count in pacing or in the run's balance. Scoring stores one
-result per prompt, however often the prompt was sampled, and deletes the group. When every prompt has a result or is
+retries and dead letters like all others, but they count neither in pacing nor among the run's prompts. Scoring stores
+one result per prompt, however often the prompt was sampled, and deletes the group. When every prompt has a result or is
 dead, the trainer reads the results and ends the evaluation (`TrainerLease.end_evaluation`).
 """
 
@@ -38,8 +37,8 @@ class PromptEvaluation(Struct, kw_only=True, omit_defaults=True):
     reward_sum: float = 0.0
     """Sum of the rewards of valid completions."""
     invalid: dict[str, int] = field(default_factory=dict)
-    """Completions sampled by the evaluated version only, without a reward that counts, by state as in the metrics
-    (`failed:engine`)."""
+    """Completions sampled by the evaluated version only, without a measured reward: their number by reason, named as in
+    the metrics, for example `failed:engine`."""
     mixed_versions: int = 0
     """Completions with a token sampled by another policy version."""
     group: bytes = b""
@@ -50,10 +49,10 @@ class EvaluationProgress(Struct, frozen=True):
     """How far the current evaluation has come."""
 
     wake_id: str
-    """The entry of `wake` to wait after."""
+    """Id of the last entry of the stream `wake`; later changes add entries after it."""
     version: int
-    """The evaluated policy version on the server; -1 if there is none. A different one if the server lost its last
-    writes."""
+    """The policy version that the server has as evaluated; -1 if it has none. After the server lost its last writes, it
+    may be another one than the trainer's."""
     unsampled: int
     """Prompts that are not sampled yet."""
     unfinished: int
@@ -74,12 +73,13 @@ async def replace_evaluation_prompts(
     Args:
         connection: to the run.
         prompts: all of them.
-        settings_digest: of the settings that made them; `TrainerLease.begin_evaluation` asks for it.
-        data_fingerprint: of their file.
+        settings_digest: of the settings that made them; `TrainerLease.begin_evaluation` begins only if it is the same.
+        data_fingerprint: of the file or data set that they come from.
     """
     uploaded = await connection.read_hash("eval")
     if (uploaded.get("settings"), uploaded.get("data")) == (settings_digest, data_fingerprint):
         return
+    # An upload that is interrupted has no digest, so no evaluation begins with it and the next feeder repeats it.
     await connection.with_retry(
         lambda: cast("Awaitable[Any]", connection.redis.hdel(connection.key("eval"), "settings"))
     )
@@ -104,16 +104,16 @@ async def read_evaluation_progress(connection: RunConnection) -> EvaluationProgr
 
 async def read_prompt_evaluations(connection: RunConnection) -> dict[str, PromptEvaluation]:
     """Return the results so far, by prompt id."""
-    found: Any = await connection.with_retry(
+    results: Any = await connection.with_retry(
         lambda: cast("Awaitable[Any]", connection.redis.hgetall(connection.key("eval:results")))
     )
-    return {prompt.decode(): msgspec.json.decode(result, type=PromptEvaluation) for prompt, result in found.items()}
+    return {prompt.decode(): msgspec.json.decode(result, type=PromptEvaluation) for prompt, result in results.items()}
 
 
 async def read_evaluation_environments(connection: RunConnection) -> dict[str, tuple[str, int]]:
     """Return each evaluation prompt's environment and its number of completions, by prompt id."""
-    found: Any = await connection.with_retry(
+    payloads: Any = await connection.with_retry(
         lambda: cast("Awaitable[Any]", connection.redis.hgetall(connection.key("eval:dataset")))
     )
-    prompts = [decode(payload, Prompt) for payload in found.values()]
+    prompts = [decode(payload, Prompt) for payload in payloads.values()]
     return {prompt.id: (prompt.environment or "", prompt.group_size) for prompt in prompts}

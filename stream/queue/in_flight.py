@@ -22,7 +22,7 @@ class Activity(StrEnum):
     OWN_LOOP = "own_loop"
     """An environment that runs its own loop is between two turns of the model."""
     REWARD = "reward"
-    """Of a completion: its environment's own reward; of a group: reward functions."""
+    """A completion computes its environment's own reward, or a group runs reward functions."""
     SNAPSHOT = "snapshot"
     COMPLETE = "complete"
     """The group is done, and the server is asked to take it."""
@@ -75,7 +75,7 @@ class GroupInFlight(Struct, kw_only=True, omit_defaults=True):
     worker: str = ""
     environment: str = ""
     activity: str = ""
-    """Of the group as a whole: `reward` or `complete`; empty while its completions run."""
+    """What the group as a whole does: `reward` or `complete`; empty while its completions run."""
     detail: str = ""
     """Names of the reward functions that are running, with commas."""
     since: float = 0.0

@@ -20,7 +20,7 @@ class Lease(Struct, kw_only=True, eq=False):
     id: str
     """The entry's id in its stream."""
     prompt_id: str
-    """The entry's plain field beside the payload; empty for foreign junk."""
+    """The entry's plain field beside the payload; empty for a foreign entry."""
     payload: bytes
     """The record. Of a scored group that of the rollout, if `scores` has the rest."""
     scores: bytes = b""

@@ -4,7 +4,8 @@ Each verb is one script (`stream/lua/`), which checks the lease and changes the 
 renewed in the background while `Stage.renew_leases` runs, so a worker that is alive does not lose a lease because an
 episode is long.
 
-Policy versions: the version at which each outstanding group was started, and each version as it is published.
+Policy versions are read here, too: the one at which each outstanding group was started (`inflight_versions`), and each
+new one (`watch_versions`).
 """
 
 import time
@@ -32,14 +33,15 @@ log = structlog.get_logger()
 ReleaseReason = Literal["infra", "data", "none", "stale"]
 """Why an entry is given back. `infra`: the worker, an engine or a service failed. `data`: the record is at fault.
 `none`: the worker drains, or no engine answers. `stale`: the attempt was cancelled because newer policies overtook it.
-`infra` and `data` count towards a limit."""
+`infra` and `data` count towards a limit, `RetryPolicy`."""
 
 
 _INCOMING_S = 60.0
-"""When a record expires whose entry is not added: the script that adds it arrives together with it."""
+"""Seconds after which a record without an entry expires. The script that adds the entry is sent together with it."""
 _RECORD_ABSENT = -1
+"""Answer of the script `complete` if the record has expired: both have to be sent again."""
 _MAX_SCORES_BYTES = 64 * 1024
-"""Longer scores are stored with the whole record: a script takes a microsecond for each kilobyte that it touches."""
+"""Longer scores are sent with the whole record: a script takes a microsecond for each kilobyte that it handles."""
 _COMPLETE_ATTEMPTS = 3
 _MANY_COMPLETIONS = 64
 _LONG_RECORD_BYTES = 1_000_000
@@ -50,8 +52,11 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
 
     lease_s: float = 15.0
     infra_attempts: int = 5
+    """Failures for the reason `infra` after which an entry becomes a dead letter."""
     data_attempts: int = 2
+    """The same for the reason `data`."""
     backoff_s: float = 0.5
+    """Longest delay after the first failure, in seconds; it doubles with each further one, up to 60 times this."""
 
     def delay_s(self, failures: int) -> float:
         """Return the seconds before the next attempt, after this many earlier failures."""
@@ -63,7 +68,7 @@ class Claim(Struct, kw_only=True):
 
     leases: list[Lease]
     wake_id: str
-    """The entry of `wake` to wait after."""
+    """Id of the last entry of the stream `wake`; later changes add entries after it."""
     next_due_s: float | None
     """Seconds until the next lease expires or a retry is due; None if there is none."""
     finish_reason: str
@@ -71,11 +76,11 @@ class Claim(Struct, kw_only=True):
     unfinished_prompts: int
     """Prompts without an outcome, in any stage; for an evaluation's stage, prompts without a result."""
     feed_done: bool
-    """Nothing more will be fed."""
+    """Whether nothing more will be fed."""
     version: int
     """The published policy version; -1 before the first."""
     paused: bool = False
-    """The run is paused, so no prompts are handed out."""
+    """Whether the run is paused, so that no prompts are handed out."""
 
 
 class Stage:
@@ -110,8 +115,7 @@ class Stage:
     async def claim(self, count: int) -> Claim:
         """Claim up to `count` entries. Never blocks.
 
-        While the run is paused no prompts are returned. Once a stop was requested (`RunConnection.stopping`) nothing
-        is.
+        While the run is paused, no prompts are returned; once a stop was requested (`RunConnection.stopping`), nothing.
         """
         answer = await self.connection.run_script(
             *("claim", self.name, self.consumer, count, self._lease_ms, self.retry_policy.infra_attempts),
@@ -120,7 +124,7 @@ class Stage:
         wake_id, due_ms, finish_reason, unfinished, done, version, entries, stop, paused = answer
         self.connection.observe_stop(stop)
         leases = []
-        # Before the leases are held: should reading fail, nobody renews them, and the entries are delivered again.
+        # Read before the leases are held: if reading fails, nobody renews them, and the entries are delivered again.
         payloads = await self._read_payloads([entry_id.decode() for entry_id, *_ in entries])
         for entry_id, infra, data, deaths, stale, flat in entries:
             fields = dict(zip(flat[::2], flat[1::2], strict=True))
@@ -157,11 +161,11 @@ class Stage:
         await self.connection.wait_for_change(claim.wake_id, min(due_s, timeout_s))
 
     async def begin_alone(self, lease: Lease, description: str) -> None:
-        """Note that this worker works on nothing else from now on: if it dies, its death is charged to this entry.
+        """Record that this worker works on nothing else from now on: if it dies, its death is charged to this entry.
 
         Args:
             lease: of the entry.
-            description: what the worker runs, for its dead letter.
+            description: what the worker runs, for the dead letter that the entry may become.
 
         Raises:
             LeaseLostError: the lease is not held any more.
@@ -174,7 +178,7 @@ class Stage:
         """Save a finished completion of an unfinished group for the next attempt at the prompt.
 
         Failed completions are saved too: a failure is a result of the group, and repeating only failures would bias it.
-        Every verb that ends the entry deletes them. Saving is optional, so a server without free memory is waited for
+        Every verb that ends the entry deletes them. Saving is optional, so this waits for a server without free memory
         no longer than one lease time.
         """
         payload = encode(completion)
@@ -205,7 +209,7 @@ class Stage:
         """Add the output to the next stage and delete the input, if the lease is still held.
 
         Raises:
-            LeaseLostError: it is not; the output is discarded.
+            LeaseLostError: the lease is not held any more; the output is discarded.
             ServerError: the server cannot take the output.
         """
         payload = await anyio.to_thread.run_sync(encode, group) if _is_long(group) else encode(group)
@@ -221,9 +225,9 @@ class Stage:
         raise ServerError(f"the group of {lease.prompt_id} expired {_COMPLETE_ATTEMPTS} times before it could be added")
 
     async def complete_scored(self, lease: Lease, group: Group) -> None:
-        """Complete an entry of `groups` with the group of its lease, in which scoring has changed only `Scores`.
+        """Complete an entry of `groups` by sending only what scoring has added to the leased group, its `Scores`.
 
-        The rollout's record stays on the server, so half of the bytes are not sent, stored and logged again.
+        The rollout's record stays on the server, which saves sending, storing and logging half of the bytes again.
 
         Raises:
             LeaseLostError: the lease is not held any more; the scores are discarded.
@@ -291,10 +295,10 @@ class Stage:
                 self._mark_lost(entry_id.decode())
 
     async def report_in_flight(self, groups: Sequence[GroupInFlight]) -> None:
-        """Overwrite what this worker's leases are doing, for people; the report expires as a lease does.
+        """Replace the report of what this worker does with its leases, for people; it expires as a lease does.
 
         Raises:
-            ServerError: the server does not take it.
+            ServerError: the server does not take the report.
         """
         key = self.connection.key(f"in_flight:{self.name}:{self.consumer}")
         payload = msgspec.json.encode(groups)
@@ -302,7 +306,7 @@ class Stage:
 
     @contextmanager
     def ending(self, leases: Sequence[Lease]) -> Iterator[None]:
-        """Enclose a script that ends these leases: meanwhile they are neither lost nor stale, afterwards not held."""
+        """Enclose a script that ends these leases: meanwhile none can become lost or stale; afterwards none is held."""
         for lease in leases:
             lease.begin_ending()
         try:
@@ -325,11 +329,11 @@ class Stage:
         lease.mark_lost()
 
     async def _read_payloads(self, entry_ids: Sequence[str]) -> dict[str, bytes | None]:
-        """Return the records of entries that do not have them in their fields; None: the entry has ended meanwhile."""
+        """Return the records that are stored beside these entries, by entry id; None for an entry that has ended."""
         if not entry_ids or self.name in PROMPT_STAGES:
             return {}
-        found = await self.connection.read_values([f"{self.name}:payload:{entry_id}" for entry_id in entry_ids])
-        return dict(zip(entry_ids, found, strict=True))
+        payloads = await self.connection.read_values([f"{self.name}:payload:{entry_id}" for entry_id in entry_ids])
+        return dict(zip(entry_ids, payloads, strict=True))
 
     async def _end_lease(self, lease: Lease, script: str, *args: str | bytes | int) -> int:
         with self.ending([lease]):
@@ -363,16 +367,16 @@ async def inflight_versions(connection: RunConnection) -> dict[str, int]:
     Groups that are delivered again after their prompt had ended (trainer resumed, dead letter retried) are not
     included.
     """
-    found: Any = await connection.with_retry(
+    versions: Any = await connection.with_retry(
         lambda: connection.redis.zrange(connection.key("inflight_versions"), 0, -1, withscores=True)
     )
-    return {prompt.decode(errors="replace"): int(version) for prompt, version in found}
+    return {prompt.decode(errors="replace"): int(version) for prompt, version in versions}
 
 
 async def watch_versions(connection: RunConnection) -> AsyncIterator[int]:
     """Yield the current policy version, then each new one as it is published, forever.
 
-    A slow reader may miss versions, but never the last one.
+    A slow reader may miss versions, but never the newest one.
     """
     after = "0-0"
     while True:

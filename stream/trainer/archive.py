@@ -1,16 +1,16 @@
-"""The archive: groups that ended at the trainer, on disk in the run's folder, with the bytes in which they were leased.
+"""The archive: groups that ended at the trainer, in the run's folder, each with the bytes that the trainer was given.
 
 ::
 
     groups/
-    ├── 000001.groups     append-only segments: each start of a trainer begins a new one, and so does a full segment; no
-    └── 000002.groups     two processes write to the same segment
+    ├── 000001.groups     append-only segments: a new one begins when a trainer starts and when the last one is full, so
+    └── 000002.groups     no two processes write to the same segment
 
     a record         b"PSgr", crc32 of everything up to the payload, size of the record, size of the payload (each 4
-                     bytes, little-endian); the ledger record (JSON), for a trained group with `completions`: what the
-                     step did with each; the payload (`stream.codec`)
+                     bytes, little-endian); the ledger record (JSON), with a key `completions` if the group was trained:
+                     what the step did with each completion; the payload (`stream.codec`)
 
-Readers scan the records' headers; a payload has its own checksum (`stream.codec`). Anything that is not a record, or
+Readers scan the records' headers; a payload has its own checksum. Anything that is not a record, or
 was incomplete when its trainer died, is skipped. The ledger decides which groups count: the archive also has groups
 of steps that were lost with their trainer, and a group that was delivered again is in it twice.
 """
@@ -34,9 +34,9 @@ from stream.disk_space import persist
 from stream.durable import append_all, fsync_path
 from stream.errors import PenstockError, RecordError, RunFailedError
 from stream.records import Group, TrainedCompletion
-from stream.trainer.annotations import AnnotationFiles
 from stream.trainer.folder_lock import RunFolderLock, hold_optional
 from stream.trainer.ledger_records import LedgerRecord, content_hash, decode_record, encode_record
+from stream.trainer.trained_tokens import TrainedTokenFiles
 
 _MAGIC = b"PSgr"
 _HEAD = struct.Struct("<4sIII")
@@ -48,14 +48,14 @@ _MIN_SEGMENTS = 8
 
 
 class Archive:
-    """Writes groups; for the trainer. Other readers use `ArchivedGroups`.
+    """Writes groups; used by the trainer. `ArchivedGroups` reads them.
 
     Args:
         folder: of the segments; created with the first group.
         max_bytes: bytes to keep at most; the oldest segments are removed first, never the one being written. None: keep
             all.
         folder_lock: the trainer's lock on the run's folder; None if no other trainer can exist.
-        annotations: receives what a step did with each token; None: that is not stored.
+        trained_tokens: stores what a step did with each token; None: that is not stored.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Archive:
         folder: Path,
         max_bytes: int | None = None,
         folder_lock: RunFolderLock | None = None,
-        annotations: AnnotationFiles | None = None,
+        trained_tokens: TrainedTokenFiles | None = None,
     ) -> None:
         self.folder = folder
         self._max_bytes = max_bytes
         self._folder_lock = folder_lock
-        self._annotations = annotations
+        self._trained_tokens = trained_tokens
         self._segment_bytes = min(_SEGMENT_BYTES, (max_bytes or _SEGMENT_BYTES * _MIN_SEGMENTS) // _MIN_SEGMENTS)
         self._sizes = {path: path.stat().st_size for path in _segments(folder)}
         self._path = folder / f"{0:06d}{_SUFFIX}"
@@ -85,26 +85,26 @@ class Archive:
 
         Args:
             groups: ledger record and payload of each.
-            completions: what the trainer did with the completions of a group that are not greedy, by prompt id. Those
-                with rows are annotated.
+            completions: what the step did with each completion of a group, except the greedy one, by prompt id. Where
+                they have rows, what it did with each token is stored.
 
         Raises:
-            RunFailedError: the disk is full or fails. An incomplete last group is skipped by readers.
+            RunFailedError: the disk stays full, or fails. Readers skip an incomplete last group.
         """
-        ended, annotated = deque(groups), None
-        with_rows = {prompt: each for prompt, each in (completions or {}).items() if any(found.rows for found in each)}
-        if self._annotations is not None and with_rows and ended:
-            step, version = ended[0][0].step, ended[0][0].version
-            annotated = step, self._annotations.write_unpublished(step, version, with_rows)
+        remaining, unpublished = deque(groups), None
+        with_rows = {prompt: group for prompt, group in (completions or {}).items() if any(each.rows for each in group)}
+        if self._trained_tokens is not None and with_rows and remaining:
+            step, version = remaining[0][0].step, remaining[0][0].version
+            unpublished = step, self._trained_tokens.write_unpublished(step, version, with_rows)
 
-        def write() -> None:
+        def write() -> None:  # again while the disk is full, so a group that was written is taken off the queue
             with hold_optional(self._folder_lock):
-                while ended:
-                    record, payload = ended[0]
+                while remaining:
+                    record, payload = remaining[0]
                     self._write(_encode_line(record, (completions or {}).get(record.prompt)), payload)
-                    ended.popleft()
-                if annotated is not None and self._annotations is not None:
-                    self._annotations.publish(*annotated)
+                    remaining.popleft()
+                if unpublished is not None and self._trained_tokens is not None:
+                    self._trained_tokens.publish(*unpublished)
 
         try:
             persist(self.folder, write)
@@ -151,13 +151,13 @@ class Archive:
             self._path = self.folder / f"{number:06d}{_SUFFIX}"
             try:
                 file = self._path.open("xb", buffering=0)
-            except FileExistsError:  # of a trainer that is being replaced, or of our successor
+            except FileExistsError:  # made by a trainer that is being replaced, or by our successor
                 continue
             self._sizes[self._path] = 0
             return file
 
     def _remove_oldest(self, size: int) -> None:
-        """Remove the oldest segments so that the new one may grow to this size."""
+        """Remove the oldest segments so that the new one may grow to this size, in bytes."""
         if self._max_bytes is None:
             return
         for path in sorted(self._sizes.keys() - {self._path}, key=_segment_number):
@@ -178,10 +178,11 @@ class ArchiveOffset(Struct, frozen=True):
 
     file: Path
     offset: int
+    """Where the payload begins, in bytes."""
     size: int
-    """Of the payload, in bytes."""
+    """Size of the payload, in bytes."""
     line_size: int = 0
-    """Of the ledger record before it, in bytes."""
+    """Size of the ledger record before the payload, in bytes."""
 
     def read_payload(self) -> bytes:
         """Read the payload.
@@ -192,7 +193,7 @@ class ArchiveOffset(Struct, frozen=True):
         return self._read(self.offset, self.size)
 
     def read_completions(self) -> list[TrainedCompletion]:
-        """Read what the step did with each completion that is not greedy; empty if that was not archived.
+        """Read what the step did with each completion except the greedy one; empty if that was not archived.
 
         Raises:
             PenstockError: the segment was removed, because the run continues and its archive is bounded.
@@ -212,9 +213,9 @@ class ArchiveOffset(Struct, frozen=True):
 
 
 class ArchivedGroups:
-    """The groups in an archive, by prompt id and `content_hash`. For threads; nothing is changed.
+    """The groups in an archive, by prompt id and `content_hash`. Several threads may use it; it changes nothing.
 
-    A lookup scans segments until it has found its group, each segment once, and reads no payload.
+    A lookup scans segments until it finds its group, and reads no payloads. No segment is scanned twice.
 
     Args:
         folder: of the segments; it need not exist.
@@ -225,9 +226,9 @@ class ArchivedGroups:
         self._lock = Lock()
         self._offsets: dict[tuple[str, str], ArchiveOffset] = {}
         self._ends: dict[Path, int] = {}
-        """End of the last complete record of each segment that was scanned."""
+        """Where the last complete record of each scanned segment ends, in bytes."""
         self._unscanned: dict[Path, int | None] = {}
-        """The first step in each of the other segments, the newest first; None: it was not read so far."""
+        """The first step in each of the other segments, newest segment first; None: not read yet."""
         self.refresh()
 
     def __len__(self) -> int:
@@ -243,7 +244,7 @@ class ArchivedGroups:
         with self._lock:
             segments = _segments(self.folder)
             for path in filter(self._ends.__contains__, segments):
-                self._scan(path)
+                self._index(path)
             self._unscanned = {path: self._unscanned.get(path) for path in segments[::-1] if path not in self._ends}
 
     def find(self, prompt: str, content: str, step: int | None = None) -> ArchiveOffset | None:
@@ -285,23 +286,24 @@ class ArchivedGroups:
             path = path or next(iter(self._unscanned), None)
             if path is not None:
                 try:
-                    self._scan(path)
+                    self._index(path)
                 finally:
                     del self._unscanned[path]
 
     def _begins_by(self, path: Path, step: int) -> bool:
-        """Whether a segment begins with this step or an earlier one: its steps ascend, since one trainer wrote it."""
+        """Return whether a segment begins with this step or an earlier one; its steps ascend: one trainer wrote it."""
         first = self._unscanned[path]
         if first is None:
             first = self._unscanned[path] = next((record.step for record, _ in _scan_segment(path)), 0)
         return first <= step
 
-    def _scan(self, path: Path) -> None:
+    def _index(self, path: Path) -> None:
+        """Add the records of a segment that were not scanned yet."""
         end = self._ends.get(path, 0)
         for record, offset in _scan_segment(path, end):
             key = record.prompt, record.hash
-            known = self._offsets.get(key)
-            if known is None or _segment_number(known.file) <= _segment_number(path):  # of a repeated step, the newest
+            earlier = self._offsets.get(key)
+            if earlier is None or _segment_number(earlier.file) <= _segment_number(path):  # a repeated step: the newest
                 self._offsets[key] = offset
             end = offset.offset + offset.size
         self._ends[path] = end
@@ -310,7 +312,7 @@ class ArchivedGroups:
 def scan_archive(folder: Path) -> Iterator[tuple[LedgerRecord, ArchiveOffset]]:
     """Yield every complete record, oldest first: the ledger record written with it, and the position of its group.
 
-    A ledger record that the ledger does not have any more is of a step that was lost with its trainer.
+    If the ledger does not have that ledger record any more, its step was lost with its trainer.
     """
     for path in _segments(folder):
         yield from _scan_segment(path)
@@ -323,15 +325,20 @@ def _scan_segment(path: Path, begin: int = 0) -> Iterator[tuple[LedgerRecord, Ar
             if os.fstat(file.fileno()).st_size < begin + _HEAD.size:
                 return
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                yield from ((record, ArchiveOffset(path, *position)) for record, *position in _scan(data, begin))
+                yield from (
+                    (record, ArchiveOffset(path, *position)) for record, *position in _scan_records(data, begin)
+                )
     except FileNotFoundError:  # removed meanwhile
         return
     except OSError as error:
         raise PenstockError(f"{path} cannot be read: {error}") from error
 
 
-def _scan(data: mmap.mmap, begin: int) -> Iterator[tuple[LedgerRecord, int, int, int]]:
-    """Yield each record with offset and size of its payload, and its own size; skip all else up to the next record."""
+def _scan_records(data: mmap.mmap, begin: int) -> Iterator[tuple[LedgerRecord, int, int, int]]:
+    """Yield each ledger record with offset and size of its payload, and its own size, in bytes.
+
+    Anything that is not a record is skipped, up to the next one.
+    """
     at = data.find(_MAGIC, begin)
     while 0 <= at <= len(data) - _HEAD.size:
         _, checksum, line_size, size = _HEAD.unpack_from(data, at)
@@ -350,7 +357,7 @@ def _scan(data: mmap.mmap, begin: int) -> Iterator[tuple[LedgerRecord, int, int,
 
 
 class _Completions(Struct):
-    """The part of a line that the ledger does not have."""
+    """What a line of the archive has in addition to the ledger's."""
 
     completions: list[TrainedCompletion] = []
 
@@ -362,8 +369,8 @@ def _encode_line(record: LedgerRecord, completions: Sequence[TrainedCompletion] 
     line = encode_record(record)
     if not completions:
         return line
-    short = [msgspec.structs.replace(each, rows=()) for each in completions]
-    return line[:-1] + b"," + msgspec.json.encode(_Completions(short))[1:]
+    without_rows = [msgspec.structs.replace(completion, rows=()) for completion in completions]
+    return line[:-1] + b"," + msgspec.json.encode(_Completions(without_rows))[1:]  # both objects as one
 
 
 def _segments(folder: Path) -> list[Path]:

@@ -8,10 +8,9 @@ Penstock's own does, opens them itself::
         async with open_consumer(trainer_lease, folder_lock, ledger_path, checkpoint.resume_point) as consumer:
             ...
 
-Record in the ledger what an operator did with dead letters while no trainer runs.
-
-A trainer records such ends itself, at each step. Between two starts of a run nobody would, and a server that is lost
-then would forget them: dropped prompts would be trained.
+`record_untrained_ends` records in the ledger what an operator did with dead letters while no trainer runs. A trainer
+does that itself, at each step. Between two starts of a run nobody would, so if the server were lost then, dropped
+prompts would be trained.
 """
 
 import os
@@ -239,7 +238,7 @@ def _keep_group(group: Group, _: int) -> Group:
 _LEASE_S = 30.0
 
 
-async def record_untrained_ends(connection: RunConnection, ledger_path: Path) -> None:
+async def write_unrecorded_outcomes(connection: RunConnection, ledger_path: Path) -> None:
     """Write ends that were decided without a trainer to the ledger, unless a trainer is running and will do it.
 
     Args:
@@ -253,9 +252,9 @@ async def record_untrained_ends(connection: RunConnection, ledger_path: Path) ->
     if lease is None:
         return
     try:
-        found = await lease.read_unrecorded()
+        found = await lease.read_unrecorded_outcomes()
         await anyio.to_thread.run_sync(_append, ledger_path, lease.token, [(prompt, end) for _, prompt, end in found])
-        await lease.forget_unrecorded([entry for entry, _, _ in found])
+        await lease.forget_unrecorded_outcomes([entry for entry, _, _ in found])
     finally:
         with anyio.CancelScope(shield=True):
             await lease.release()

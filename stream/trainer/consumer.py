@@ -5,10 +5,10 @@
     async with connect(url, run) as connection, consume(connection, ledger_path, resume_point) as consumer:
         await consumer.publish(path, step, push)       # the version that engines sample with first
         while groups := await consumer.claim(8):
-            ...                                        # train on [each.group for each in groups]
-            await consumer.commit(groups, step)        # a ledger record each; no longer outstanding, not yet deleted
-            await consumer.publish(path, step, push)   # their places are free: rollouts may claim again
-            await consumer.checkpoint(save)            # save(resume_point) is durable, then the server forgets them
+            ...                                        # train on [leased.group for leased in groups]
+            await consumer.commit(groups, step)        # a ledger record each; not yet deleted from the server
+            await consumer.publish(path, step, push)   # their capacity is free: rollout workers may claim more
+            await consumer.checkpoint(save)            # save(resume_point) is durable, then they are deleted
         await consumer.finish("done")
 
 A trainer that is killed at any moment resumes from the `ResumePoint` in its last checkpoint: groups in the ledger up to
@@ -56,15 +56,15 @@ class Consumer(Generic[Checked]):
 
     Args:
         trainer_lease: the right to end groups and to publish.
-        stage: `scored`.
-        ledger: what has ended, cut to the resume point.
-        resume: where this trainer begins.
+        stage: the stage `scored`.
+        ledger: cut to the resume point.
+        resume: the point from which this trainer continues.
         check: called in a thread with each new group and the current policy version, once. Returns what the trainer
             wants to keep of it (`LeasedGroup.checked`), or `Dropped` or `DroppedGroup` to end it without training. A
             `RecordError` makes the entry a dead letter.
         archive: stores each group that ends; None: groups are not stored.
-        stall_timeout_s: how long `claim` waits for a group.
-        requeued_groups: number of groups that the resume point lacks and that come again.
+        stall_timeout_s: seconds for which `claim` waits for a group.
+        requeued_groups: number of groups that ended after the resume point, and are therefore delivered again.
     """
 
     def __init__(
@@ -84,35 +84,35 @@ class Consumer(Generic[Checked]):
         self.connection: RunConnection = stage.connection
         self.ledger = ledger
         self.version = resume.version
-        """The policy version of the trained weights: the one reserved last. Before the first, the resume point's."""
+        """The policy version of the trained weights: the one reserved last, or the resume point's if there is none."""
         self.step = resume.step
         """Steps committed so far."""
         self.buffer: dict[str, LeasedGroup[Checked]] = {}
-        """Leased groups that no step has taken yet, by prompt id."""
+        """Leased groups that `pop` has not returned yet, by prompt id."""
         self._in_step: dict[str, str] = {}
-        """Entries of the groups that `pop` returned and `commit` has not ended yet, by prompt id."""
+        """Ids of the entries that `pop` returned and `commit` has not ended yet, by prompt id."""
         self._copies: dict[str, Lease] = {}
-        """Other entries of prompts in `_in_step`, by id: a server that lost writes delivered these prompts again."""
+        """Leases on copies of entries in `_in_step`, by entry id: a server that lost writes delivered them again."""
         self._stage = stage
         self._check = check
         self._archive = archive
         self._stall_timeout_s = stall_timeout_s
         self._committed: list[str] = []
-        """Entries ended since the last checkpoint."""
-        self._unrecorded: list[str] = []
-        """Entries of `unrecorded` on the server that the ledger has, and that are not durable yet."""
+        """Ids of entries ended since the last checkpoint."""
+        self._unrecorded_outcomes: list[str] = []
+        """Ids of entries of `unrecorded_outcomes` on the server that are in the ledger, but not durable there yet."""
         self._synced_bytes = ledger.resumed_bytes
-        """Length of the ledger at the last `sync`."""
+        """Length of the ledger at the last `sync`, in bytes."""
 
     async def claim(self, count: int) -> list[LeasedGroup[Checked]]:
-        """Return the groups of one step, waiting for those that other workers still have.
+        """Return the groups of one step; wait while they are still being sampled or scored.
 
         Args:
             count: groups of one step.
 
         Returns:
-            `count` groups in the order of their prompt ids; fewer where no more will come, none at the end of the run
-            or when the trainer was asked to stop (`connection.stopping` is set; buffered groups are released).
+            `count` groups in the order of their prompt ids; fewer if no more will come; none at the end of the run, or
+            if the trainer was asked to stop (`connection.stopping` is set, and buffered groups are released).
 
         Raises:
             RunFailedError: no group came for `stall_timeout_s` while prompts are unfinished.
@@ -140,8 +140,8 @@ class Consumer(Generic[Checked]):
     async def poll(self, count: int) -> Claim:
         """Claim up to `count` entries into `buffer`; never waits for any.
 
-        Entries that cannot be read become dead letters. Groups that the ledger holds already, older copies of a prompt,
-        and groups that `check` drops end here.
+        Entries that cannot be read become dead letters. Groups whose prompt has an outcome in the ledger, older copies
+        of a group, and groups that `check` drops end here.
         """
         if self.trainer_lease.lost_recovery:
             await self.trainer_lease.recover(self.ledger, has_checkpoint=True)
@@ -162,9 +162,9 @@ class Consumer(Generic[Checked]):
         return claim.feed_done and claim.unfinished_prompts <= len(self.buffer)
 
     def pop(self, prompt_ids: Collection[str]) -> list[LeasedGroup[Checked]]:
-        """Take these groups out of the buffer, in the order of their prompt ids: arrival order must not matter."""
+        """Remove these groups from the buffer and return them sorted by prompt id: arrival order must not matter."""
         groups = [self.buffer.pop(prompt_id) for prompt_id in sorted(prompt_ids)]
-        self._in_step.update((each.group.prompt.id, each.lease.id) for each in groups)
+        self._in_step.update((leased.group.prompt.id, leased.lease.id) for leased in groups)
         return groups
 
     async def release_all(self) -> None:
@@ -182,32 +182,32 @@ class Consumer(Generic[Checked]):
         dropped: Mapping[str, str] | None = None,
         completions: Mapping[str, Sequence[TrainedCompletion]] | None = None,
     ) -> None:
-        """Record the groups of a finished step: the archive, a ledger record each, then a mark on the server.
+        """Record the groups of a finished step: in the archive, in the ledger, then by a mark on the server.
 
-        Their places are free once the next policy version is published.
+        Their capacity is free once the next policy version is published.
 
         Args:
             groups: all groups of the step.
             step: its number; the first is 1.
             dropped: for groups that the step did not train after all, the reason, by prompt id.
-            completions: what the step did with the completions of a group that are not greedy, by prompt id; archived
-                for `penstock show` and `penstock export-groups`.
+            completions: what the step did with each completion of a group, except the greedy one, by prompt id;
+                archived for `penstock show` and `penstock export-groups`.
 
         Raises:
             RunFailedError: the disk is full or fails; nothing is marked.
         """
         ended: list[tuple[LeasedGroup[Checked], LedgerOutcome]] = []
-        for each in groups:
-            reason = (dropped or {}).get(each.group.prompt.id)
-            ended.append((each, Trained() if reason is None else Dropped(reason)))
-        await self._record_untrained()
+        for leased in groups:
+            reason = (dropped or {}).get(leased.group.prompt.id)
+            ended.append((leased, Trained() if reason is None else Dropped(reason)))
+        await self._write_unrecorded_outcomes()
         await self._record(ended, step, completions, in_step=True)
         self.step = step
-        for each in groups:
-            self._in_step.pop(each.group.prompt.id, None)
+        for leased in groups:
+            self._in_step.pop(leased.group.prompt.id, None)
         copies = [lease for lease in self._copies.values() if lease.prompt_id not in self._in_step]
         await self._end(
-            [EndedGroup(each.lease, outcome, in_step=True) for each, outcome in ended]
+            [EndedGroup(leased.lease, outcome, in_step=True) for leased, outcome in ended]
             + [EndedGroup(lease, AlreadyEnded(self.ledger.outcomes[lease.prompt_id])) for lease in copies]
         )
         for lease in copies:
@@ -219,7 +219,7 @@ class Consumer(Generic[Checked]):
         return self.version
 
     async def announce(self, version: int, path: Path, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Tell all workers that the engines have a policy version; places of groups committed before are free.
+        """Tell all workers that the engines have a policy version, and free the capacity of groups committed before.
 
         Args:
             version: from `reserve_version`.
@@ -251,10 +251,10 @@ class Consumer(Generic[Checked]):
         Raises:
             RunFailedError: the disk fails.
         """
-        await self._record_untrained()
+        await self._write_unrecorded_outcomes()
         self._synced_bytes = await anyio.to_thread.run_sync(self._sync)
-        await self.trainer_lease.forget_unrecorded(self._unrecorded)
-        self._unrecorded.clear()
+        await self.trainer_lease.forget_unrecorded_outcomes(self._unrecorded_outcomes)
+        self._unrecorded_outcomes.clear()
         return ResumePoint(
             ledger_bytes=self._synced_bytes,
             ledger_digest=self.ledger.digest(),
@@ -284,7 +284,7 @@ class Consumer(Generic[Checked]):
         if not self.connection.stopping.is_set():
             await self.trainer_lease.renew()
             if self.trainer_lease.lost_recovery:
-                raise RunFailedError("the server lost its last writes as the run ended; resumed, the run ends properly")
+                raise RunFailedError("the server lost its last writes as the run ended; resume the run to end it")
             await self.trainer_lease.reconcile_server(self.ledger, self._synced_bytes)
             await self._record_dead_letters()
             await self.trainer_lease.finish_run(reason)
@@ -302,7 +302,7 @@ class Consumer(Generic[Checked]):
         await anyio.to_thread.run_sync(write)
 
     async def _receive(self, lease: Lease) -> list[EndedGroup]:
-        """Buffer one leased entry; returns the entries that end because of it."""
+        """Buffer one leased entry, and return the entries that end because of it."""
         try:
             group = await anyio.to_thread.run_sync(lease.group)
             prompt_id = group.prompt.id
@@ -312,10 +312,10 @@ class Consumer(Generic[Checked]):
                 if lease.id != self._in_step[prompt_id]:
                     self._copies[lease.id] = lease
                 return []
-            known = self.buffer.get(prompt_id)
-            if known is not None and known.lease.id == lease.id:
+            buffered = self.buffer.get(prompt_id)
+            if buffered is not None and buffered.lease.id == lease.id:
                 # The lease had run out while this process was suspended or offline; this process has claimed it again.
-                self.buffer[prompt_id] = replace(known, lease=lease, group=group)
+                self.buffer[prompt_id] = replace(buffered, lease=lease, group=group)
                 return []
             checked = await anyio.to_thread.run_sync(self._check, group, self.version)
         except NewerSchemaError as error:
@@ -327,10 +327,10 @@ class Consumer(Generic[Checked]):
         return await self._accept(lease, group, checked)
 
     async def _accept(self, lease: Lease, group: Group, checked: Checked | Dropped | DroppedGroup) -> list[EndedGroup]:
-        """Buffer a new group, or drop it; an older copy of its prompt ends as a duplicate either way.
+        """Buffer a new group, or drop it; an older copy in the buffer ends as a duplicate either way.
 
-        The newer copy is the one that the server certainly knows: after it lost its last writes it may have forgotten
-        the older one.
+        The newer copy counts, because the server certainly knows it: a server that lost its last writes may have
+        forgotten the older one.
         """
         ended = []
         older = self.buffer.pop(group.prompt.id, None)
@@ -354,34 +354,34 @@ class Consumer(Generic[Checked]):
         *,
         in_step: bool = False,
     ) -> None:
-        """Write groups to archive and ledger; a reader who believes the ledger finds the group in the archive."""
+        """Write groups to the archive, then to the ledger: readers find each group of the ledger in the archive."""
 
         def write() -> None:
             records = [
-                LedgerRecord(each.group.prompt.id, outcome, step, self.version, content_hash(each.group), in_step)
-                for each, outcome in ended
+                LedgerRecord(leased.group.prompt.id, outcome, step, self.version, content_hash(leased.group), in_step)
+                for leased, outcome in ended
             ]
             if self._archive is not None:
-                payloads = [each.lease.record() for each, _ in ended]
+                payloads = [leased.lease.record() for leased, _ in ended]
                 self._archive.write(zip(records, payloads, strict=True), completions)
             self.ledger.append(records)
 
         await anyio.to_thread.run_sync(write)
 
-    async def _record_untrained(self) -> None:
+    async def _write_unrecorded_outcomes(self) -> None:
         """Record in the ledger what ended without this trainer: dead letters, and what an operator did with them."""
-        last = self._unrecorded[-1] if self._unrecorded else ""
-        for entry, prompt, end in await self.trainer_lease.read_unrecorded(last):
+        last = self._unrecorded_outcomes[-1] if self._unrecorded_outcomes else ""
+        for entry, prompt, end in await self.trainer_lease.read_unrecorded_outcomes(last):
             if end == Dropped(OPERATOR) and (prompt in self._in_step or prompt in self.buffer):
-                continue  # a server that lost writes gave the prompt to both; when the step ends, the drop is revoked
+                continue  # a server that lost writes also delivered the prompt; when its step ends, the drop is undone
             await anyio.to_thread.run_sync(self.ledger.append_end, prompt, end, self.step, self.version)
-            self._unrecorded.append(entry)
+            self._unrecorded_outcomes.append(entry)
 
     async def _end(self, ended: Sequence[EndedGroup]) -> None:
         """Mark entries as ended on the server."""
         if ended:
             lost = set(await self.trainer_lease.commit(self._stage, ended, self.version + 1))
-            self._committed += [each.lease.id for each in ended if each.lease.id not in lost]
+            self._committed += [group.lease.id for group in ended if group.lease.id not in lost]
 
     def _sync(self) -> int:
         if self._archive is not None:
@@ -390,7 +390,7 @@ class Consumer(Generic[Checked]):
 
 
 async def _ignore_lost_lease(ending: Awaitable[object]) -> None:
-    """End a lease that may be lost already; its next holder will come to the same result."""
+    """End a lease that may be lost already; if so, its next holder ends the entry in the same way."""
     try:
         await ending
     except LeaseLostError as error:

@@ -1,7 +1,4 @@
-"""A scored group in a trainer's hands, and what its `check` says of it.
-
-What a checkpoint holds for its trainer to resume.
-"""
+"""What a trainer gets from the queue, and what it resumes from: leased groups, and the resume point of a checkpoint."""
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -27,9 +24,9 @@ class DroppedGroup(Struct, frozen=True):
     """What a consumer's `check` returns to end a group without training, and to have the reasons archived."""
 
     reason: str
-    """Of the group's outcome."""
+    """Why the group is dropped, as in its outcome."""
     completions: Sequence[TrainedCompletion] = ()
-    """Of each completion that is not greedy: why it bears no loss."""
+    """Why each completion bears no loss, except the greedy one."""
 
 
 class ResumePoint(Struct, frozen=True, kw_only=True):

@@ -94,11 +94,11 @@ class Ledger:
         if cut:
             self.cut()
 
-    def cut(self, *, keep_aside: bool = False) -> None:
+    def cut(self, *, keep_cut: bool = False) -> None:
         """Cut the file to the checkpoint's length.
 
         Args:
-            keep_aside: the checkpoint is not the newest one, which cannot be read: keep what is cut in a file beside
+            keep_cut: the checkpoint is not the newest one, which cannot be read: keep what is cut in a file beside
                 the ledger, so that the newest one can still be used if it comes back.
 
         Raises:
@@ -109,8 +109,8 @@ class Ledger:
 
         def write() -> None:
             with hold_optional(self._folder_lock):
-                if keep_aside and self._tail:
-                    self._write_aside()
+                if keep_cut and self._tail:
+                    self._write_cut_part()
                 if self._rebuilt is None:
                     self._write_cut(kept)
                 else:
@@ -136,15 +136,15 @@ class Ledger:
             file.truncate(self.checkpointed_bytes + len(kept))
             os.fsync(file.fileno())
         if self._restored[1]:
-            for _, _, aside in self._asides_by_token():
-                aside.unlink()
+            for _, _, cut_part in self._cut_parts_by_token():
+                cut_part.unlink()
 
     def _write_rebuilt(self, content: bytes) -> None:
         """Replace the damaged file, which stays beside it."""
         token = 0 if self._folder_lock is None else self._folder_lock.token
-        aside = self.path.with_name(f"{self.path.name}.damaged-{token}")
-        if self.path.exists() and not aside.exists():
-            aside.hardlink_to(self.path)
+        damaged = self.path.with_name(f"{self.path.name}.damaged-{token}")
+        if self.path.exists() and not damaged.exists():
+            damaged.hardlink_to(self.path)
         write_file_atomically(self.path, content)
 
     @property
@@ -165,14 +165,14 @@ class Ledger:
     @property
     def known_prompts(self) -> set[str]:
         """Every prompt with an outcome in the file, before it is cut, or in what was cut off and kept aside."""
-        asides = [aside.read_bytes() for _, aside in self._asides()]
-        found = (record_or_none(text) for part in (self._tail, *asides) for text in part.splitlines())
+        cut_parts = [cut_part.read_bytes() for _, cut_part in self._cut_parts()]
+        found = (record_or_none(text) for part in (self._tail, *cut_parts) for text in part.splitlines())
         return {record.prompt for record in found if record is not None} | self.outcomes.keys() | self.archived_prompts
 
     @property
     def file_bytes(self) -> int:
         """Length of the file before it is cut, or with what was cut off and kept aside, if that is longer."""
-        ends = [offset + aside.stat().st_size for offset, aside in self._asides()]
+        ends = [offset + cut_part.stat().st_size for offset, cut_part in self._cut_parts()]
         return max(self.length + len(self._tail), *ends, 0)
 
     def is_abandoned(self, length: int, token: int) -> bool:
@@ -182,7 +182,7 @@ class Ledger:
             length: end of the part.
             token: fencing token of the trainer that wrote it.
         """
-        return any(offset < length and token < later for later, offset, _ in self._asides_by_token())
+        return any(offset < length and token < later for later, offset, _ in self._cut_parts_by_token())
 
     def append(self, records: Sequence[LedgerRecord]) -> None:
         """Write records; they are durable only after `sync`. While the disk is full, this waits for room.
@@ -288,7 +288,9 @@ class Ledger:
         """
         candidates = [(content, length)]
         candidates += [
-            (content[:offset] + aside.read_bytes(), offset) for offset, aside in self._asides() if offset <= length
+            (content[:offset] + cut_part.read_bytes(), offset)
+            for offset, cut_part in self._cut_parts()
+            if offset <= length
         ]
         for candidate, begin in candidates:
             if len(candidate) >= length and (not digest or digest_of(candidate[:length]) == digest):
@@ -304,23 +306,23 @@ class Ledger:
             "the checkpoint was made with. Restore the file"
         )
 
-    def _write_aside(self) -> None:
+    def _write_cut_part(self) -> None:
         token = 0 if self._folder_lock is None else self._folder_lock.token
-        aside = self.path.with_name(f"{self.path.name}.cut-{self.checkpointed_bytes}-{token}")
-        if not aside.exists():
-            write_file_atomically(aside, self._tail)
+        cut_part = self.path.with_name(f"{self.path.name}.cut-{self.checkpointed_bytes}-{token}")
+        if not cut_part.exists():
+            write_file_atomically(cut_part, self._tail)
 
-    def _asides(self) -> list[tuple[int, Path]]:
+    def _cut_parts(self) -> list[tuple[int, Path]]:
         """Return the parts that were cut off, each with the offset where it began; the latest first."""
-        return [(offset, aside) for _, offset, aside in self._asides_by_token()]
+        return [(offset, cut_part) for _, offset, cut_part in self._cut_parts_by_token()]
 
-    def _asides_by_token(self) -> list[tuple[int, int, Path]]:
+    def _cut_parts_by_token(self) -> list[tuple[int, int, Path]]:
         """Return the parts that were cut off: token of the trainer that cut, offset, file; the latest first."""
         found = []
-        for aside in self.path.parent.glob(f"{self.path.name}.cut-*"):
-            offset, _, token = aside.name.rpartition(".cut-")[2].partition("-")
+        for cut_part in self.path.parent.glob(f"{self.path.name}.cut-*"):
+            offset, _, token = cut_part.name.rpartition(".cut-")[2].partition("-")
             if offset.isdecimal() and token.isdecimal():
-                found.append((int(token), int(offset), aside))
+                found.append((int(token), int(offset), cut_part))
         return sorted(found, reverse=True)
 
     def _write_error(self, error: OSError) -> RunFailedError:

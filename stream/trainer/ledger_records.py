@@ -1,6 +1,7 @@
-"""The lines of a ledger: records of ends and events; read and written without opening the ledger for a run.
+"""The lines of a ledger file: a record for each prompt that ended, and events of the run.
 
-How a prompt ends: at the trainer, with a dead letter, or because an operator dropped one.
+A prompt ends at the trainer (trained or dropped), as a dead letter, or because the operator drops its dead letter.
+These functions work on the file or its bytes alone; `stream.trainer.ledger.Ledger` is the ledger of a running trainer.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ _TRAINED: Final = "trained"
 _RETRIED: Final = "retried"
 _DROPPED, _DEAD, _ALREADY, _DUPLICATE = "dropped:", "dead:", "already:", "duplicate:"
 OPERATOR: Final = "operator"
-"""The reason of a prompt whose dead letter the operator dropped."""
+"""Reason in `Dropped` for a prompt whose dead letter the operator dropped."""
 
 
 class Trained(Struct, frozen=True):
@@ -49,13 +50,13 @@ LedgerEntry = LedgerOutcome | Dead | Retried
 
 
 class AlreadyEnded(Struct, frozen=True):
-    """The ledger has an outcome of the group's prompt: this entry is one more delivery of it."""
+    """The ledger already has an outcome of the group's prompt: this entry delivered the prompt once more."""
 
     outcome: LedgerOutcome
 
 
 class Duplicate(Struct, frozen=True):
-    """The trainer holds a newer entry of the same prompt: this one ends nothing and uses no capacity."""
+    """The trainer holds a newer entry of the same prompt. This one ends without an outcome and uses no capacity."""
 
     kept_entry: str
     """Id of the newer entry."""
@@ -85,10 +86,10 @@ def encode_outcome(outcome: GroupOutcome | LedgerEntry) -> str:
 
 
 def decode_outcome(text: str) -> LedgerEntry:
-    """Parse the text form of what the ledger says about a prompt.
+    """Parse the text form of a `LedgerEntry` (`encode_outcome`).
 
     Raises:
-        ValueError: the text is no such outcome.
+        ValueError: the text is not such a form.
     """
     if text == _TRAINED:
         return Trained()
@@ -101,28 +102,55 @@ def decode_outcome(text: str) -> LedgerEntry:
     raise ValueError(f"{text!r} is not an outcome of a prompt")
 
 
-REBUILT: Final = "ledger_rebuilt"
-"""Name of the event that ends a ledger which was rebuilt for a checkpoint (`stream.trainer.ledger_rebuild`)."""
-
-
 class LedgerRecord(Struct, frozen=True):
     """The end of one prompt."""
 
     prompt: str
     outcome: LedgerEntry
     step: int
-    """The optimizer step that contained the group, or the next one if it was dropped on the way; the first is 1."""
+    """The optimizer step that contained the group; the first is 1. For a group that was dropped before a step, the next
+    one; for an end without a group, the number of steps done."""
     version: int
     """The policy version of the trainer at that time."""
     hash: str
-    """Of the group's content (`content_hash`); without a group, of prompt and outcome."""
+    """Hexadecimal hash of the group's content (`content_hash`); without a group, of prompt and outcome (`end_hash`)."""
     in_step: bool = False
-    """Whether the group was in the batch of `step`, which may have dropped it; false if it was dropped on the way."""
+    """Whether the group was in the batch of `step`, which may still have dropped it; False if it ended before."""
 
     @property
     def has_group(self) -> bool:
         """Whether the prompt ended with a group at the trainer, which may be in the archive."""
         return isinstance(self.outcome, Trained | Dropped) and self.outcome != Dropped(OPERATOR)
+
+
+def end_hash(prompt: str, entry: LedgerEntry) -> str:
+    """Return the `hash` of a record without a group: of prompt and outcome, in hexadecimal."""
+    return hashlib.blake2b(msgspec.json.encode((prompt, encode_outcome(entry))), digest_size=12).hexdigest()
+
+
+def content_hash(group: Group) -> str:
+    """Return the `hash` of a record with a group: of what a step depends on, in hexadecimal.
+
+    That is ids, tokens, log-probs, rewards and validity; not times, attempts or workers.
+    """
+    facts = [
+        (
+            *(c.index, c.failure, c.truncated, c.parts, c.reward),
+            [(row.prompt_ids, row.token_ids, row.sampled_ranges, row.logprobs, row.spans) for row in c.rows],
+        )
+        for c in group.completions
+    ]
+    return hashlib.blake2b(msgspec.msgpack.encode((group.prompt.id, facts)), digest_size=12).hexdigest()
+
+
+class LedgerEvent(Struct, frozen=True):
+    """A line about the run, not about a prompt: for example, a setting was changed."""
+
+    event: str
+    step: int
+    """Optimizer steps done before the event."""
+    details: dict[str, Any]
+    """JSON values; the keys depend on the event."""
 
 
 class LedgerLine(Struct, frozen=True):
@@ -146,18 +174,7 @@ class _Line(Struct, omit_defaults=True):
     in_step: bool = False
 
 
-class LedgerEvent(Struct, frozen=True):
-    """A line that is about the run and no prompt, for example a changed setting."""
-
-    event: str
-    step: int
-    """Optimizer steps done before it."""
-    details: dict[str, Any]
-
-
 _line_decoder = msgspec.json.Decoder(_Line)
-
-
 _event_decoder = msgspec.json.Decoder(LedgerEvent)
 
 
@@ -171,14 +188,22 @@ def decode_record(text: bytes) -> LedgerRecord:
     """Parse one line of the ledger.
 
     Raises:
-        ValueError: the line is no record.
+        ValueError: the line is not a record.
     """
     line = _line_decoder.decode(text)
     return LedgerRecord(line.prompt, decode_outcome(line.outcome), line.step, line.version, line.hash, line.in_step)
 
 
+def record_or_none(text: bytes) -> LedgerRecord | None:
+    """Parse one line of the ledger; None if it is not a record."""
+    try:
+        return decode_record(text)
+    except ValueError:
+        return None
+
+
 def decode_event(text: bytes) -> LedgerEvent | None:
-    """Parse one line of the ledger; None if it is no event."""
+    """Parse one line of the ledger; None if it is not an event."""
     try:
         return _event_decoder.decode(text)
     except ValueError:
@@ -186,16 +211,16 @@ def decode_event(text: bytes) -> LedgerEvent | None:
 
 
 def read_events(path: Path) -> list[LedgerEvent]:
-    """Read all events of a ledger."""
+    """Read all events of a ledger, in order; none if the file does not exist."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [event for event in map(decode_event, lines) if event is not None]
 
 
 def read_ledger(path: Path) -> tuple[list[LedgerLine], list[str]]:
-    """Read all complete records without changing the file.
+    """Read all complete records without changing the file; a file that does not exist has none.
 
     Returns:
-        The records, and a message for each invalid line.
+        The records, and a message for each line that is neither a record nor an event.
     """
     lines: list[LedgerLine] = []
     invalid: list[str] = []
@@ -226,7 +251,8 @@ class LedgerTail:
         self._path = path
         self._read = 0
         self._last = b""
-        """The last complete line, which is there again unless the ledger was cut to resume from a checkpoint."""
+        """The last complete line that was read. It is still in its place unless the ledger was cut, to resume from a
+        checkpoint."""
 
     def exists(self) -> bool:
         """Whether there is a ledger."""
@@ -236,7 +262,8 @@ class LedgerTail:
         """Read the records that were completed since the last call.
 
         Returns:
-            The records; and whether the ledger was cut or removed meanwhile, so that they are all of it.
+            The records, and whether the ledger was cut or removed since the last call: if so, the records are those of
+            the whole file, and earlier ones no longer count.
         """
         if not self.exists():
             is_cut, self._read, self._last = bool(self._read), 0, b""
@@ -265,19 +292,20 @@ class LedgerContents(Struct):
     """What a ledger says about prompts."""
 
     outcomes: dict[str, LedgerOutcome]
-    """Trained or dropped."""
+    """How prompts were trained or dropped, by prompt id."""
     dead: dict[str, Dead]
+    """Dead letters that were neither retried nor dropped since, by prompt id."""
 
     def ends(self) -> dict[str, str]:
-        """Return the end of each prompt, in text form."""
+        """Return how each prompt ended, by prompt id, in the text form of `encode_outcome`."""
         return {prompt: encode_outcome(end) for prompt, end in (*self.dead.items(), *self.outcomes.items())}
 
 
 def read_contents(path: Path, length: int | None = None) -> LedgerContents:
-    """Read the first `length` bytes of a ledger, or all complete lines; changes nothing.
+    """Read the first `length` bytes of a ledger, or, without a length, all complete lines. Changes nothing.
 
     Raises:
-        RunMismatchError: the file is shorter, or a line is no record.
+        RunMismatchError: the file is shorter than `length`, or a line is neither a record nor an event.
     """
     content = path.read_bytes() if path.exists() else b""
     if length is None:
@@ -291,22 +319,24 @@ def parse_contents(path: Path, content: bytes, length: int) -> LedgerContents:
     """Return what the first `length` bytes of a ledger say.
 
     Raises:
-        RunMismatchError: a line is no record and no event.
+        RunMismatchError: a line is neither a record nor an event, or `length` is not at the end of a line.
     """
-    found = LedgerContents({}, {})
+    contents = LedgerContents({}, {})
     for number, text in enumerate(content[:length].splitlines(keepends=True), 1):
         if not text.endswith(b"\n"):
-            raise RunMismatchError(f"{path}, line {number}: the checkpoint's length is inside this line")
+            raise RunMismatchError(
+                f"{path}, line {number}: the ledger's length in the checkpoint ends within this line"
+            )
         try:
-            apply_record(decode_record(text), found.outcomes, found.dead)
+            apply_record(decode_record(text), contents.outcomes, contents.dead)
         except ValueError as error:
             if decode_event(text) is None:
                 raise RunMismatchError(f"{path}, line {number}: {error}") from error
-    return found
+    return contents
 
 
 def apply_record(record: LedgerRecord, outcomes: dict[str, LedgerOutcome], dead: dict[str, Dead]) -> None:
-    """Apply a record: what is trained or dropped stays so, a dead letter may be retried."""
+    """Update `outcomes` and `dead` with a record: what is trained or dropped stays so, a dead letter may be retried."""
     match record.outcome:
         case Trained() | Dropped() as outcome:
             outcomes[record.prompt] = outcome
@@ -318,46 +348,28 @@ def apply_record(record: LedgerRecord, outcomes: dict[str, LedgerOutcome], dead:
             dead.pop(record.prompt, None)
 
 
-def record_or_none(text: bytes) -> LedgerRecord | None:
-    """Parse one line of the ledger; None if it is no record."""
-    try:
-        return decode_record(text)
-    except ValueError:
-        return None
-
-
 def describe_first_error(path: Path, content: bytes) -> str:
-    """Describe the first line that is no record; empty if each is one."""
+    """Return the place of the first line that is neither a record nor an event, as `FILE, line N`; empty if none is."""
     for number, text in enumerate(content.splitlines(keepends=True), 1):
         if not text.endswith(b"\n") or (record_or_none(text) is None and decode_event(text) is None):
             return f"{path}, line {number}"
     return ""
 
 
-def end_hash(prompt: str, entry: LedgerEntry) -> str:
-    """Return the hash in the record of an end that has no group: of the record itself."""
-    return hashlib.blake2b(msgspec.json.encode((prompt, encode_outcome(entry))), digest_size=12).hexdigest()
-
-
-def content_hash(group: Group) -> str:
-    """Hash what a step depends on: ids, tokens, log-probs, rewards, validity; not times, attempts or workers."""
-    facts = [
-        (
-            *(c.index, c.failure, c.truncated, c.parts, c.reward),
-            [(row.prompt_ids, row.token_ids, row.sampled_ranges, row.logprobs, row.spans) for row in c.rows],
-        )
-        for c in group.completions
-    ]
-    return hashlib.blake2b(msgspec.msgpack.encode((group.prompt.id, facts)), digest_size=12).hexdigest()
+REBUILT: Final = "ledger_rebuilt"
+"""Name of the event after the lines of a ledger that was rebuilt for a checkpoint (`stream.trainer.ledger_rebuild`)."""
 
 
 def find_rebuilt(content: bytes, length: int, digest: str) -> tuple[int, str]:
-    """Return length and digest of the ledger of a checkpoint, if it was rebuilt for it; else those of the checkpoint.
+    """Return length and digest of the part of a ledger that belongs to a checkpoint.
+
+    These are the checkpoint's own, unless the ledger was rebuilt for it: then the part reaches to the event that says
+    so.
 
     Args:
-        content: of the file.
-        length: in the checkpoint.
-        digest: in the checkpoint.
+        content: the bytes of the ledger.
+        length: bytes of the ledger when the checkpoint was made, as stored in the checkpoint.
+        digest: `digest_of` these bytes, as stored in the checkpoint.
     """
     end = 0
     for text in content.splitlines(keepends=True):
@@ -371,5 +383,5 @@ def find_rebuilt(content: bytes, length: int, digest: str) -> tuple[int, str]:
 
 
 def digest_of(content: bytes) -> str:
-    """Return the digest of a part of a ledger, as a checkpoint has it."""
+    """Return the digest of a part of a ledger, in hexadecimal, as a checkpoint stores it."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -170,9 +170,9 @@ class TrainerLease:
             log.warning("server.rebuilt", why="the checkpoint is older than what the server has deleted", **facts.log())
             self._raise_if_fenced(await self.connection.run_script("rebuild", self.token, ledger.length))
         if not ledger.is_cut:
-            await anyio.to_thread.run_sync(lambda: ledger.cut(keep_aside=keep_cut or facts.must_rebuild))
+            await anyio.to_thread.run_sync(lambda: ledger.cut(keep_cut=keep_cut or facts.must_rebuild))
         facts = await self._read_recovery(ledger, has_checkpoint, is_restored)
-        await self._revoke_dead_letters(ledger)
+        await self._undo_dead_letters(ledger)
         if starts:  # later the ledger has records that no checkpoint contains
             recorded = [entry for entry, prompt in facts.marked.items() if prompt in ledger.outcomes]
             await self.acknowledge(recorded, ledger.checkpointed_bytes)
@@ -226,8 +226,8 @@ class TrainerLease:
             )
         return facts
 
-    async def _revoke_dead_letters(self, ledger: Ledger) -> None:
-        """Turn dead letters of prompts that were trained or dropped into junk: a server that lost writes made them."""
+    async def _undo_dead_letters(self, ledger: Ledger) -> None:
+        """Let dead letters of prompts that were trained or dropped end nothing: a server that lost writes made them."""
         letters = [letter for letter in await scan_dead_entries(self.connection) if letter.ends_prompt]
         duplicates = [letter for letter in letters if letter.prompt in ledger.outcomes]
         for i in range(0, len(duplicates), _CHUNK):
@@ -245,7 +245,7 @@ class TrainerLease:
         acknowledged may be there again. Call it with a ledger that a durable checkpoint contains, before the run is
         finished. `recover` does it, too.
         """
-        await self._revoke_dead_letters(ledger)
+        await self._undo_dead_letters(ledger)
         marked = await self.connection.read_hash("scored:marked")
         await self.acknowledge([entry for entry, prompt in marked.items() if prompt in ledger.outcomes], ledger_bytes)
 
@@ -286,7 +286,7 @@ class TrainerLease:
             chunk = entry_ids[i : i + _CHUNK]
             self._raise_if_fenced(1 + await self.connection.run_script("acknowledge", self.token, length, *chunk))
 
-    async def read_unrecorded(self, after: str = "") -> list[tuple[str, str, LedgerEntry]]:
+    async def read_unrecorded_outcomes(self, after: str = "") -> list[tuple[str, str, LedgerEntry]]:
         """Return ends that were decided without the trainer and are not in the ledger: entry id, prompt, end.
 
         Args:
@@ -294,7 +294,7 @@ class TrainerLease:
         """
         first = f"({after}" if after else "-"
         found: Any = await self.connection.with_retry(
-            lambda: self.connection.redis.xrange(self.connection.key("unrecorded"), first)
+            lambda: self.connection.redis.xrange(self.connection.key("unrecorded_outcomes"), first)
         )
         return [
             (entry.decode(), fields[b"prompt"].decode(errors="replace"), decode_outcome(fields[b"outcome"].decode()))
@@ -306,11 +306,11 @@ class TrainerLease:
         letters = await scan_dead_entries(self.connection)
         return {letter.prompt: Dead(letter.reason) for letter in letters if letter.ends_prompt}
 
-    async def forget_unrecorded(self, entry_ids: Sequence[str]) -> None:
-        """Delete entries of `read_unrecorded`. Call it after the ledger that has them is durable."""
+    async def forget_unrecorded_outcomes(self, entry_ids: Sequence[str]) -> None:
+        """Delete entries of `read_unrecorded_outcomes`. Call it after the ledger that has them is durable."""
         if entry_ids:
             await self.connection.with_retry(
-                lambda: self.connection.redis.xdel(self.connection.key("unrecorded"), *entry_ids)
+                lambda: self.connection.redis.xdel(self.connection.key("unrecorded_outcomes"), *entry_ids)
             )
 
     async def reserve_version(self, known: int) -> int:

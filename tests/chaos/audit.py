@@ -41,7 +41,7 @@ class Verdict(Struct, kw_only=True):
 
 def audit(folder: Path, groups: int) -> Verdict:
     """Audit the run in `folder`; no role may be at work."""
-    view, dead, records = open_run(folder).call(_ask)
+    status, dead, records = open_run(folder).call(_ask)
     checkpoint = CheckpointStore(folder / "checkpoints").latest()
     weights = testimony(checkpoint.model).tolist() if checkpoint else [0.0] * groups
     noted: list[list[str]] = [[] for _ in range(groups)]
@@ -67,7 +67,7 @@ def audit(folder: Path, groups: int) -> Verdict:
     trained = sum(result == ["trained"] and weight == 1.0 for result, weight in zip(ends, weights, strict=True))
     buried_once = sum(n for end, n in only.items() if end.startswith("dead:"))
     return Verdict(
-        fed=view.counts.get("fed", 0),
+        fed=status.counts.get("fed", 0),
         trained=trained,
         dropped=reasons,
         dead=buried_once,
@@ -75,8 +75,8 @@ def audit(folder: Path, groups: int) -> Verdict:
         twice=twice,
         astray=sum(len(result) == 1 and result[0] != intended(row) for row, result in enumerate(ends)),
         contradicted=sum(("trained" in noted[row]) != (weight == 1.0) for row, weight in enumerate(weights)),
-        forgotten=view.counts.get("duplicates", 0),
-        unsettled=_unsettled(view, trained, reasons, buried_once),
+        forgotten=status.counts.get("duplicates", 0),
+        unsettled=_unsettled(status, trained, reasons, buried_once),
         orphaned=sum(not _has_owner(name, {letter.id for letter in dead}) for name in records),
     )
 
@@ -100,7 +100,7 @@ def _has_owner(record: str, dead: set[str]) -> bool:
     return ":dead:payload:" in record and record.rpartition(":")[2] in dead
 
 
-def _unsettled(view: RunStatus, trained: int, dropped: dict[str, int], dead: int) -> int:
-    left = sum(stage.depth for stage in view.stages.values()) + view.unfinished + view.outstanding
+def _unsettled(status: RunStatus, trained: int, dropped: dict[str, int], dead: int) -> int:
+    left = sum(stage.depth for stage in status.stages.values()) + status.unfinished + status.outstanding
     books = {"trained": trained, "dead": dead, **{f"dropped:{reason}": n for reason, n in dropped.items()}}
-    return left + sum(abs(view.counts.get(name, 0) - n) for name, n in books.items())
+    return left + sum(abs(status.counts.get(name, 0) - n) for name, n in books.items())

@@ -179,10 +179,10 @@ async def _stop_at(folder: Path, ended: int) -> None:
     async with connect(live.redis, live.run, create=False) as connection:
         while True:
             try:
-                balance = (await read_status(connection)).balance
+                counts = (await read_status(connection)).prompt_counts
             except PenstockError:  # no role has started
-                balance = {}
-            if sum(n for name, n in balance.items() if name in {"trained", "dropped", "dead"}) >= ended:
+                counts = {}
+            if sum(n for name, n in counts.items() if name in {"trained", "dropped", "dead"}) >= ended:
                 break
             await connection.wait_for_change("$", 0.2)
         await stop(connection, "faults")

@@ -79,9 +79,9 @@ class RoleKiller:
     async def _hold_back(self, connection: RunConnection) -> None:
         """Pause the run while it is ahead of the schedule; otherwise it could end before its last kill."""
         while True:
-            view = await self._look(connection)
-            ahead = view is not None and _ended(view) >= self.limit * self.groups
-            if view is not None and ahead != bool(view.paused):
+            status = await self._look(connection)
+            ahead = status is not None and _ended(status) >= self.limit * self.groups
+            if status is not None and ahead != bool(status.paused):
                 with suppress(PenstockError):  # the run has finished
                     await (pause if ahead else resume)(connection, "chaos")
             await connection.wait_for_change("$", 0.2)
@@ -108,7 +108,7 @@ class RoleKiller:
         return live
 
     async def _reached(self, fraction: float, connection: RunConnection) -> None:
-        while (view := await self._look(connection)) is None or _ended(view) < fraction * self.groups:
+        while (status := await self._look(connection)) is None or _ended(status) < fraction * self.groups:
             await connection.wait_for_change("$", 0.5)
 
     async def _look(self, connection: RunConnection) -> RunStatus | None:
@@ -118,9 +118,9 @@ class RoleKiller:
         except PenstockError:  # no role has started
             return None
         self.looks += 1
-        balance = status.balance
-        if balance["fed"] != sum(n for name, n in balance.items() if name != "fed") or balance["fed"] > self.groups:
-            self.unbalanced.append(balance)
+        counts = status.prompt_counts
+        if counts["fed"] != sum(n for name, n in counts.items() if name != "fed") or counts["fed"] > self.groups:
+            self.unbalanced.append(counts)
         return status
 
     async def _checkpoint_appears(self) -> None:
@@ -167,8 +167,8 @@ def _modified_ns(path: Path) -> int:
         return 0
 
 
-def _ended(view: RunStatus) -> int:
-    return sum(n for name, n in view.balance.items() if name in {"trained", "dropped", "dead"})
+def _ended(status: RunStatus) -> int:
+    return sum(n for name, n in status.prompt_counts.items() if name in {"trained", "dropped", "dead"})
 
 
 def _kill_in_fsync(url: str, _data: Path) -> bool:

@@ -41,7 +41,7 @@ def test_a_run_is_audited_while_it_runs_after_a_kill_finished_and_without_its_se
     summary_of(project.run("run", str(project.run_folder / "run.toml"), "--json"), project)
     finished = audited(project)
     assert finished["fed"] == finished["trained"] == PROMPTS
-    assert (finished["unsaved"], finished["junk"], finished["notes"]) == (0, 0, [])
+    assert (finished["unsaved"], finished["foreign_entries"], finished["notes"]) == (0, 0, [])
 
     ledger = project.run_folder / "ledger.jsonl"
     first, *rest = ledger.read_text().splitlines(keepends=True)

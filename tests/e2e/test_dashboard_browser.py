@@ -158,17 +158,17 @@ def look(project: Path, browser: Browser, page: str) -> None:
     """Follow the questions that an operator has."""
     browser.show(1440, "light")
     browser.open(page)
-    browser.wait(lambda: browser.find("#snapshot"))
+    browser.wait(lambda: browser.find("#status-id"))
     browser.wait(lambda: "step 3" in browser.text.replace("\n", " ") or "step 4" in browser.text.replace("\n", " "))
 
-    # the numbers equal `penstock queues --json` for the same snapshot
+    # the numbers equal `penstock queues --json` for the same status
     def same_snapshot() -> bool:
         report = penstock(project, "queues", "seen", "--json")
         shown = browser.driver.execute_script(
-            "return [document.querySelector('#snapshot').innerText, Object.fromEntries("
+            "return [document.querySelector('#status-id').innerText, Object.fromEntries("
             "[...document.querySelectorAll('[data-figure]')].map((e) => [e.dataset.figure, e.innerText]))]"
         )
-        if shown[0] != report["snapshot"]:
+        if shown[0] != report["status_id"]:
             return False
         for name, stage in report["stages"].items():
             assert shown[1][f"{name}-depth"] == f"{stage['depth']:,}"

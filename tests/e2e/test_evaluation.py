@@ -46,7 +46,7 @@ def undisturbed(settings):
 def clean(settings):
     report = open_run(settings.folder).audit()
     assert report.clean, (report.lost, report.twice)
-    assert report.junk == 0
+    assert report.foreign_entries == 0
     return report
 
 
@@ -58,13 +58,13 @@ def finished(tmp_path_factory):
 
 
 def test_evaluation_does_not_change_the_ledger(tmp_path, finished):
-    settings, view = finished
+    settings, status = finished
     without = describe(tmp_path / "a", groups=GROUPS, held_out=HELD_OUT, evaluate=False)
     assert ended(without, run(without)).evaluation is None
     assert ledger(settings) == ledger(without)
     assert len(ledger(settings)) == GROUPS
     assert sum(line["outcome"] == "trained" for line in ledger(settings)) >= GROUPS // 2
-    assert view.counts == {"fed": GROUPS} | {
+    assert status.counts == {"fed": GROUPS} | {
         end: sum(line["outcome"] == end for line in ledger(without))
         for end in {line["outcome"] for line in ledger(without)}
     }
@@ -72,9 +72,9 @@ def test_evaluation_does_not_change_the_ledger(tmp_path, finished):
 
 
 def test_the_first_every_nth_and_the_last_version_are_evaluated_without_mixing_versions(finished):
-    settings, view = finished
+    settings, status = finished
     lines = read_evaluations(settings.folder)
-    steps = int(view.policy["step"])
+    steps = int(status.policy["step"])
     assert [line.step for line in lines] == sorted({*range(0, steps + 1, 2), steps})
     assert [line.version for line in lines] == [line.step for line in lines], "a version to a step"
     for line in lines:
@@ -83,7 +83,7 @@ def test_the_first_every_nth_and_the_last_version_are_evaluated_without_mixing_v
         assert sum(score.n for score in line.environments.values()) == line.overall.n
         assert line.environments.keys() == {"sums", "others"}
     assert lines[0].overall.invalid.keys() == {"reward:missing"}
-    assert view.evaluation.result["step"] == steps
+    assert status.evaluation.result["step"] == steps
     report = [json.loads(line) for line in (settings.folder / "metrics.jsonl").read_text().splitlines()]
     shown = [step["eval/version"] for step in report if "eval/version" in step]
     assert shown
@@ -106,8 +106,8 @@ def one_blow(role):
     """Return a callback that sends SIGKILL to one process of a role during an evaluation after the first."""
     struck = []
 
-    async def meddle(view, _link):
-        now = view.evaluation
+    async def meddle(status, _link):
+        now = status.evaluation
         if not struck and now is not None and now.is_running and now.step > 0 and now.results and now.unfinished:
             os.kill(min(processes()[role]), signal.SIGKILL)
             struck.append(now.version)
@@ -139,9 +139,9 @@ def test_publication_waits_until_the_evaluation_is_sampled(tmp_path):
     lines = read_evaluations(settings.folder)
     assert len(lines) > 5
     assert [line.overall.mixed for line in lines] == [0] * len(lines)
-    for view in watched.looks:  # a version is evaluated while it is the published one
-        if view.evaluation and view.evaluation.is_running and view.evaluation.stages["eval:prompts"].depth:
-            assert view.version == view.evaluation.version
+    for status in watched.looks:  # a version is evaluated while it is the published one
+        if status.evaluation and status.evaluation.is_running and status.evaluation.stages["eval:prompts"].depth:
+            assert status.version == status.evaluation.version
 
 
 @contextmanager
@@ -199,16 +199,16 @@ def test_a_dead_evaluation_prompt_counts_as_invalid_and_does_not_end_the_run(tmp
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     results = []
 
-    async def meddle(view, connection):
-        if view.dead and not results:
+    async def meddle(status, connection):
+        if status.dead and not results:
             results.extend(await list_dead_letters(connection))
 
-    view = ended(settings, run(settings, meddle=meddle))
+    status = ended(settings, run(settings, meddle=meddle))
     line = read_evaluations(settings.folder)[0]
     assert line.overall.invalid["dead"] == 4
     assert line.overall.n == 16
     assert results[0].stage == "eval:prompts"
-    assert view.balance["dead"] == 0
+    assert status.prompt_counts["dead"] == 0
     assert clean(settings).dead == 0
 
 

@@ -84,10 +84,10 @@ async def wait_ended(folder, prompts):
     async with connect(here.redis, here.run, create=False) as connection:
         while True:
             try:
-                balance = (await read_status(connection)).balance
+                counts = (await read_status(connection)).prompt_counts
             except PenstockError:  # no role has started
-                balance = {}
-            if sum(balance.get(name, 0) for name in ("trained", "dropped", "dead")) >= prompts:
+                counts = {}
+            if sum(counts.get(name, 0) for name in ("trained", "dropped", "dead")) >= prompts:
                 return
             await connection.wait_for_change("$", 0.2)
 

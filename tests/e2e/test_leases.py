@@ -231,4 +231,4 @@ async def test_a_suspended_scorer_discards_its_result_and_continues(project, con
     assert [group.prompt.id for group in await groups_in(connection, "scored")] == ["a", "b", "c"]
     assert await anyio.to_thread.run_sync(calls) == 4
     assert await connection.redis.xlen(connection.key("groups")) == 0
-    await pipe.balance()
+    await pipe.prompt_counts()

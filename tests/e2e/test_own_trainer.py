@@ -113,11 +113,11 @@ async def test_a_custom_trainer_killed_at_every_boundary_trains_each_prompt_once
                     kept = await anyio.to_thread.run_sync(run.kept)
                     assert kept & set((await connection.read_hash("scored:marked")).values()), "it was not in between"
             assert await run.run(run.trainer(TRAINER)) == 0, (run.logs / "all.log").read_text()[-3000:]
-            balance = (await read_status(connection)).balance
+            counts = (await read_status(connection)).prompt_counts
         meant = [row for row in range(groups) if ends.intended(row) != ends.REFUSED]
         assert run.table() == {f"prompts:0:{row}": 1 for row in meant}
         dead = groups - len(meant)
-        assert balance == {"fed": groups, "trained": len(meant), "dropped": 0, "dead": dead, "outstanding": 0}
+        assert counts == {"fed": groups, "trained": len(meant), "dropped": 0, "dead": dead, "outstanding": 0}
         report = await anyio.to_thread.run_sync(run.audited)
     assert (report["clean"], report["fed"], report["trained"], report["dead"]) == (True, groups, len(meant), dead)
     assert any("no checkpoint" in note for note in report["notes"])

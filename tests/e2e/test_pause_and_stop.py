@@ -46,9 +46,9 @@ def see(project) -> RunStatus:
     return anyio.run(main)
 
 
-def in_hand(view: RunStatus) -> int:
+def in_hand(status: RunStatus) -> int:
     """Count the groups whose prompt is claimed and that are not committed yet."""
-    prompts, groups, scored = (view.stages[name] for name in ("prompts", "groups", "scored"))
+    prompts, groups, scored = (status.stages[name] for name in ("prompts", "groups", "scored"))
     return prompts.claimed + groups.depth + scored.depth - scored.marked
 
 
@@ -56,10 +56,10 @@ def until_idle(project) -> RunStatus:
     """Wait until all groups in progress are finished, except for a step that is not full; returns the status."""
     deadline = time.monotonic() + 60
     while True:
-        view = see(project)
-        if in_hand(view) < AT_A_STEP and view.stages["prompts"].claimed == view.stages["groups"].depth == 0:
-            return view
-        assert time.monotonic() < deadline, view
+        status = see(project)
+        if in_hand(status) < AT_A_STEP and status.stages["prompts"].claimed == status.stages["groups"].depth == 0:
+            return status
+        assert time.monotonic() < deadline, status
         time.sleep(0.1)
 
 
@@ -86,10 +86,10 @@ def test_a_run_can_be_paused_resumed_stopped_and_restarted(project):
         report = json.loads(project.run("queues", folder, "--json").stdout)
         assert after.paused is not None
         assert (report["paused_by"], report["paused_at"]) == (after.paused.paused_by, after.paused.paused_at)
-        for view in (before, after):
-            assert view.balance["fed"] < PROMPTS, "the feeder was to be caught in the middle"
-            assert view.stages["prompts"].depth > 0, "there was nothing left to claim"
-        assert after.balance == before.balance
+        for status in (before, after):
+            assert status.prompt_counts["fed"] < PROMPTS, "the feeder was to be caught in the middle"
+            assert status.stages["prompts"].depth > 0, "there was nothing left to claim"
+        assert after.prompt_counts == before.prompt_counts
         assert after.stages["prompts"].depth == before.stages["prompts"].depth
         assert in_hand(after) == in_hand(before)
         again = project.run("pause", folder)
@@ -98,7 +98,7 @@ def test_a_run_can_be_paused_resumed_stopped_and_restarted(project):
 
         assert project.run("resume", folder).stdout == "run 'test' continues\n"
         assert project.run("resume", folder).stderr == "error: run 'test' is not paused\n"
-        wait_for_trained(project, after.balance["trained"] + AT_A_STEP, process, 60)
+        wait_for_trained(project, after.prompt_counts["trained"] + AT_A_STEP, process, 60)
 
         assert "is stopping" in project.run("stop", folder).stdout
         _, report = process.communicate(timeout=60)
@@ -144,11 +144,13 @@ async def test_roles_without_a_supervisor_stop_and_a_later_start_is_not_stopped(
                 assert result.stdout.startswith(f"run '{run_name}' is stopping: "), result.stderr
                 with anyio.fail_after(30):
                     assert {role: await process.wait() for role, process in roles.items()} == dict.fromkeys(roles, 0)
-            view = await read_status(connection)
-            assert "finished" not in view.meta
-            assert view.balance["outstanding"] > 0
-            assert view.stages["scored"].marked == 0, "the trainer kept a checkpoint, and acknowledged what is in it"
-            assert view.stages["prompts"].claimed == view.stages["groups"].claimed == 0, "they let go of what they held"
+            status = await read_status(connection)
+            assert "finished" not in status.meta
+            assert status.prompt_counts["outstanding"] > 0
+            assert status.stages["scored"].marked == 0, "the trainer kept a checkpoint, and acknowledged what is in it"
+            assert status.stages["prompts"].claimed == status.stages["groups"].claimed == 0, (
+                "they let go of what they held"
+            )
 
 
 def kill_all(roles: dict[str, Process]) -> None:

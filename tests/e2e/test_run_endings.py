@@ -1,4 +1,4 @@
-"""How runs end whose user code fails late, or that cannot learn: cause and verdict are on the terminal."""
+"""How runs end whose user code fails late, or that cannot learn: the reason is on the terminal."""
 
 import json
 
@@ -33,7 +33,7 @@ class Maze:
 """
 
 
-def test_a_maze_whose_tools_are_never_called_ends_with_a_verdict(project):
+def test_a_maze_whose_tools_are_never_called_ends_with_why_it_was_untrained(project):
     (project.folder / "world.py").write_text(MAZE)
     project.table |= {"environments": {"maze": f"{project.folder}/world.py:Maze"}, "rewards": []}
     del project.table["data"]["path"]
@@ -52,7 +52,7 @@ def test_a_maze_whose_tools_are_never_called_ends_with_a_verdict(project):
     assert result.stderr.count(warning) == 1, result.stderr
     assert warning in (project.run_folder / "warnings.jsonl").read_text()
     summary = json.loads((project.run_folder / "summary.json").read_text())
-    assert summary["verdict"].startswith("10 of 10 groups had equal rewards")
+    assert summary["why_untrained"].startswith("10 of 10 groups had equal rewards")
     assert summary["totals"]["tool_calls"] == 0
 
 

@@ -40,7 +40,7 @@ def test_a_run_as_an_acl_user_never_shows_its_password(project, make_server, tmp
             assert json.loads(result.stdout)["run"] == "test", result.stderr
             refused = project.run("pause", "test", "--redis", looking)
             assert (refused.returncode, HUSH in refused.stderr) == (1, False)
-            assert "ACL refuses us" in refused.stderr
+            assert "ACL refuses access" in refused.stderr
             refusals = admin.acl_log()
             summary = finish(process, project)
         finally:

@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from stream.trainer.annotations import read_annotations
 from stream.trainer.ledger_records import LedgerRecord, read_ledger
+from stream.trainer.trained_tokens import read_trained_tokens
 from tests.e2e.harness import assert_all_trained_once, balanced, children, finish, running, wait_for_trained
 from tests.ranks_on_a_ledger import Job, work
 from workers.role.exit_codes import ExitCode
@@ -63,12 +63,12 @@ def assert_whole(project, summary: dict, prompts: int, trainers: int) -> None:
     audit = project.run("audit", str(project.run_folder), "--json")
     assert audit.returncode == 0, audit.stdout
     trained = [line.record for line in read_ledger(project.run_folder / "ledger.jsonl")[0]]
-    assert [each.prompt for each in trained if not is_annotated(project, each)] == []
+    assert [each.prompt for each in trained if not has_trained_tokens(project, each)] == []
 
 
-def is_annotated(project, record: LedgerRecord) -> bool:
+def has_trained_tokens(project, record: LedgerRecord) -> bool:
     """Whether what the step did with each token is there, each completion once."""
-    completions = read_annotations(project.run_folder, record) or []
+    completions = read_trained_tokens(project.run_folder, record) or []
     masks = [sum(sum(row.loss_mask) if row.loss_mask else 0 for row in each.rows) for each in completions]
     whole = all(
         not each.loss_tokens or mask in (0, each.loss_tokens) for each, mask in zip(completions, masks, strict=True)

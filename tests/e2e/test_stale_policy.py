@@ -16,14 +16,14 @@ def ended_well(settings, watched, numbers):
     """Assert that the run finished and every prompt has its intended end; returns the last status."""
     assert watched.outcome is not None, "the run did not come to its end in time"
     assert watched.outcome.failure is None
-    view = watched.outcome.view
+    status = watched.outcome.status
     meant = Counter(intended(number) for number in numbers)
-    assert view.counts["trained"] == meant[TRAINED]
-    assert view.dropped == ({"zero_variance": meant[NO_SIGNAL]} if meant[NO_SIGNAL] else {})
-    assert (view.unfinished, view.outstanding, view.dead) == (0, 0, 0)
+    assert status.counts["trained"] == meant[TRAINED]
+    assert status.dropped == ({"zero_variance": meant[NO_SIGNAL]} if meant[NO_SIGNAL] else {})
+    assert (status.unfinished, status.outstanding, status.dead) == (0, 0, 0)
     weights = witness.testimony(CheckpointStore(settings.folder / "checkpoints").latest().model).tolist()
     assert weights == [float(intended(number) == TRAINED) for number in numbers]
-    return view
+    return status
 
 
 def numbers_with(dropped, trained):
@@ -53,7 +53,7 @@ def test_wait_trains_nothing_too_old_discards_nothing_and_respects_the_capacity(
     settings = describe(tmp_path, numbers, late="wait", max_staleness=1, batch_size=4)
     watched = run_within_capacity(settings, numbers, LATE_ENGINE, "--median", "16")
     assert straggler_seconds_without_staleness(settings) > 0
-    assert watched.outcome.view.counts.get("cancelled", 0) == 0
+    assert watched.outcome.status.counts.get("cancelled", 0) == 0
 
 
 @pytest.mark.full
@@ -87,11 +87,11 @@ def test_max_staleness_0_with_a_checkpoint_every_ten_steps_does_not_stall(tmp_pa
 def test_with_lognormal_durations_every_prompt_ends_and_stale_groups_are_reported(tmp_path, late):
     numbers = trained_numbers(240)
     settings = describe(tmp_path, numbers, late=late, max_staleness=1)
-    view = ended_well(settings, run(settings, LATE_ENGINE), numbers)
+    status = ended_well(settings, run(settings, LATE_ENGINE), numbers)
     step_metrics = steps(settings)
-    assert (view.counts.get("cancelled", 0) > 0) == (late == "cancel")
+    assert (status.counts.get("cancelled", 0) > 0) == (late == "cancel")
     if late == "train":
         assert max(step["staleness/max"] for step in step_metrics) > 1
     assert (
-        view.counts.get("cancelled", 0) == sum(step["attempt/cancelled"] for step in step_metrics) <= 2 * len(numbers)
+        status.counts.get("cancelled", 0) == sum(step["attempt/cancelled"] for step in step_metrics) <= 2 * len(numbers)
     )

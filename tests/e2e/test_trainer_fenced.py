@@ -107,8 +107,8 @@ async def suspend_at(run: Run, point: str, engine: ScriptedEngine, roles: Cast) 
 
 async def all_published(connection) -> bool:
     """Whether every prompt fed is trained and published to the engines."""
-    view = await read_status(connection)
-    return view.counts.get("trained", 0) == ROWS and view.outstanding == 0
+    status = await read_status(connection)
+    return status.counts.get("trained", 0) == ROWS and status.outstanding == 0
 
 
 @pytest.mark.parametrize(

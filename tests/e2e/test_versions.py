@@ -155,8 +155,8 @@ async def _address(engine: Role) -> str:
 
 
 async def _at_rest(connection: RunConnection, trained: int) -> bool:
-    view = await read_status(connection)
-    return view.counts.get("trained", 0) == trained and view.outstanding == 0
+    status = await read_status(connection)
+    return status.counts.get("trained", 0) == trained and status.outstanding == 0
 
 
 async def _published(connection: RunConnection, version: int) -> bool:

@@ -126,12 +126,12 @@ async def _watch(settings: Settings, watched: Watched, meddle: Any) -> None:
 
 async def _look(connection: RunConnection, watched: Watched, meddle: Any) -> None:
     try:
-        view = await read_status(connection)
+        status = await read_status(connection)
     except PenstockError:  # no role has started
         return
-    watched.looks.append(view)
+    watched.looks.append(status)
     if meddle is not None:
-        await meddle(view, connection)
+        await meddle(status, connection)
 
 
 def ended(settings: Settings, watched: Watched) -> RunStatus:
@@ -141,10 +141,10 @@ def ended(settings: Settings, watched: Watched) -> RunStatus:
     )
     assert watched.outcome is not None, f"the run did not come to its end in time\n{log}"
     assert watched.outcome.failure is None, log
-    view = watched.outcome.view
-    assert view is not None
-    assert (view.unfinished, view.outstanding) == (0, 0)
-    return view
+    status = watched.outcome.status
+    assert status is not None
+    assert (status.unfinished, status.outstanding) == (0, 0)
+    return status
 
 
 def ledger(settings: Settings) -> list[dict[str, Any]]:

@@ -64,11 +64,11 @@ class Journey:
         async with connect(here.redis, here.run, create=False) as connection:
             while True:
                 try:
-                    balance = (await read_status(connection)).balance
+                    counts = (await read_status(connection)).prompt_counts
                 except PenstockError:  # no role has started
                     await anyio.sleep(0.05)
                     continue
-                if balance["trained"] + balance["dropped"] + balance["dead"] >= prompts:
+                if counts["trained"] + counts["dropped"] + counts["dead"] >= prompts:
                     return
                 await connection.wait_for_change("$", 1.0)
 

@@ -63,11 +63,11 @@ class Litterer:
     async def _reached(self, fraction: float, connection: RunConnection) -> None:
         while True:
             try:
-                balance = (await read_status(connection)).balance
+                counts = (await read_status(connection)).prompt_counts
             except PenstockError:  # no role has started
                 await anyio.sleep(0.05)
                 continue
-            if balance["trained"] + balance["dropped"] + balance["dead"] >= fraction * self.groups:
+            if counts["trained"] + counts["dropped"] + counts["dead"] >= fraction * self.groups:
                 return
             await connection.wait_for_change("$", 1.0)
 

@@ -131,12 +131,12 @@ async def _at_rest(connection: RunConnection, folder: Path, number: int) -> tupl
     """Pause the run until nothing is in progress, collect every role's counts, and resume it."""
     await pause(connection, "hygiene")
     while True:
-        view = await read_status(connection)
-        busy = (view.stages["prompts"].claimed, view.stages["groups"].depth, view.stages["scored"].lag)
+        status = await read_status(connection)
+        busy = (status.stages["prompts"].claimed, status.stages["groups"].depth, status.stages["scored"].lag)
         if not any(busy):
             break
         await connection.wait_for_change("$", 0.2)
-    ended = view.balance["trained"] + view.balance["dropped"] + view.balance["dead"]
+    ended = status.prompt_counts["trained"] + status.prompt_counts["dropped"] + status.prompt_counts["dead"]
     while (result := await anyio.to_thread.run_sync(sample_inside, folder, number)) is None:
         await anyio.sleep(0.05)
     with suppress(PenstockError):  # the last groups were trained while the run was paused, so it has finished
@@ -158,10 +158,10 @@ async def _live(folder: Path) -> LiveRun:
 
 def _ended(outcome: RunOutcome | None) -> int:
     """Return the number of prompts that have ended."""
-    if outcome is None or outcome.failure is not None or outcome.view is None:
+    if outcome is None or outcome.failure is not None or outcome.status is None:
         return 0
-    balance = outcome.view.balance
-    return balance["trained"] + balance["dropped"]
+    counts = outcome.status.prompt_counts
+    return counts["trained"] + counts["dropped"]
 
 
 def _table(report: dict) -> str:

@@ -22,7 +22,7 @@ _SIZES = {"stream": "xlen", "hash": "hlen", "set": "scard", "zset": "zcard"}
 
 async def sample_server(connection: RunConnection) -> tuple[int, Sample]:
     """Return the number of ended prompts, and the quantities on the server."""
-    balance = (await read_status(connection)).balance
+    counts = (await read_status(connection)).prompt_counts
     redis: Any = connection.redis
     info = await redis.info()
     names = [name async for name in redis.scan_iter(count=1000)]
@@ -40,7 +40,7 @@ async def sample_server(connection: RunConnection) -> tuple[int, Sample]:
         "server.clients": info["connected_clients"],
         "server.rss": _rss(info["process_id"]),
     }
-    return balance["trained"] + balance["dropped"] + balance["dead"], result
+    return counts["trained"] + counts["dropped"] + counts["dead"], result
 
 
 def sample_processes() -> Sample:

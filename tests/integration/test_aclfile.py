@@ -214,7 +214,7 @@ def test_a_script_may_do_no_more_than_its_caller(server, admin, run_name):
 async def test_a_missing_permission_is_reported_immediately_with_the_remedy(links):
     with anyio.fail_after(5):
         for user in ("worker", "reader"):
-            with pytest.raises(ServerError, match=r"ACL refuses us.*docs/redis\.md"):
+            with pytest.raises(ServerError, match=r"ACL refuses access.*docs/redis\.md"):
                 await pause(links[user], "me")
     assert (await links["reader"].read_hash("meta")).get("paused") is None
 

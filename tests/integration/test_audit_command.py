@@ -29,7 +29,8 @@ TRAINED = Trained()
 
 TERMS = RetryPolicy(data_attempts=1)
 KEYS = {
-    "run", "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "junk", "notes",
+    "run", "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "foreign_entries",
+    "notes",
 }  # fmt: skip
 
 
@@ -151,7 +152,7 @@ async def test_the_audit_says_where_every_prompt_is(small, audited):
     assert set(report) == KEYS
     assert (report["fed"], report["trained"], report["dropped"], report["dead"]) == (8, 3, {"stale": 1}, 1)
     assert report["outstanding"] == {"prompts": 2, "groups": 1}
-    assert (report["clean"], report["unsaved"], report["junk"], report["notes"]) == (True, 1, 0, [])
+    assert (report["clean"], report["unsaved"], report["foreign_entries"], report["notes"]) == (True, 1, 0, [])
 
 
 async def test_reading_creates_and_changes_no_key(small, audited, redis_url):
@@ -227,7 +228,7 @@ async def test_foreign_entries_are_not_prompts(small, audited):
     await small.connection.redis.xadd(small.connection.key("groups"), {"payload": b"\xff\x00"})
     await small.connection.redis.xadd(small.connection.key("scored"), {"prompt": b"\xff", "payload": b""})
     report = await audited(small)
-    assert (report["fed"], report["junk"], report["clean"]) == (8, 2, True)
+    assert (report["fed"], report["foreign_entries"], report["clean"]) == (8, 2, True)
 
 
 async def test_rows_that_could_not_be_fed_are_not_lost(tmp_path, connection, redis_url, pipe_on, audited):

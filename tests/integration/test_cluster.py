@@ -49,7 +49,7 @@ async def test_a_run_is_found_from_either_node(cluster, seed, pipe_on):
         run = cluster.name_on(node)
         async with connect(cluster.url(seed), run, reconnect_s=5) as connection:
             await pipe_on(connection).scored("a", "b")
-            assert await pipe_on(connection).balance() == {
+            assert await pipe_on(connection).prompt_counts() == {
                 "fed": 2, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 2,
             }  # fmt: skip
         async with connect(cluster.url(seed), run, reconnect_s=5, create=False) as connection:
@@ -100,7 +100,7 @@ async def test_calls_wait_while_a_slot_is_half_moved_and_create_nothing_on_the_t
             cluster.carry(cluster.keys(0, run), 0, 1)
             cluster.end_move(run, 0, 1)
         assert sorted(done) == ["b", "fed", "settled"]
-        assert await pipe.balance() == {"fed": 4, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 4}
+        assert await pipe.prompt_counts() == {"fed": 4, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 4}
         assert (await read_status(connection)).stages["groups"].depth == 1
         assert cluster.keys(0, run) == []
 
@@ -163,8 +163,8 @@ async def test_work_continues_while_the_run_moves_between_nodes(cluster, pipe_on
             tasks.start_soon(move)
         assert moved[0] >= 4
         assert sorted(trained) == sorted(f"p{i}" for i in range(count))
-        view = await read_status(connection)
-        assert (view.counts["trained"], view.counts.get("duplicates", 0), view.unfinished) == (count, 0, 0)
+        status = await read_status(connection)
+        assert (status.counts["trained"], status.counts.get("duplicates", 0), status.unfinished) == (count, 0, 0)
 
 
 async def test_calls_wait_while_the_cluster_is_down(cluster, pipe_on):

@@ -258,5 +258,5 @@ def test_a_live_run_of_another_user_is_an_error(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "read_bytes", forbidden)  # root can read every file
-    with pytest.raises(PenstockError, match="for another user to read"):
+    with pytest.raises(PenstockError, match="belongs to another user, who alone can read it"):
         open_run(tmp_path, must_have_begun=True)

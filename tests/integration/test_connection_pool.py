@@ -164,7 +164,7 @@ async def test_a_broken_answer_is_an_error_that_names_the_request_and_leaves_no_
         with anyio.fail_after(2):
             while server.open and kind is not EngineError:
                 await asyncio.sleep(0.01)
-        assert pool.continuity(server.url) is None or "http://b/" in message
+        assert pool.connection_epoch(server.url) is None or "http://b/" in message
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ async def test_an_endless_answer_ends_with_an_error_long_before_its_deadline(mon
     async with serving(endless) as server, ConnectionPool() as pool:
         with anyio.fail_after(5), pytest.raises(EngineError, match=message):
             await get(pool, server.url, 600)
-        assert pool.continuity(server.url) is None
+        assert pool.connection_epoch(server.url) is None
 
 
 async def test_a_connection_whose_request_was_answered_before_it_was_sent_is_not_used_again():
@@ -235,7 +235,7 @@ async def test_cancelling_a_request_closes_its_connection():
         with anyio.fail_after(2):
             while server.open:
                 await asyncio.sleep(0.01)
-        assert pool.continuity(server.url) is None
+        assert pool.connection_epoch(server.url) is None
 
 
 async def test_requests_below_a_url_are_aborted_together():
@@ -322,17 +322,17 @@ async def test_a_server_that_takes_over_an_address_does_not_continue_the_one_bef
     port = free_port()
     async with ConnectionPool() as pool:
         async with serving(sends(OK), port) as server:
-            assert pool.continuity(server.url) is None
+            assert pool.connection_epoch(server.url) is None
             await get(pool, server.url)
-            before = pool.continuity(server.url)
+            before = pool.connection_epoch(server.url)
             await get(pool, server.url)
             assert before is not None
-            assert pool.continuity(server.url) == before
+            assert pool.connection_epoch(server.url) == before
         await asyncio.sleep(0.02)
         async with serving(sends(OK), port) as server:
-            assert pool.continuity(server.url) is None
+            assert pool.connection_epoch(server.url) is None
             await get(pool, server.url)
-            assert pool.continuity(server.url) not in (None, before)
+            assert pool.connection_epoch(server.url) not in (None, before)
 
 
 async def test_a_server_with_tls_is_asked_if_its_certificate_is_trusted(tmp_path, monkeypatch):

@@ -60,11 +60,16 @@ async def test_groups_are_claimed_committed_checkpointed_and_deleted(pipe, ledge
         await consumer.finish("done")
     length = (await anyio.Path(ledger).stat()).st_size
     assert saved == [0, 1, ResumePoint(ledger_bytes=length, ledger_digest=consumer.ledger.digest(), version=1, step=2)]
-    view = await read_status(pipe.connection)
-    assert (view.stages["scored"].depth, view.outstanding, view.version, view.metrics) == (0, 0, 1, {"loss": 0.5})
-    assert (view.meta["finished"], view.dropped) == ("done", {"difficulty": 1})
+    status = await read_status(pipe.connection)
+    assert (status.stages["scored"].depth, status.outstanding, status.version, status.metrics) == (
+        0,
+        0,
+        1,
+        {"loss": 0.5},
+    )
+    assert (status.meta["finished"], status.dropped) == ("done", {"difficulty": 1})
     assert await ends_in(ledger) == {"a": Dropped("difficulty"), "c": Trained(), "b": Trained()}
-    assert await pipe.balance() == {"fed": 3, "trained": 2, "dropped": 1, "dead": 0, "outstanding": 0}
+    assert await pipe.prompt_counts() == {"fed": 3, "trained": 2, "dropped": 1, "dead": 0, "outstanding": 0}
 
 
 async def test_a_checkpoint_that_cannot_be_saved_acknowledges_nothing(pipe, ledger):
@@ -114,8 +119,8 @@ async def test_groups_in_the_ledger_and_duplicates_are_not_returned(pipe, ledger
         await consumer.commit(taken, 2)
         assert await consumer.claim(5) == []
         await consumer.checkpoint(lambda _: None)
-    view = await read_status(pipe.connection)
-    assert (view.counts, view.stages["scored"].depth) == ({"fed": 2, "trained": 2, "duplicates": 3}, 0)
+    status = await read_status(pipe.connection)
+    assert (status.counts, status.stages["scored"].depth) == ({"fed": 2, "trained": 2, "duplicates": 3}, 0)
 
 
 async def test_junk_is_dead_lettered_and_a_newer_schema_is_released(pipe, ledger):
@@ -155,7 +160,7 @@ async def test_a_fenced_consumer_cannot_end_groups(pipe, ledger):
     with pytest.raises(ExceptionGroup) as caught:
         await train()
     assert caught.group_contains(FencedError)
-    assert (await pipe.balance())["outstanding"] == 1
+    assert (await pipe.prompt_counts())["outstanding"] == 1
 
 
 async def test_a_stalled_pipeline_is_an_error(pipe, ledger):
@@ -189,8 +194,8 @@ async def test_a_stop_request_releases_groups_and_does_not_finish_the_run(pipe, 
             pipe.connection.stopping.set()
             await pipe.connection.write_hash("meta", {"x": "y"})  # wakes the consumer
     assert taken == [[]]
-    view = await read_status(pipe.connection)
-    assert (view.stages["scored"].claimed, view.stages["scored"].delayed) == (0, 1)
+    status = await read_status(pipe.connection)
+    assert (status.stages["scored"].claimed, status.stages["scored"].delayed) == (0, 1)
 
 
 async def test_a_record_of_another_prompt_than_its_entry_is_dead_lettered(pipe, ledger):
@@ -203,7 +208,7 @@ async def test_a_record_of_another_prompt_than_its_entry_is_dead_lettered(pipe, 
         assert names(taken) == ["a", "b"]
         await consumer.commit(taken, 1)
     assert [letter.ends_prompt for letter in await list_dead_letters(pipe.connection)] == [False]
-    assert await pipe.balance() == {"fed": 2, "trained": 2, "dropped": 0, "dead": 0, "outstanding": 0}
+    assert await pipe.prompt_counts() == {"fed": 2, "trained": 2, "dropped": 0, "dead": 0, "outstanding": 0}
 
 
 # --- the buffer, as a trainer that plans its steps uses it
@@ -240,7 +245,7 @@ async def test_a_group_that_check_drops_is_recorded_and_not_buffered(make_consum
     await consumer.poll(2)
     assert (seen, list(consumer.buffer), consumer.buffer["b"].checked) == ([("a", -1), ("b", -1)], ["b"], "b")
     assert consumer.ledger.outcomes == {"a": Dropped("difficulty")}
-    assert (await pipe.balance())["dropped"] == 1
+    assert (await pipe.prompt_counts())["dropped"] == 1
     await consumer.commit(consumer.pop(["b"]), 1)
     lines, _ = await anyio.to_thread.run_sync(read_ledger, consumer.ledger.path)
     written = [each.record for each in lines]
@@ -318,7 +323,7 @@ async def test_two_copies_dropped_in_one_poll_are_recorded_once(make_consumer, p
 
 
 @pytest.mark.parametrize("popped", [False, True])
-async def test_a_drop_by_the_operator_of_a_prompt_that_a_step_takes_is_revoked(make_consumer, pipe, popped):
+async def test_a_drop_by_the_operator_of_a_prompt_that_a_step_takes_is_undone(make_consumer, pipe, popped):
     await pipe.scored("a")
     consumer = make_consumer()
     await consumer.poll(1)
@@ -327,7 +332,7 @@ async def test_a_drop_by_the_operator_of_a_prompt_that_a_step_takes_is_revoked(m
     await pipe.connection.redis.hdel(pipe.connection.key("unfinished"), "a")
     await pipe.connection.redis.hincrby(pipe.connection.key("counts"), "dropped:operator", 1)
     fields = {"prompt": "a", "outcome": "dropped:operator"}
-    await pipe.connection.redis.xadd(pipe.connection.key("unrecorded"), fields)
+    await pipe.connection.redis.xadd(pipe.connection.key("unrecorded_outcomes"), fields)
     groups = consumer.pop("a") if popped else []
     await consumer.sync()
     await consumer.commit(groups or consumer.pop("a"), 1)
@@ -335,7 +340,7 @@ async def test_a_drop_by_the_operator_of_a_prompt_that_a_step_takes_is_revoked(m
     lines, _ = await anyio.to_thread.run_sync(read_ledger, consumer.ledger.path)
     assert [line.record.outcome for line in lines] == [Trained()]
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1, "dropped:operator": 0}
-    assert not await pipe.connection.redis.xlen(pipe.connection.key("unrecorded"))
+    assert not await pipe.connection.redis.xlen(pipe.connection.key("unrecorded_outcomes"))
 
 
 async def test_a_lease_that_ran_out_and_was_claimed_again_is_the_same_group(make_consumer, pipe):
@@ -348,7 +353,7 @@ async def test_a_lease_that_ran_out_and_was_claimed_again_is_the_same_group(make
     assert len(checks) == 1
     await consumer.commit(consumer.pop("a"), 1)
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1}
-    assert await pipe.balance() == {"fed": 1, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 0}
+    assert await pipe.prompt_counts() == {"fed": 1, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 0}
 
 
 async def test_a_group_that_check_cannot_read_is_a_dead_letter_and_an_older_copy_stays(make_consumer, pipe):

@@ -74,12 +74,12 @@ async def test_a_full_archive_marks_nothing(consumer, pipe, tmp_path):
     groups = consumer.pop("abc")
     with full_disk(100), pytest.raises(RunFailedError, match=r"groups/000001.groups"):
         await consumer.commit(groups, 1)
-    assert (await pipe.balance())["trained"] == 0
+    assert (await pipe.prompt_counts())["trained"] == 0
     assert (await read_status(pipe.connection)).unfinished == 3
     assert consumer.ledger.outcomes == {}
     assert (tmp_path / "ledger.jsonl").stat().st_size == 0
     await consumer.commit(groups, 1)
-    assert (await pipe.balance())["trained"] == 3
+    assert (await pipe.prompt_counts())["trained"] == 3
     archived = await anyio.to_thread.run_sync(ArchivedGroups, tmp_path / "groups")
     assert all((g.group.prompt.id, content_hash(g.group)) in archived for g in groups)
 
@@ -92,7 +92,7 @@ async def test_a_full_ledger_marks_nothing_and_its_torn_record_is_cut(pipe, tmp_
     await consumer.poll(3)
     with full_disk(100), pytest.raises(RunFailedError, match=r"ledger.jsonl could not be written"):
         await consumer.commit(consumer.pop("abc"), 1)
-    assert (await pipe.balance())["trained"] == 0
+    assert (await pipe.prompt_counts())["trained"] == 0
     assert ledger.outcomes == {}
     await anyio.to_thread.run_sync(ledger.close)
     reopened = await anyio.to_thread.run_sync(Ledger, tmp_path / "ledger.jsonl")
@@ -119,7 +119,7 @@ async def test_a_trainer_tells_everybody_what_it_waits_for_and_goes_on_with_room
         with anyio.fail_after(10):
             while (await read_status(viewer)).disk_waits:
                 await anyio.sleep(0.05)
-        assert (await pipe.balance())["trained"] == 2
+        assert (await pipe.prompt_counts())["trained"] == 2
 
 
 def fill(folder):
@@ -150,5 +150,5 @@ def test_how_much_is_archived_is_a_setting(tmp_path):
     assert opened(keep=3)._max_bytes == 3_000_000
     assert opened(keep="all")._max_bytes is None
     assert opened(keep="none") is None
-    assert (opened()._annotations._max_bytes, opened(keep="all")._annotations._max_bytes) == (256_000_000, None)
+    assert (opened()._trained_tokens._max_bytes, opened(keep="all")._trained_tokens._max_bytes) == (256_000_000, None)
     assert opened().folder == tmp_path / "groups"

@@ -66,7 +66,7 @@ async def dead_letter(pipe, name: str, error: str) -> None:
     assert await stage.release(lease, "data", error)
 
 
-async def test_pages_show_what_queues_reports_for_the_same_snapshot_and_change_nothing(pipe, folder):
+async def test_pages_show_what_queues_reports_for_the_same_status_and_change_nothing(pipe, folder):
     await pipe.scored("waits-for-trainer")
     await pipe.rolled_out("waits-for-rewards")
     await dead_letter(pipe, "dies", "<b>its image</b> does not decode\x1b[2J\u202e")
@@ -74,7 +74,7 @@ async def test_pages_show_what_queues_reports_for_the_same_snapshot_and_change_n
     async with browser(folder) as session:
         page = await text_of(session, f"/runs/{folder.name}")
         report = queue_report(pipe.connection.run, await read_status(pipe.connection, with_in_flight=True))
-        assert f'<code id="snapshot">{report.snapshot}</code>' in page
+        assert f'<code id="status-id">{report.status_id}</code>' in page
         for name, stage in report.stages.items():
             assert f'data-figure="{name}-depth">{stage.depth}<' in page
             assert f'data-figure="{name}-claimed">{stage.claimed}<' in page
@@ -132,7 +132,7 @@ async def test_dead_letters_are_retried_one_by_one_or_all_with_a_reason(pipe, fo
             assert refused.status == 403
         async with session.post("dead", data={"action": "burn"}) as refused:
             assert refused.status == 400
-    assert (await pipe.balance())["outstanding"] == 5
+    assert (await pipe.prompt_counts())["outstanding"] == 5
 
 
 @pytest.mark.usefixtures("identity_of_another_run")
@@ -171,7 +171,7 @@ async def _event(stream, name: str, text: str) -> bool:
 
 
 class Counting:
-    """A source of snapshots that counts connections and renderings."""
+    """A run that counts connections and renderings."""
 
     key, folder = "counting", None
 
@@ -183,7 +183,7 @@ class Counting:
         self.connections += 1
         yield None
 
-    async def render(self, source, snapshot: StatusReading, connection) -> str:
+    async def render(self, run, reading: StatusReading, connection) -> str:
         self.rendered += 1
         return f"frame {self.rendered}"
 
@@ -198,7 +198,7 @@ async def test_ten_viewers_share_one_reading_and_one_rendering(monkeypatch):
     monkeypatch.setattr("workers.dashboard.live_view.read_status", read)
     monkeypatch.setattr("workers.dashboard.live_view._INTERVAL_S", 0.01)
     monkeypatch.setattr("workers.dashboard.live_view._RETRY_S", 0.01)
-    source, seen = Counting(), []
+    run, seen = Counting(), []
 
     async def view(viewer: LiveView, tasks: TaskGroup) -> None:
         async for frame in viewer.frames(("part",)):
@@ -208,12 +208,12 @@ async def test_ten_viewers_share_one_reading_and_one_rendering(monkeypatch):
 
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks:
-            shared = LiveView(source, tasks, {"part": source.render})
+            shared = LiveView(run, tasks, {"part": run.render})
             async with anyio.create_task_group() as viewers:
                 for _ in range(10):
                     viewers.start_soon(view, shared, tasks)
     assert shared.viewers == 0
-    assert reads == source.rendered <= 7
+    assert reads == run.rendered <= 7
     assert len(seen) >= 30
     assert len(set(seen)) <= 5
 

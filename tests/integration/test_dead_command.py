@@ -121,8 +121,18 @@ async def test_an_unreadable_payload_is_shown_as_bytes_with_the_reason(connectio
 async def test_a_retried_letter_is_back_in_its_stage(connection, run_command):
     letter = await dead_letter_prompt(connection)
     assert json.loads(await run_command(retry_dead, LetterChoice((letter,)), as_json=True)) == {"retried": [letter]}
-    view = await read_status(connection)
-    assert (view.dead, view.balance["dead"], view.balance["outstanding"], view.stages["prompts"].lag) == (0, 0, 1, 1)
+    status = await read_status(connection)
+    assert (
+        status.dead,
+        status.prompt_counts["dead"],
+        status.prompt_counts["outstanding"],
+        status.stages["prompts"].lag,
+    ) == (
+        0,
+        0,
+        1,
+        1,
+    )
 
 
 async def test_a_letter_that_is_refused_does_not_hold_up_the_others(connection, run_command):
@@ -161,8 +171,8 @@ async def test_a_dropped_letter_counts_as_dropped(connection, run_command):
     await dead_letter_prompt(connection)
     await dead_letter_junk(connection)
     assert await run_command(drop_dead, LetterChoice()) == "dropped 2 dead letters\n"
-    view = await read_status(connection)
-    assert (view.dead, view.dropped) == (0, {"operator": 1})
+    status = await read_status(connection)
+    assert (status.dead, status.dropped) == (0, {"operator": 1})
 
 
 async def test_those_with_a_reason_are_retried_and_no_others(connection, run_command):

@@ -26,7 +26,7 @@ async def test_letters_are_listed_oldest_first(pipe):
     assert (second.prompt_id, second.reason, second.error) == ("b", "unreadable", "altered")
     assert await list_dead_letters(pipe.connection, letter_id=second.id) == [second]
     assert await list_dead_letters(pipe.connection, count=1) == [first]
-    assert await pipe.balance() == {"fed": 2, "trained": 0, "dropped": 0, "dead": 2, "outstanding": 0}
+    assert await pipe.prompt_counts() == {"fed": 2, "trained": 0, "dropped": 0, "dead": 2, "outstanding": 0}
 
 
 @pytest.mark.parametrize("stage", ["prompts", "groups", "scored"])
@@ -39,7 +39,7 @@ async def test_a_retried_letter_returns_to_its_stage_without_failures(pipe, stag
     (lease,) = (await pipe.stage(stage).claim(10)).leases
     assert (lease.prompt_id, lease.payload) == ("a", letter.payload)
     assert (lease.infra_failures, lease.data_failures) == (0, 0)
-    assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
+    assert await pipe.prompt_counts() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
 async def test_letters_are_counted_by_reason_whatever_the_operator_does_with_them(pipe):
@@ -59,32 +59,32 @@ async def test_a_dropped_letter_ends_its_prompt(pipe):
     await drop_dead_letters(pipe.connection, [letter.id for letter in await list_dead_letters(pipe.connection)])
     assert await list_dead_letters(pipe.connection) == []
     assert (await read_status(pipe.connection)).dropped == {"operator": 1}
-    assert await pipe.balance() == {"fed": 2, "trained": 0, "dropped": 1, "dead": 0, "outstanding": 1}
+    assert await pipe.prompt_counts() == {"fed": 2, "trained": 0, "dropped": 1, "dead": 0, "outstanding": 1}
 
 
 @pytest.mark.parametrize("verb", [retry_dead_letters, drop_dead_letters])
-async def test_junk_does_not_count_in_the_balance(pipe, verb):
+async def test_a_foreign_entry_does_not_count_among_the_prompts(pipe, verb):
     await pipe.connection.redis.xadd(pipe.connection.key("prompts"), {"prompt": "foreign", "payload": "junk"})
     await bury(pipe, reason="unreadable")
-    assert (await read_status(pipe.connection)).counts == {"junk": 1}
+    assert (await read_status(pipe.connection)).counts == {"extra_dead_letters": 1}
     (letter,) = await list_dead_letters(pipe.connection)
     await verb(pipe.connection, [letter.id])
-    assert await pipe.balance() == {"fed": 0, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 0}
+    assert await pipe.prompt_counts() == {"fed": 0, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 0}
 
 
 @pytest.mark.parametrize("stage", ["prompts", "groups", "scored"])
-@pytest.mark.parametrize("junk_in", ["prompts", "groups", "scored"])
-async def test_junk_with_the_id_of_an_unfinished_prompt_does_not_end_it(pipe, stage, junk_in):
+@pytest.mark.parametrize("foreign_in", ["prompts", "groups", "scored"])
+async def test_a_foreign_entry_with_the_id_of_an_unfinished_prompt_does_not_end_it(pipe, stage, foreign_in):
     """The prompt's real entry continues in any stage, and may itself become a dead letter."""
     await {"prompts": pipe.feed, "groups": pipe.rolled_out, "scored": pipe.scored}[stage]("a")
     own = pipe.stage(stage, "own")
     (lease,) = (await own.claim(1)).leases
-    await pipe.connection.redis.xadd(pipe.connection.key(junk_in), {"prompt": "a", "payload": "junk"})
-    await bury(pipe, junk_in, reason="unreadable")
-    assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
-    assert (await read_status(pipe.connection)).counts == {"fed": 1, "junk": 1}
+    await pipe.connection.redis.xadd(pipe.connection.key(foreign_in), {"prompt": "a", "payload": "junk"})
+    await bury(pipe, foreign_in, reason="unreadable")
+    assert await pipe.prompt_counts() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "extra_dead_letters": 1}
     await own.dead_letter(lease, "unreadable", "altered")
-    assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 1, "outstanding": 0}
+    assert await pipe.prompt_counts() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 1, "outstanding": 0}
     assert [letter.ends_prompt for letter in await list_dead_letters(pipe.connection)] == [False, True]
 
 
@@ -120,9 +120,9 @@ async def test_operators_who_resolve_the_same_letters_at_once_resolve_each_once(
         for _ in range(3):
             operators.start_soon(operate)
     assert len(absent) == 2 * len(letters), "each letter was there for one of the three"
-    balance = await pipe.balance()
+    counts = await pipe.prompt_counts()
     if verb is retry_dead_letters:
         assert sorted(lease.prompt_id for lease in (await worker.claim(100)).leases) == sorted(prompts)
-        assert (balance["outstanding"], balance["dead"]) == (20, 0)
+        assert (counts["outstanding"], counts["dead"]) == (20, 0)
     else:
-        assert (balance["dropped"], balance["dead"]) == (20, 0)
+        assert (counts["dropped"], counts["dead"]) == (20, 0)

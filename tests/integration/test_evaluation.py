@@ -76,14 +76,14 @@ async def test_evaluation_counts_in_none_of_the_runs_numbers(connection, pipe, t
     stage = worker(connection)
     await sample(pipe, stage, 5)
     await stage.claim(3)
-    view = await read_status(connection)
-    assert (view.outstanding, view.unfinished, view.counts) == (0, 2, {"fed": 2})
+    status = await read_status(connection)
+    assert (status.outstanding, status.unfinished, status.counts) == (0, 2, {"fed": 2})
     training = await pipe.stage("prompts", capacity=1).claim(5)
     assert len(training.leases) == 1, "its place is free, whatever the evaluation holds"
     assert training.leases[0].evaluated_version is None
     assert training.unfinished_prompts == 2
     assert {stage.depth for stage in (await read_status(connection)).evaluation.stages.values()} == {7, 5}
-    await pipe.balance()
+    await pipe.prompt_counts()
 
 
 async def test_a_group_scored_twice_leaves_one_result(connection, pipe, trainer_lease):
@@ -173,13 +173,13 @@ async def test_a_dead_letter_of_an_evaluation_ends_no_prompt_and_is_not_retried(
     (letter,) = await list_dead_letters(connection)
     assert (letter.stage, letter.prompt_id) == ("eval:prompts", PROMPTS[0].id)
     assert (await read_evaluation_progress(connection)).unfinished == len(PROMPTS) - 1
-    assert (await pipe.balance())["outstanding"] == 1
+    assert (await pipe.prompt_counts())["outstanding"] == 1
     assert not (await scan_run(connection)).dead
     with pytest.raises(PenstockError, match="of an evaluation"):
         await retry_dead_letters(connection, [letter.id])
     await drop_dead_letters(connection, [letter.id])
-    view = await read_status(connection)
-    assert (view.dead, view.counts) == (0, {"fed": 1})
+    status = await read_status(connection)
+    assert (status.dead, status.counts) == (0, {"fed": 1})
     assert not (await scan_run(connection)).dropped_dead
 
 
@@ -189,8 +189,12 @@ async def test_junk_in_evaluation_streams_is_dead_lettered_and_not_counted(conne
     stage = worker(connection)
     junk = [lease for lease in (await stage.claim(99)).leases if lease.prompt_id == "x"]
     await stage.dead_letter(junk[0], "unreadable", "no record")
-    view = await read_status(connection)
-    assert (view.dead, view.counts, (await read_evaluation_progress(connection)).unfinished) == (1, {}, len(PROMPTS))
+    status = await read_status(connection)
+    assert (status.dead, status.counts, (await read_evaluation_progress(connection)).unfinished) == (
+        1,
+        {},
+        len(PROMPTS),
+    )
 
 
 def settings(folder: Path, wait_s: float):

@@ -47,7 +47,7 @@ async def test_an_unfinished_prompt_is_not_fed_twice(connection):
     feed = Feed(connection, 100)
     await feed.put(prompts("a"), "", "1")
     assert await feed.put(prompts("a", "b", "b"), "1", "2") == 1
-    assert (await read_status(connection)).balance["fed"] == 2
+    assert (await read_status(connection)).prompt_counts["fed"] == 2
 
 
 async def test_omitted_prompts_count_as_fed(connection):

@@ -118,9 +118,9 @@ async def test_a_script_with_a_garbled_reply_is_repeated_and_changes_nothing_twi
     assert proxy.connections > before
     proxy.next_reply(WAYS[way])
     await pipe.feed("c")
-    view = await read_status(connection)
-    assert (view.counts, view.stages["groups"].depth) == ({"fed": 4}, 2)
-    await pipe.balance()
+    status = await read_status(connection)
+    assert (status.counts, status.stages["groups"].depth) == ({"fed": 4}, 2)
+    await pipe.prompt_counts()
 
 
 async def test_permanently_garbled_replies_are_an_error_after_the_timeout(connection, proxy):

@@ -112,7 +112,7 @@ async def test_a_damaged_ledger_is_rebuilt_and_no_group_comes_again(pipe, run, h
             assert sorted(consumer.buffer) == ["f"]
             await run.train(consumer, "f")
     assert [log["event"] for log in logs if log["event"].startswith("ledger")] == ["ledger.rebuilt"]
-    assert await pipe.balance() == {"fed": 6, "trained": 5, "dropped": 1, "dead": 0, "outstanding": 0}
+    assert await pipe.prompt_counts() == {"fed": 6, "trained": 5, "dropped": 1, "dead": 0, "outstanding": 0}
     _, invalid = await anyio.to_thread.run_sync(read_ledger, run.ledger)
     assert invalid == []
 
@@ -143,7 +143,7 @@ async def test_with_an_emptied_server_no_trained_prompt_is_trained_again(pipe, r
         await consumer.poll(100)
         assert sorted(consumer.buffer) == ["e"]
         await run.train(consumer, "e")
-        assert (await again.balance())["trained"] == 4
+        assert (await again.prompt_counts())["trained"] == 4
     assert set(await run.outcomes()) == {"a", "b", "c", "e"}
 
 
@@ -161,7 +161,7 @@ async def test_ends_without_a_group_come_from_the_server(pipe, run):
     async with run.trainer(pipe.connection) as consumer:
         assert consumer.ledger.dead == {"x": Dead("unreadable"), "y": Dead("unreadable")}
         assert consumer.ledger.rebuilt_text.endswith("3 groups from the archive, 2 ends from the server")
-    assert (await pipe.balance())["dead"] == 2
+    assert (await pipe.prompt_counts())["dead"] == 2
 
 
 async def test_a_rebuilt_ledger_is_accepted_until_the_next_checkpoint_and_rebuilt_again_if_damaged(pipe, run):

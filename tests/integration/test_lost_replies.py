@@ -102,15 +102,15 @@ async def lossy(redis_url, run, pipe_on, nth):
 
 async def state(pipe) -> object:
     """Return the visible state of a run, without times."""
-    view = await read_status(pipe.connection)
-    stages = {name: (s.depth, s.claimed, s.delayed) for name, s in view.stages.items()}
+    status = await read_status(pipe.connection)
+    stages = {name: (s.depth, s.claimed, s.delayed) for name, s in status.stages.items()}
     return (
-        await pipe.balance(),
+        await pipe.prompt_counts(),
         stages,
-        view.unfinished,
-        view.outstanding,
-        view.dead,
-        view.counts,
+        status.unfinished,
+        status.outstanding,
+        status.dead,
+        status.counts,
         len(await list_dead_letters(pipe.connection)),
     )
 
@@ -161,8 +161,8 @@ async def test_a_dead_letter_whose_reply_was_lost_is_resolved_once(pipe, redis_u
         with suppress(PenstockError):  # the repeated call may find no such letter, because the first one resolved it
             await verb(unlucky.connection, [letter.id])
     with anyio.fail_after(5):
-        balance = await pipe.balance()
+        counts = await pipe.prompt_counts()
     assert await list_dead_letters(pipe.connection) == []
-    assert balance == {"fed": 1, "trained": 0, "dead": 0} | (
+    assert counts == {"fed": 1, "trained": 0, "dead": 0} | (
         {"dropped": 0, "outstanding": 1} if verb is retry_dead_letters else {"dropped": 1, "outstanding": 0}
     )

@@ -75,7 +75,7 @@ async def test_a_feeder_with_more_prompts_than_memory_lets_every_group_complete_
                 refused.append(stats.get("errorstat_OOM", {}).get("count", 0))
         tasks.cancel_scope.cancel()
     status = await read_status(connection)
-    assert status.balance == {"fed": PROMPTS, "trained": PROMPTS, "dropped": 0, "dead": 0, "outstanding": 0}
+    assert status.prompt_counts == {"fed": PROMPTS, "trained": PROMPTS, "dropped": 0, "dead": 0, "outstanding": 0}
     assert refused[-1] == 0, "a call was refused for want of memory"
 
 

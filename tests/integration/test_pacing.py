@@ -126,7 +126,7 @@ async def test_discarded_groups_free_as_much_capacity_as_they_used(pipe, trainer
     )
     assert len((await rollout.claim(9)).leases) == discarded
     assert (await rollout.claim(9)).leases == []
-    await pipe.balance()
+    await pipe.prompt_counts()
 
 
 async def test_a_dead_letter_frees_capacity_immediately(pipe):

@@ -36,7 +36,7 @@ STAGE_KEYS = {"depth", "claimed", "delayed", "lag", "oldest_age_s", "rate", "con
 KEYS = {
     "run", "at", "stages", "fed", "trained", "dropped", "dropped_by_reason", "dead", "outstanding",
     "groups_outstanding", "capacity", "version", "step", "dead_letters", "duplicates", "cancelled", "finished",
-    "paused_by", "paused_at", "evaluation", "rows", "truncated", "snapshot", "bottleneck", "disk",
+    "paused_by", "paused_at", "evaluation", "rows", "truncated", "status_id", "bottleneck", "disk",
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ async def test_json_has_these_keys_and_counts(connection, redis_url, run_name, c
     assert (report["fed"], report["outstanding"], report["groups_outstanding"], report["capacity"]) == (4, 4, 2, 8)
     assert report["fed"] == report["trained"] + report["dropped"] + report["dead"] + report["outstanding"]
     assert (report["version"], report["finished"]) == (-1, "")
-    assert len(report["snapshot"]) == 16
+    assert len(report["status_id"]) == 16
     bottleneck = report["bottleneck"]
     assert (bottleneck["limit"], bottleneck["figures"]["waiting"]) == ("rollout workers", 2)
 
@@ -281,9 +281,9 @@ async def test_another_run_of_the_same_name_is_not_changed(change, connection, f
     folder = folder_of_another_run
     await some_work(connection)
     await compare_with_server(connection, RunIdentity(id="b" * 32))
-    before = (await read_status(connection)).snapshot
+    before = (await read_status(connection)).status_id
     with pytest.raises(RunMismatchError, match=r"bbbbbbbb.*aaaaaaaa: nothing was changed; name the server"):
         await anyio.to_thread.run_sync(partial(change, target=str(folder), redis=""))
-    assert (await read_status(connection)).snapshot == before
+    assert (await read_status(connection)).status_id == before
     await in_thread(str(folder), "", as_json=True)  # what only reads shows it
     assert json.loads(capsys.readouterr().out)["fed"] == 4

@@ -13,7 +13,7 @@ from stream.operator.status import read_status
 from stream.private_server import private_server
 from stream.queue.feed import Feed
 from stream.records import Prompt
-from stream.trainer.consume import consume, record_untrained_ends
+from stream.trainer.consume import consume, write_unrecorded_outcomes
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import (
     AlreadyEnded,
@@ -47,12 +47,12 @@ async def test_a_trained_prompt_that_is_fed_again_after_recovery_is_counted_once
     await pipe.scored("a")
     lease = await TrainerLease.acquire(pipe.connection, 30.0)
     await lease.recover(ledger)
-    assert await pipe.balance() == {"fed": 1, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 0}
+    assert await pipe.prompt_counts() == {"fed": 1, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 0}
     await pipe.scored("b")
     trainer = pipe.stage("scored", "t")
     again = (await trainer.claim(5)).leases
     await lease.commit(trainer, [EndedGroup(each, AlreadyEnded(Trained())) for each in again], release_version=1)
-    assert await pipe.balance() == {"fed": 2, "trained": 2, "dropped": 0, "dead": 0, "outstanding": 0}
+    assert await pipe.prompt_counts() == {"fed": 2, "trained": 2, "dropped": 0, "dead": 0, "outstanding": 0}
     await lease.recover(ledger)
     ledger.close()
 
@@ -66,7 +66,7 @@ async def test_counts_that_are_wrong_are_derived_from_the_ledger_and_refuse_noth
     await lease.acknowledge([each.lease.id for each in ended], ledger.length)
     await pipe.connection.redis.hincrby(pipe.connection.key("counts"), "trained", 8)
     await lease.recover(ledger)
-    assert await pipe.balance() == {"fed": 3, "trained": 2, "dropped": 0, "dead": 0, "outstanding": 1}
+    assert await pipe.prompt_counts() == {"fed": 3, "trained": 2, "dropped": 0, "dead": 0, "outstanding": 1}
     ledger.close()
 
 
@@ -114,16 +114,16 @@ async def test_an_older_checkpoint_has_what_lies_behind_it_fed_again_and_the_new
     whole = await aside(path.read_bytes)
     async with consume(pipe.connection, path, msgspec.structs.replace(older, is_newest=False)):
         status = await read_status(pipe.connection)
-        assert (status.feed.get("cursor"), status.balance["fed"]) == (None, 0)
+        assert (status.feed.get("cursor"), status.prompt_counts["fed"]) == (None, 0)
         ended = (await aside(read_contents, path, int(status.policy["ledger"]))).ends()
         assert ended == {"a": "trained"}
         rows = [Prompt(id=name, messages=[]) for name in "abc"]
         assert await Feed(pipe.connection, 10).put(rows, "", "3", ended=ended) == 2
-        assert await pipe.balance() == {"fed": 3, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 2}
+        assert await pipe.prompt_counts() == {"fed": 3, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 2}
         assert len(await aside(path.read_bytes)) == older.ledger_bytes
     async with consume(pipe.connection, path, newer):
         assert await aside(path.read_bytes) == whole
-        assert await pipe.balance() == {"fed": 3, "trained": 2, "dropped": 0, "dead": 0, "outstanding": 1}
+        assert await pipe.prompt_counts() == {"fed": 3, "trained": 2, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
 async def test_a_restored_folder_that_is_older_than_what_the_server_deleted_has_the_rest_fed_again(pipe, tmp_path):
@@ -139,7 +139,7 @@ async def test_a_restored_folder_that_is_older_than_what_the_server_deleted_has_
         ended = (await aside(read_contents, path, older.ledger_bytes)).ends()
         rows = [Prompt(id=name, messages=[]) for name in "abc"]
         assert await Feed(pipe.connection, 10).put(rows, "", "3", ended=ended) == 2
-        assert await pipe.balance() == {"fed": 3, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 2}
+        assert await pipe.prompt_counts() == {"fed": 3, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 2}
 
 
 @pytest.mark.parametrize("harm", ["another run's", "removed", "shorter", "altered"])
@@ -175,10 +175,10 @@ async def test_dead_letters_and_operators_drops_outlive_the_server(pipe, tmp_pat
     assert ends.pop("a") == "trained"
     assert ends == {"dead": "dead:unreadable", "retried": "dead:unreadable", "dropped late": "dead:unreadable",
                     "dropped": "dropped:operator"}  # fmt: skip
-    assert not await pipe.connection.redis.xlen(pipe.connection.key("unrecorded"))
+    assert not await pipe.connection.redis.xlen(pipe.connection.key("unrecorded_outcomes"))
     # No trainer is running: the command records it.
     await drop_dead_letters(pipe.connection, [letters["dropped late"]])
-    await record_untrained_ends(pipe.connection, path)
+    await write_unrecorded_outcomes(pipe.connection, path)
     keys = [key async for key in pipe.connection.redis.scan_iter(f"{{{pipe.connection.run}}}*")]
     await pipe.connection.redis.delete(*keys)
     for stage in ("prompts", "groups", "scored"):
@@ -188,7 +188,7 @@ async def test_dead_letters_and_operators_drops_outlive_the_server(pipe, tmp_pat
         ended = (await aside(read_contents, path, int(policy["ledger"]))).ends()
         rows = [Prompt(id=name, messages=[]) for name in ("a", *letters, "new")]
         assert await Feed(pipe.connection, 10).put(rows, "", "6", ended=ended) == 1
-        assert await pipe.balance() == {"fed": 6, "trained": 1, "dropped": 2, "dead": 2, "outstanding": 1}
+        assert await pipe.prompt_counts() == {"fed": 6, "trained": 1, "dropped": 2, "dead": 2, "outstanding": 1}
     (first, *_) = await list_dead_letters(pipe.connection)
     assert (first.prompt_id, first.stage, first.ends_prompt, bool(first.payload)) == ("dead", "prompts", True, True)
 

@@ -145,8 +145,8 @@ async def test_a_recycled_worker_drains_and_nothing_is_lost(
                             send(process, signal.SIGTERM)
                         with anyio.move_on_after(0.1):
                             await process.wait()
-            view = await read_status(pipe.connection)
-            assert view.stages["prompts"].claimed == 0, "it left holding something"
+            status = await read_status(pipe.connection)
+            assert status.stages["prompts"].claimed == 0, "it left holding something"
             lives.append((process.returncode, log.read_text()[-3000:]))
             assert len(lives) < 6
     worn = [text for code, text in lives if code == ExitCode.RECYCLE]

@@ -48,7 +48,7 @@ async def test_killing_a_server_with_appendfsync_always_loses_and_repeats_nothin
         entries = await connection.redis.xrange(connection.key("groups"))
         assert Counter(fields[b"prompt"].decode() for _, fields in entries) == Counter(names)
         assert (await read_status(connection)).stages["prompts"].depth == 0
-        assert (await pipe_on(connection).balance())["outstanding"] == len(names)
+        assert (await pipe_on(connection).prompt_counts())["outstanding"] == len(names)
 
 
 async def test_leases_are_extended_after_a_server_restart(make_server, run_name, pipe_on):
@@ -110,7 +110,7 @@ async def test_a_server_that_lost_its_last_second_is_reconciled(make_server, run
         server.start()
         with pytest.raises(LeaseLostError):
             await worker.complete(lease, "groups", pipe.group("a"))
-        assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
+        assert await pipe.prompt_counts() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
         await pipe.feed("b")
         claim = await worker.claim(5)
         assert [each.prompt_id for each in claim.leases] == ["a", "b"]

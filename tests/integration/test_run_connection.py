@@ -95,7 +95,7 @@ async def test_a_wrong_password_is_an_immediate_error(server, run_name):
     redis = Redis.from_url(server.url)
     redis.config_set("requirepass", "opensesame")
     redis.close()
-    with anyio.fail_after(2), pytest.raises(ServerError, match="refuses us"):
+    with anyio.fail_after(2), pytest.raises(ServerError, match="refuses access"):
         async with connect(server.url.replace("unix://", "unix://:wrong@"), run_name):
             pass
 
@@ -177,7 +177,7 @@ async def test_calls_wait_while_the_server_is_out_of_memory(server, run_name, pi
             while (await read_status(connection)).stages["groups"].depth == 0:
                 await anyio.sleep(0.02)
             tasks.cancel_scope.cancel()
-        assert await pipe.balance() == {"fed": 4, "trained": 2, "dropped": 0, "dead": 1, "outstanding": 1}
+        assert await pipe.prompt_counts() == {"fed": 4, "trained": 2, "dropped": 0, "dead": 1, "outstanding": 1}
 
 
 INFO_FIELDS = ["redis_version", "maxmemory_policy", "aof_enabled", "cluster_enabled"]

@@ -95,7 +95,7 @@ async def test_groups_in_progress_are_finished_scored_and_trained_while_paused(p
     assert await trainer_lease.commit(train, [EndedGroup(lease, Trained())], 1) == []
     await trainer_lease.publish(1, tmp_path, 1, {})
     assert (await rollout.claim(1)).leases == []
-    assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
+    assert await pipe.prompt_counts() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
 async def test_resume_wakes_a_waiting_worker_without_polling(pipe):
@@ -170,12 +170,12 @@ async def test_the_status_says_who_paused_the_run_and_when(pipe, redis_url, caps
     await pipe.feed("a")
     assert (await read_status(pipe.connection)).paused is None
     await pause(pipe.connection, ANN)
-    view = await read_status(pipe.connection)
-    assert view.paused.paused_by == ANN
-    assert 0 <= view.now_ms / 1000 - view.paused.paused_at < 10
+    status = await read_status(pipe.connection)
+    assert status.paused.paused_by == ANN
+    assert 0 <= status.now_ms / 1000 - status.paused.paused_at < 10
     await anyio.to_thread.run_sync(show_queues, Run(pipe.connection.run, redis=redis_url))
     output = " ".join(capsys.readouterr().out.split())
-    assert str(view.paused) in output
+    assert str(status.paused) in output
     await resume(pipe.connection, ANN)
     assert (await read_status(pipe.connection)).paused is None
     await anyio.to_thread.run_sync(show_queues, Run(pipe.connection.run, redis=redis_url))

@@ -35,15 +35,15 @@ async def busy_run(pipe, tmp_path) -> None:
 
 async def test_the_status_has_every_state(pipe, tmp_path):
     await busy_run(pipe, tmp_path)
-    view = await read_status(pipe.connection)
-    prompts, groups, scored = (view.stages[name] for name in ("prompts", "groups", "scored"))
+    status = await read_status(pipe.connection)
+    prompts, groups, scored = (status.stages[name] for name in ("prompts", "groups", "scored"))
     assert (prompts.depth, prompts.claimed, prompts.delayed, prompts.lag) == (3, 1, 1, 1)
     assert prompts.consumers == {"worker": 1}
     assert (groups.depth, groups.lag, groups.consumers) == (1, 1, {})
     assert (scored.depth, scored.marked, scored.lag) == (2, 1, 1)
-    assert view.outstanding == 4  # claimed, unscored, waiting, and trained for an unpublished version
-    assert (view.unfinished, view.dead, view.version, view.metrics) == (5, 1, 0, {"reward": 1.0})
-    assert view.balance == {"fed": 7, "trained": 1, "dropped": 0, "dead": 1, "outstanding": 5}
+    assert status.outstanding == 4  # claimed, unscored, waiting, and trained for an unpublished version
+    assert (status.unfinished, status.dead, status.version, status.metrics) == (5, 1, 0, {"reward": 1.0})
+    assert status.prompt_counts == {"fed": 7, "trained": 1, "dropped": 0, "dead": 1, "outstanding": 5}
     assert 0 <= prompts.oldest_age_ms < 10_000
 
 
@@ -100,7 +100,7 @@ async def test_reports_of_workers_are_read_with_the_status_and_end_with_their_le
     assert groups_in_flight(await read_status(pipe.connection, with_in_flight=True)) == []
 
 
-async def test_a_snapshot_has_one_id_until_a_count_changes(pipe):
+async def test_a_status_has_one_id_until_a_count_changes(pipe):
     await pipe.feed("a", "b")
     stage = pipe.stage("prompts")
     await stage.claim(1)
@@ -108,10 +108,10 @@ async def test_a_snapshot_has_one_id_until_a_count_changes(pipe):
     await anyio.sleep(0.002)
     await pipe.connection.run_script("renew_leases", "prompts", "w", 60_000, *stage.leases)
     same = await read_status(pipe.connection)
-    assert (same.snapshot, same.now_ms) == (before.snapshot, same.now_ms)
+    assert (same.status_id, same.now_ms) == (before.status_id, same.now_ms)
     assert same.now_ms > before.now_ms
     await stage.claim(1)
-    assert (await read_status(pipe.connection)).snapshot != before.snapshot
+    assert (await read_status(pipe.connection)).status_id != before.status_id
 
 
 async def test_two_runs_on_one_server_do_not_see_each_other(pipe, redis_url, pipe_on):

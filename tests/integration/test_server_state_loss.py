@@ -68,8 +68,8 @@ async def test_a_trainer_publishes_a_lost_version_again(pipe, tmp_path):
         tasks.start_soon(trainer_lease.renew_forever)
 
         async def told() -> bool:
-            view = await read_status(pipe.connection)
-            return (view.version, view.policy["step"], view.metrics) == (4, "2", {"step": 2})
+            status = await read_status(pipe.connection)
+            return (status.version, status.policy["step"], status.metrics) == (4, "2", {"step": 2})
 
         await until(told)
         tasks.cancel_scope.cancel()
@@ -92,7 +92,7 @@ async def test_a_dead_duplicate_of_a_trained_prompt_does_not_end_it(pipe, tmp_pa
     for lease in (await rollout.claim(2)).leases:
         await rollout.dead_letter(lease, "infra", "its workers died")
     await anyio.to_thread.run_sync(ledger.append, [LedgerRecord("a", Trained(), 1, 0, "")])  # the server lost this
-    assert (await pipe.balance())["dead"] == 2
+    assert (await pipe.prompt_counts())["dead"] == 2
     if when == "as the run ends":
         await trainer_lease.reconcile_server(ledger)
         await trainer_lease.reconcile_server(ledger)
@@ -102,9 +102,9 @@ async def test_a_dead_duplicate_of_a_trained_prompt_does_not_end_it(pipe, tmp_pa
         "a": False,
         "b": True,
     }
-    balance = await pipe.balance()
-    assert (balance["trained"], balance["dead"]) == (1, 1)
-    assert (await read_status(pipe.connection)).counts["junk"] == 1
+    counts = await pipe.prompt_counts()
+    assert (counts["trained"], counts["dead"]) == (1, 1)
+    assert (await read_status(pipe.connection)).counts["extra_dead_letters"] == 1
     ledger.close()
 
 
@@ -142,7 +142,7 @@ async def test_a_finished_feeder_feeds_lost_prompts_again(pipe, tmp_path):
         await redis.xgroup_create(key("prompts"), CONSUMER_GROUP, id="0", mkstream=True)
         await until(is_done)
         assert (await read_status(pipe.connection)).stages["prompts"].depth == 5
-        assert (await pipe.balance())["fed"] == 5
+        assert (await pipe.prompt_counts())["fed"] == 5
         # The feeder ends with the run.
         trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
         await trainer_lease.finish_run("all done")

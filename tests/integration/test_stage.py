@@ -163,7 +163,7 @@ async def test_an_entry_at_its_failure_limit_is_dead_lettered(pipe, kind):
     assert (letter.stage, letter.prompt_id, letter.reason, letter.error) == ("prompts", "a", kind, "failure 3")
     assert (letter.infra_failures, letter.data_failures) == ((3, 0) if kind == "infra" else (0, 3))
     assert (letter.payload, letter.ends_prompt) == (lease.payload, True)
-    assert (await pipe.balance())["dead"] == 1
+    assert (await pipe.prompt_counts())["dead"] == 1
 
 
 async def test_failure_limits_are_separate(pipe):
@@ -201,18 +201,18 @@ async def test_an_entry_whose_lease_expires_too_often_is_dead_lettered(pipe):
 
 
 @pytest.mark.parametrize("fields", [1, 6000])
-async def test_foreign_junk_is_one_dead_letter_and_the_stream_continues(pipe, fields):
+async def test_a_foreign_entry_is_one_dead_letter_and_the_stream_continues(pipe, fields):
     await pipe.connection.redis.xadd(pipe.connection.key("prompts"), {f"field{i}": "?" for i in range(fields)})
     await pipe.feed("a")
     worker = pipe.stage("prompts")
-    junk, good = (await worker.claim(10)).leases
-    assert (junk.payload, junk.prompt_id) == (b"", "")
-    await worker.dead_letter(junk, "unreadable", "0 bytes are no record")
+    foreign, good = (await worker.claim(10)).leases
+    assert (foreign.payload, foreign.prompt_id) == (b"", "")
+    await worker.dead_letter(foreign, "unreadable", "0 bytes are no record")
     await worker.complete(good, "groups", pipe.group("a"))
     (letter,) = await list_dead_letters(pipe.connection)
     assert (letter.reason, letter.ends_prompt, letter.payload) == ("unreadable", False, b"")
-    assert (await read_status(pipe.connection)).counts == {"fed": 1, "junk": 1}
-    assert (await pipe.balance())["outstanding"] == 1
+    assert (await read_status(pipe.connection)).counts == {"fed": 1, "extra_dead_letters": 1}
+    assert (await pipe.prompt_counts())["outstanding"] == 1
 
 
 async def test_deleted_entries_are_skipped(pipe):

@@ -123,7 +123,7 @@ async def test_a_group_dropped_in_a_step_stays_outstanding_until_that_steps_vers
     trainer, rollout = pipe.stage("scored", "trainer"), pipe.stage("prompts", capacity=1)
     (lease,) = (await trainer.claim(1)).leases
     await trainer_lease.commit(trainer, [EndedGroup(lease, Dropped("advantage"), in_step)], release_version=1)
-    assert (await pipe.balance())["dropped"] == 1
+    assert (await pipe.prompt_counts())["dropped"] == 1
     taken = (await rollout.claim(2)).leases
     assert len(taken) == free
     await publish(trainer_lease, 1)
@@ -150,9 +150,9 @@ async def test_cancelled_prompts_are_claimed_first_and_count_their_cancellations
         assert (lease.infra_failures, lease.data_failures) == (0, 0)
         assert all(0 <= seconds < 60 for seconds in lease.cancelled_attempts_s)
         await rollout.release(lease, "stale", "")
-    view = await read_status(pipe.connection)
-    assert view.counts["cancelled"] == queue_report("r", view).cancelled == 3
-    assert view.balance["outstanding"] == 3  # a cancelled attempt does not end its prompt
+    status = await read_status(pipe.connection)
+    assert status.counts["cancelled"] == queue_report("r", status).cancelled == 3
+    assert status.prompt_counts["outstanding"] == 3  # a cancelled attempt does not end its prompt
 
 
 async def test_watching_versions_yields_the_current_one_and_then_each_new_one(pipe, trainer_lease):
@@ -217,9 +217,9 @@ async def test_a_stale_attempt_is_aborted_at_the_engine_twice_and_then_finished(
     assert engine.aborted_count == 4
     assert (group.attempt, len(group.cancelled_attempts_s)) == (2, 2)
     assert [span.version for c in group.completions for row in c.rows for span in row.spans] == [3, 3]
-    view = await read_status(connection)
-    assert view.counts["cancelled"] == 2
-    assert view.outstanding == 1
+    status = await read_status(connection)
+    assert status.counts["cancelled"] == 2
+    assert status.outstanding == 1
 
 
 async def test_an_attempt_that_became_stale_before_its_start_is_cancelled(pipe):

@@ -86,11 +86,11 @@ class Pipeline:
         self.scripts = {"feed": STAY, "rollout": STAY, "score": STAY, "train": STAY} | scripts
         engine = {"count": int(delivery.pop("engines", 1))} if "engine" in scripts else {"urls": ["http://127.0.0.1:1"]}
         self.settings = settings_in(folder / "run", run, redis, engine, delivery)
-        self.statuses: list[SupervisorState] = []
+        self.states: list[SupervisorState] = []
 
     async def run(self) -> RunOutcome:
         self.settings.folder.mkdir(exist_ok=True)
-        self.seen = Seen(self.statuses)
+        self.seen = Seen(self.states)
         with self.commands():
             return await Supervisor(self.settings, Path("run.toml"), self.seen).run()
 
@@ -123,13 +123,13 @@ class Pipeline:
 
 
 class Seen(SilentDisplay):
-    def __init__(self, statuses: list[SupervisorState]) -> None:
-        self.statuses = statuses
+    def __init__(self, states: list[SupervisorState]) -> None:
+        self.states = states
 
         self.lines: list[str] = []
 
-    def show(self, view, status: SupervisorState) -> None:
-        self.statuses.append(status)
+    def show(self, status, state: SupervisorState) -> None:
+        self.states.append(state)
 
     def print_lines(self, lines) -> None:
         self.lines += [line.plain for line in lines]
@@ -207,7 +207,7 @@ async def test_a_killed_role_is_restarted(make_pipeline):
     )
     outcome = await pipeline.run()
     assert outcome.failure is None
-    assert pipeline.statuses[-1].restarts == {"rollout-0": 1}
+    assert pipeline.states[-1].restarts == {"rollout-0": 1}
     await pipeline.assert_no_process_is_left()
 
 
@@ -400,9 +400,9 @@ async def test_roles_start_when_all_engines_are_ready_and_each_engine_keeps_its_
     ((_, *urls),) = pipeline.lives("rollout")
     assert len(set(urls)) == 3
     assert f"http://127.0.0.1:{ports[3]}" in urls
-    (name,) = pipeline.statuses[-1].restarts
+    (name,) = pipeline.states[-1].restarts
     assert name in {"engine-0", "engine-1", "engine-2"}
-    assert any(status.phase.startswith("starting 3 engines: ") for status in pipeline.statuses)
+    assert any(state.phase.startswith("starting 3 engines: ") for state in pipeline.states)
     assert {path.name for path in (pipeline.settings.folder / "logs").glob("engine-*")} == {
         "engine-0.log",
         "engine-1.log",
@@ -483,7 +483,7 @@ async def test_penstock_stop_drains_like_ctrl_c(make_pipeline, connection):
     assert outcome.killed == []
     assert sorted(pipeline.stop_order[:2]) == ["feed", "rollout"]
     assert pipeline.stop_order[2:] == ["score", "train"]
-    assert "draining, as `penstock stop` asked" in {status.phase for status in pipeline.statuses}
+    assert "draining, as `penstock stop` asked" in {state.phase for state in pipeline.states}
     assert json.loads((pipeline.home / "copy.json").read_text())["stopping"] == "draining, as `penstock stop` asked"
     await pipeline.assert_no_process_is_left()
 
@@ -503,7 +503,7 @@ async def test_a_role_that_sees_a_stop_before_the_supervisor_is_not_restarted(ma
         tasks.start_soon(_ask_to_stop, pipeline, connection)
         outcome = await pipeline.run()
     assert (outcome.interrupted, outcome.failure) == (True, None)
-    assert pipeline.statuses[-1].restarts == {}
+    assert pipeline.states[-1].restarts == {}
     assert (len(pipeline.lives("rollout")), len(pipeline.lives("feed"))) == (1, 1)
 
 
@@ -537,8 +537,8 @@ async def test_a_run_stopped_before_its_engine_is_ready_does_nothing(make_pipeli
         outcome = await pipeline.run()
     assert outcome.interrupted
     assert outcome.failure is None
-    assert outcome.view is not None
-    assert set(outcome.view.balance.values()) == {0}
+    assert outcome.status is not None
+    assert set(outcome.status.prompt_counts.values()) == {0}
     assert not pipeline.lives("train")
 
 
@@ -576,7 +576,7 @@ def test_a_summary_that_does_not_balance_fails_the_run(make_pipeline):
     pipeline = make_pipeline({"train": lose + FINISH})
     with pipeline.commands():
         ended = supervise(pipeline.settings, quiet=True)
-    with pytest.raises(PenstockError, match="do not balance: 3 fed ≠ 2 trained"):
+    with pytest.raises(PenstockError, match="does not account for every prompt: 3 fed ≠ 2 trained"):
         raise_for_failure(ended, pipeline.settings)
 
 

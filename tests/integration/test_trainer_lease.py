@@ -155,15 +155,15 @@ async def test_a_marked_group_stays_until_it_is_acknowledged(pipe):
     await pipe.scored("a", "b", "c")
     trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     marked = await train(pipe, trainer_lease, {"a": Trained(), "b": Dropped("stale"), "c": Trained()})
-    view = await read_status(pipe.connection)
-    assert (view.stages["scored"].depth, view.stages["scored"].marked, view.unfinished) == (3, 3, 0)
-    assert view.counts == {"fed": 3, "trained": 2, "dropped:stale": 1}
+    status = await read_status(pipe.connection)
+    assert (status.stages["scored"].depth, status.stages["scored"].marked, status.unfinished) == (3, 3, 0)
+    assert status.counts == {"fed": 3, "trained": 2, "dropped:stale": 1}
     assert (await pipe.stage("scored", "other").claim(10)).leases == []
     await trainer_lease.acknowledge(marked[:2])
     await trainer_lease.acknowledge(marked)  # a reply was lost
     assert (await read_status(pipe.connection)).stages["scored"].depth == 0
     assert await pipe.connection.redis.hlen(pipe.connection.key("scored:marked")) == 0
-    await pipe.balance()
+    await pipe.prompt_counts()
 
 
 async def test_marks_outlive_every_lease(pipe):
@@ -199,7 +199,7 @@ async def test_a_commit_returns_entries_whose_lease_was_lost(pipe):
         trainer, [EndedGroup(kept, Trained()), EndedGroup(lost, Trained())], release_version=1
     )
     assert answer == [lost.id]
-    assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
+    assert await pipe.prompt_counts() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
 async def test_version_numbers_are_never_used_twice(pipe):
@@ -239,9 +239,9 @@ async def test_recovery_acknowledges_recorded_groups_and_requeues_the_others(pip
     await hold(ledger, [line("a"), line("b", Dropped("stale"))])  # the checkpoint is older than the steps of c and d
     heir = await TrainerLease.acquire(pipe.connection, 30.0)
     assert await heir.recover(ledger) == 2
-    view = await read_status(pipe.connection)
-    assert (view.counts, view.unfinished) == ({"fed": 4, "trained": 1, "dropped:stale": 1}, 2)
-    await pipe.balance()
+    status = await read_status(pipe.connection)
+    assert (status.counts, status.unfinished) == ({"fed": 4, "trained": 1, "dropped:stale": 1}, 2)
+    await pipe.prompt_counts()
     claim = await pipe.stage("scored", "heir").claim(10)
     assert sorted(lease.prompt_id for lease in claim.leases) == ["c", "d"]
 
@@ -263,7 +263,7 @@ async def test_recovering_twice_has_the_effect_of_once(pipe, ledger):
     ledger.outcomes.pop("b")
     await trainer_lease.recover(ledger)
     await trainer_lease.recover(ledger)
-    assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
+    assert await pipe.prompt_counts() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
 async def test_recovery_handles_many_marks(pipe, ledger):
@@ -275,7 +275,7 @@ async def test_recovery_handles_many_marks(pipe, ledger):
     await trainer_lease.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=1)
     await hold(ledger, [line(name) for name in names[:600]])
     assert await trainer_lease.recover(ledger) == 600
-    assert await pipe.balance() == {"fed": 1200, "trained": 600, "dropped": 0, "dead": 0, "outstanding": 600}
+    assert await pipe.prompt_counts() == {"fed": 1200, "trained": 600, "dropped": 0, "dead": 0, "outstanding": 600}
 
 
 async def test_recovery_keeps_prompts_dropped_by_the_operator(pipe, ledger):
@@ -299,7 +299,7 @@ async def test_a_duplicate_of_a_group_that_was_trained_counts_as_one(pipe, ledge
         trainer, [EndedGroup(first, Trained()), EndedGroup(second, AlreadyEnded(Trained()))], release_version=1
     )
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1, "duplicates": 1}
-    await pipe.balance()
+    await pipe.prompt_counts()
 
 
 async def test_a_duplicate_uses_no_capacity_and_ends_nothing(pipe, ledger):
@@ -310,13 +310,13 @@ async def test_a_duplicate_uses_no_capacity_and_ends_nothing(pipe, ledger):
     trainer = pipe.stage("scored", "trainer")
     second, first = (await trainer.claim(2)).leases
     await trainer_lease.commit(trainer, [EndedGroup(second, Duplicate(first.id))], release_version=1)
-    view = await read_status(pipe.connection)
-    assert (view.counts, view.unfinished, view.outstanding) == ({"fed": 1, "duplicates": 1}, 1, 1)
+    status = await read_status(pipe.connection)
+    assert (status.counts, status.unfinished, status.outstanding) == ({"fed": 1, "duplicates": 1}, 1, 1)
     await trainer_lease.commit(trainer, [EndedGroup(first, Trained())], release_version=1)
-    await pipe.balance()
+    await pipe.prompt_counts()
     await trainer_lease.recover(ledger)  # the ledger is from before the step, so both are requeued
     assert len((await pipe.stage("scored", "trainer-2").claim(5)).leases) == 2
-    await pipe.balance()
+    await pipe.prompt_counts()
 
 
 async def test_an_outcome_that_the_server_lost_is_counted_again(pipe, ledger):
@@ -325,7 +325,7 @@ async def test_an_outcome_that_the_server_lost_is_counted_again(pipe, ledger):
     trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     await train(pipe, trainer_lease, {"a": AlreadyEnded(Trained())})
     assert (await read_status(pipe.connection)).counts == {"fed": 1, "trained": 1}
-    await pipe.balance()
+    await pipe.prompt_counts()
 
 
 async def test_an_outcome_that_the_server_lost_is_not_counted_twice_by_a_new_trainer(pipe, ledger):
@@ -333,10 +333,10 @@ async def test_an_outcome_that_the_server_lost_is_not_counted_twice_by_a_new_tra
     await hold(ledger, [line("a")])
     trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     await trainer_lease.recover(ledger)
-    assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
+    assert await pipe.prompt_counts() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
     await train(pipe, trainer_lease, {"a": AlreadyEnded(Trained())})
     assert (await read_status(pipe.connection)).counts == {"fed": 2, "trained": 1, "duplicates": 1}
-    assert await pipe.balance() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
+    assert await pipe.prompt_counts() == {"fed": 2, "trained": 1, "dropped": 0, "dead": 0, "outstanding": 1}
 
 
 async def test_a_ledger_without_acknowledged_groups_is_refused(pipe, ledger):
@@ -352,10 +352,10 @@ async def test_a_run_is_rebuilt_from_its_ledger_on_an_emptied_server(pipe, ledge
     trainer_lease = await TrainerLease.acquire(pipe.connection, 30.0)
     await trainer_lease.recover(ledger)
     await pipe.feed("c")  # the feeder restarts, and counts prompts in the ledger
-    assert await pipe.balance() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
+    assert await pipe.prompt_counts() == {"fed": 1, "trained": 0, "dropped": 0, "dead": 0, "outstanding": 1}
     feed, passed = Feed(pipe.connection, 10), [Prompt(id=name, messages=[]) for name in "ab"]
     await feed.put(passed, await feed.cursor(), "3", ended={"a": "trained", "b": "dropped:stale"})
-    assert await pipe.balance() == {"fed": 3, "trained": 1, "dropped": 1, "dead": 0, "outstanding": 1}
+    assert await pipe.prompt_counts() == {"fed": 3, "trained": 1, "dropped": 1, "dead": 0, "outstanding": 1}
 
 
 async def test_recovery_stores_the_ledgers_length(pipe, tmp_path):

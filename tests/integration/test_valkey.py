@@ -77,10 +77,10 @@ async def test_a_run_on_valkey_finishes(pipe, ledger, tmp_path):
     await heir.commit(trainer, [EndedGroup(lease, Trained()) for lease in leases], release_version=2)
     await heir.acknowledge([lease.id for lease in leases])
     await heir.finish_run("enough")
-    view = await read_status(pipe.connection)
-    assert (view.counts["trained"], view.unfinished, view.version, view.stages["scored"].depth) == (3, 3, 1, 0)
+    status = await read_status(pipe.connection)
+    assert (status.counts["trained"], status.unfinished, status.version, status.stages["scored"].depth) == (3, 3, 1, 0)
     assert (await pipe.stage("scored").claim(1)).finish_reason == "enough"
-    await pipe.balance()
+    await pipe.prompt_counts()
 
 
 async def test_a_blocked_worker_is_woken(pipe):

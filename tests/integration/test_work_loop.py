@@ -54,7 +54,7 @@ async def settle(stage, lease):
 
 async def test_every_entry_is_completed(connection):
     await feed(connection, 50)
-    await pump_until(connection, settle, lambda view: view.stages["groups"].depth == 50)
+    await pump_until(connection, settle, lambda status: status.stages["groups"].depth == 50)
 
 
 async def test_each_log_line_of_an_entry_has_the_prompt_whose_work_it_is_about(connection):
@@ -70,7 +70,7 @@ async def test_each_log_line_of_an_entry_has_the_prompt_whose_work_it_is_about(c
         await settle(stage, lease)
 
     with capture_logs(processors=[structlog.contextvars.merge_contextvars]) as lines:
-        await pump_until(connection, work, lambda view: view.stages["groups"].depth == 3)
+        await pump_until(connection, work, lambda status: status.stages["groups"].depth == 3)
     found = [line for line in lines if line["event"] == "in.thread"]
     assert len(found) == 3
     assert all(line["prompt"] == line["expected"] for line in found)
@@ -88,7 +88,7 @@ async def test_no_more_leases_are_held_than_the_limit(connection):
         await anyio.sleep(0.01)
         await settle(stage, lease)
 
-    await pump_until(connection, work, lambda view: view.stages["groups"].depth == 20, at_once=3)
+    await pump_until(connection, work, lambda status: status.stages["groups"].depth == 20, at_once=3)
     assert most == 3
 
 
@@ -101,7 +101,7 @@ async def test_only_the_entry_that_keeps_failing_is_dead_lettered(connection, er
             raise error
         await settle(stage, lease)
 
-    await pump_until(connection, work, lambda view: view.dead == 1 and view.stages["groups"].depth == 4)
+    await pump_until(connection, work, lambda status: status.dead == 1 and status.stages["groups"].depth == 4)
     (letter,) = await list_dead_letters(connection)
     assert (letter.prompt_id, letter.reason, letter.ends_prompt) == ("d:0:2", reason, True)
     assert str(error) in letter.error
@@ -114,7 +114,7 @@ async def test_a_dead_letter_has_the_place_in_user_code(connection):
     async def work(stage, lease):
         json.loads("{")
 
-    await pump_until(connection, work, lambda view: view.dead == 1)
+    await pump_until(connection, work, lambda status: status.dead == 1)
     (letter,) = await list_dead_letters(connection)
     assert letter.error.startswith("JSONDecodeError: ")
     assert letter.cause.file.endswith("test_work_loop.py")
@@ -153,7 +153,7 @@ async def test_an_unavailable_engine_counts_as_no_failure(connection):
             raise EngineUnavailableError("nothing answers")
         await settle(stage, lease)
 
-    await pump_until(connection, work, lambda view: view.stages["groups"].depth == 1)
+    await pump_until(connection, work, lambda status: status.stages["groups"].depth == 1)
     assert tries == 7
 
 
@@ -164,7 +164,7 @@ async def test_junk_is_dead_lettered_immediately(connection):
     async def work(stage, lease):
         decode(lease.payload, Prompt)
 
-    await pump_until(connection, work, lambda view: view.dead == 1)
+    await pump_until(connection, work, lambda status: status.dead == 1)
     (letter,) = await list_dead_letters(connection)
     assert (letter.reason, letter.ends_prompt) == ("unreadable", False)
 
@@ -201,7 +201,9 @@ async def test_after_two_deaths_an_entry_is_played_alone_so_no_other_one_dies_wi
         else:
             await settle(stage, lease)
 
-    await pump_until(connection, work, lambda view: view.stages["groups"].depth == 11 and view.dead == 1, policy=policy)
+    await pump_until(
+        connection, work, lambda status: status.stages["groups"].depth == 11 and status.dead == 1, policy=policy
+    )
     (letter,) = await list_dead_letters(connection)
     assert (letter.prompt_id, letter.reason, letter.infra_failures, deaths) == ("d:0:2", "infra", 5, 7)
     suspects = {f"d:0:{i}" for i in range(4)}
@@ -275,10 +277,10 @@ async def test_a_suspect_that_waits_for_others_is_released_by_a_stop_request(con
     stage, stopping = Stage(connection, "prompts", "w1", policy), anyio.Event()
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
-            isolation = SharedExclusiveLock()
-            with isolation.shared():
+            lock = SharedExclusiveLock()
+            with lock.shared():
                 loop = partial(work_loop, stage, partial(work, stage), concurrency=4, stopping=stopping)
-                tasks.start_soon(partial(loop, isolation=isolation))
+                tasks.start_soon(partial(loop, lock=lock))
                 while not stage.leases:
                     await anyio.sleep(0.01)
                 stopping.set()
@@ -306,9 +308,9 @@ async def test_a_stop_request_releases_unfinished_work(connection):
             stopping.set()
             await anyio.sleep(0.05)
             tasks.cancel_scope.cancel()
-    view = await read_status(connection)
-    assert view.stages["prompts"].delayed == 3
-    assert view.stages["prompts"].claimed == 0
+    status = await read_status(connection)
+    assert status.stages["prompts"].delayed == 3
+    assert status.stages["prompts"].claimed == 0
     again = await Stage(connection, "prompts", "w2", TERMS).claim(10)
     assert [lease.infra_failures + lease.data_failures for lease in again.leases] == [0, 0, 0]
 

@@ -74,9 +74,9 @@ class Run:
     async def act(self, name: str) -> None:
         self.log.append(name)
         await getattr(self, name)()
-        balance = (await read_status(self.connection)).balance
-        assert balance["fed"] == sum(n for part, n in balance.items() if part != "fed"), (balance, self.log)
-        assert balance["fed"] <= PROMPTS, (balance, self.log)
+        counts = (await read_status(self.connection)).prompt_counts
+        assert counts["fed"] == sum(n for part, n in counts.items() if part != "fed"), (counts, self.log)
+        assert counts["fed"] <= PROMPTS, (counts, self.log)
         self.snapshots = [*self.snapshots[-MEMORY:], await self.dump()]
 
     async def is_drained(self) -> bool:
@@ -216,9 +216,9 @@ class Run:
         assert set(ended.values()) <= {1}, (ended, self.log)
         assert ended.keys() | dead == set(map(str, range(PROMPTS))), (ended, dead, self.log)
         await assert_records_are_owned(self.connection)
-        balance = (await read_status(self.connection)).balance
-        assert balance["fed"] == PROMPTS
-        assert (balance["trained"] + balance["dropped"], balance["dead"]) == (len(ended), len(dead)), self.log
+        counts = (await read_status(self.connection)).prompt_counts
+        assert counts["fed"] == PROMPTS
+        assert (counts["trained"] + counts["dropped"], counts["dead"]) == (len(ended), len(dead)), self.log
 
 
 NIGHTLY = [pytest.param(n, marks=pytest.mark.full) for n in range(5, 600, 5)]

@@ -199,9 +199,9 @@ class Run(RuleBasedStateMachine):
     # -- invariants
 
     @invariant()
-    def the_balance_holds(self) -> None:
-        balance = self.call(read_status, self.connection).balance
-        assert balance.pop("fed") == self.fed == sum(balance.values())
+    def the_prompt_counts_add_up(self) -> None:
+        counts = self.call(read_status, self.connection).prompt_counts
+        assert counts.pop("fed") == self.fed == sum(counts.values())
 
     @invariant()
     def partials_are_deleted_with_their_entry(self) -> None:
@@ -262,9 +262,9 @@ class Run(RuleBasedStateMachine):
             if not self.call(read_status, self.connection).unfinished:
                 break
         self.checkpoint()
-        view = self.call(read_status, self.connection)
-        assert (view.unfinished, view.outstanding) == (0, 0)
-        assert [view.stages[stage].depth for stage in STAGES] == [0, 0, 0]
+        status = self.call(read_status, self.connection)
+        assert (status.unfinished, status.outstanding) == (0, 0)
+        assert [status.stages[stage].depth for stage in STAGES] == [0, 0, 0]
         notes = ("leases", "retries", "attempts", "marked")
         left = [
             self.connection.key(name)
@@ -272,7 +272,11 @@ class Run(RuleBasedStateMachine):
         ]
         assert self.call(self.connection.redis.exists, *left) == 0
         history = [msgspec.json.decode(text)["prompt"] for text in self.ledger.path.read_bytes().splitlines()]
-        assert len(history) == len(set(history)) == view.balance["trained"] + view.dropped.get("zero_variance", 0)
+        assert (
+            len(history)
+            == len(set(history))
+            == status.prompt_counts["trained"] + status.dropped.get("zero_variance", 0)
+        )
 
 
 @pytest.mark.timeout(300)  # two hundred examples in the `ci` profile

@@ -116,11 +116,11 @@ def test_a_prompt_has_one_location(known, expected):
 
 def test_foreign_entries_are_counted_separately():
     report = audit(facts(entry("groups", ""), entry("scored", "nobody's"), dead=[letter("", fed=False)]))
-    assert (report.fed, report.junk, report.clean) == (0, 3, True)
+    assert (report.fed, report.foreign_entries, report.clean) == (0, 3, True)
 
 
 def test_entries_that_are_being_processed_are_not_foreign():
-    assert audit(facts(entry("groups"), opened="a")).junk == 0
+    assert audit(facts(entry("groups"), opened="a")).foreign_entries == 0
 
 
 def test_outcomes_after_the_last_checkpoint_are_counted_as_unsaved():
@@ -173,7 +173,8 @@ def test_findings_list_all_evidence():
 def test_the_report_has_these_keys():
     report = msgspec.to_builtins(audit(facts()))
     assert list(report) == [
-        "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "junk", "notes",
+        "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "foreign_entries",
+        "notes",
     ]  # fmt: skip
 
 

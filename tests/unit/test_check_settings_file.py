@@ -8,7 +8,9 @@ from pathlib import Path
 
 import anyio
 import pytest
+import structlog
 import tomli_w
+from structlog.testing import capture_logs
 
 from envs.sandboxes import process
 from stream.errors import SettingsError
@@ -141,7 +143,7 @@ def long_prompt(project: Project) -> None:
     project.rows([{"question": "word " * 900, "answer": "1", "target": 1}] * 4)
 
 
-def own_rows(code: str, project: Project) -> None:
+def environment_rows(code: str, project: Project) -> None:
     project.edit("world.py", "    def reset", f"    def rows(self):\n        {code}\n\n    def reset")
 
 
@@ -164,13 +166,13 @@ MISTAKES = {
     "a CSV file": (partial(set_key, "data", "path", __file__), ["data.path", ".jsonl or .parquet"]),
     "no data and no rows()": (lambda project: project.table.pop("data"), ["counter has no method rows()", "data.path"]),
     "rows that raise": (
-        lambda project: (project.table.pop("data"), own_rows("return open('gone.csv')", project)),
+        lambda project: (project.table.pop("data"), environment_rows("return open('gone.csv')", project)),
         ["environments.counter: rows() raised FileNotFoundError", "world.py:4"],
     ),
     "held-out rows that are trained on": (
         lambda project: (
             set_key("eval", "rows", 5, project),
-            own_rows("return [{'target': 1}]", project),
+            environment_rows("return [{'target': 1}]", project),
         ),
         ["rows() of environments.counter has no parameter `split`", "eval.path"],
     ),
@@ -256,6 +258,15 @@ def test_a_run_without_a_mistake_has_no_findings(project):
     assert {"environment counter", "reward exact", "Redis", "chat template with the tools of counter"} <= set(
         report.checked
     )
+
+
+def test_a_check_from_python_prints_and_logs_nothing_but_a_process_that_logs_gets_the_events(project, capfd):
+    project.check()
+    assert capfd.readouterr() == ("", "")
+    assert not structlog.is_configured()
+    with capture_logs() as events:
+        project.check()
+    assert "template.inspected" in [event["event"] for event in events]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

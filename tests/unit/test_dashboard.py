@@ -68,7 +68,7 @@ async def text_of(session: aiohttp.ClientSession, path: str, status: int = 200) 
     ("ended", "shown"),
     [
         ({"finished": True}, ["badge finished", "trained</span> 7 of 9 prompts", "The run has done its work"]),
-        ({"finished": True, "verdict": "every group was dropped"}, ["badge finished", "every group was dropped"]),
+        ({"finished": True, "why_untrained": "every group was dropped"}, ["badge finished", "every group was dropped"]),
         ({}, ["badge stopped", "resumes it"]),
         ({"failure": {"message": "the disk <full>"}}, ["badge failed", "the disk &lt;full&gt;", "resumes it"]),
     ],

@@ -176,7 +176,7 @@ def test_every_bar_of_a_histogram_finds_as_many_completions_as_it_counts():
     assert sum(bar.count for bar in bars) == len(values)
     assert len(bars) <= 24
     for bar in bars:
-        wanted = parse_filter({"reward": bar.interval}).rewards
+        wanted = parse_filter({"reward": bar.reward_range}).rewards
         assert sum(value in wanted for value in values) == bar.count
     assert histogram([1.0, 0.0, 1.0]) == [Bar(0.0, 0.0, 1), Bar(1.0, 1.0, 2)]
     assert histogram([]) == []
@@ -266,7 +266,7 @@ def test_a_tokens_tooltip_has_everything_that_is_recorded_of_it():
     assert titles[4][2:] == ["engine's log-prob -2.000", "no loss", "version 8"]
 
 
-def test_without_annotations_a_page_says_what_it_does_not_know():
+def test_without_trained_tokens_a_page_says_what_it_does_not_know():
     done = TrainedCompletion("valid", 0.4, 2)
     page = token_page(ROW, 0, done, letters, "advantage", 3)
     assert [token.css for token in page.tokens] == ["tint-3", "tint-3"]

@@ -155,8 +155,8 @@ def test_the_text_of_an_evaluation():
         "version 3: mean 0.600 (0.250 of all) · pass@1 0.750 (0.250 of all) · pass@2"
     )
     assert format_result(report).endswith("5 of 16 valid · 4 mixed")
-    view = EvaluationStatus(stages={}, version=3, total=8, unfinished=3, results=4)
-    assert evaluation_report(view).progress == "version 3: 5 of 8 prompts, 1 dead"
+    status = EvaluationStatus(stages={}, version=3, total=8, unfinished=3, results=4)
+    assert evaluation_report(status).progress == "version 3: 5 of 8 prompts, 1 dead"
     assert evaluation_report(EvaluationStatus(stages={}, version=3, total=8, finished="1")).progress == ""
 
 
@@ -165,10 +165,10 @@ def test_an_evaluating_run_counts_as_progressing():
 
     def seen(now, open_prompts):
         evaluated = EvaluationStatus(stages={}, version=1, total=5, unfinished=open_prompts)
-        view = RunStatus(
+        status = RunStatus(
             now_ms=0, stages={}, unfinished=4, outstanding=4, dead=0, counts={"fed": 4}, evaluation=evaluated
         )
-        return alarm.observe(view, now)
+        return alarm.observe(status, now)
 
     assert not seen(1.0, 5)
     assert not seen(9.0, 4)

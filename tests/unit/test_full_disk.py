@@ -54,7 +54,7 @@ def test_a_failure_on_a_full_disk_names_the_disk_first(tmp_path, tiny_disk):
         {"run": {"folder": str(tmp_path)}, "model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "a:b"}]}
     )
     failure = RunFailedError("train-0 exited with code 1, and it has never listened: its log is empty")
-    result = RunResult(outcome=RunOutcome(view=None, failure=failure, interrupted=False, killed=[]), summary=None)
+    result = RunResult(outcome=RunOutcome(status=None, failure=failure, interrupted=False, killed=[]), summary=None)
     with pytest.raises(RunFailedError, match=r"^train-0 exited"):
         raise_for_failure(result, settings)
     settings = replace(settings, run=replace(settings.run, folder=str(tiny_disk)))

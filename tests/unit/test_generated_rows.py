@@ -113,7 +113,7 @@ def test_an_environments_own_rows_are_fed_from_a_file_that_is_written_once(own, 
     assert fixed_rows(settings, {})["data.rows.sums"].startswith("3 rows of digest ")
 
 
-def test_own_rows_may_have_prompts_and_be_one_of_several_sets(own, tmp_path):
+def test_environment_rows_may_have_prompts_and_be_one_of_several_sets(own, tmp_path):
     code = SUMS.replace('{"a"', '{"prompt": "Add.", "a"').replace("def rows(self", "async def rows(self")
     code = code.replace("return ({", "return [{").replace("range(self.count))", "range(self.count)]")
     (tmp_path / "more.jsonl").write_text('{"prompt": "Hi."}\n')

@@ -155,7 +155,7 @@ def test_too_many_completions_without_loss_end_the_run_whatever_the_reason(kind,
         for _ in range(4):
             checked = checker.check(bad, 0)
             if not isinstance(checked, DroppedGroup):
-                checker.observe_step([bad], {bad.prompt.id: checked.no_loss})
+                checker.observe_step([bad], {bad.prompt.id: checked.without_loss})
 
     with pytest.raises(
         RunFailedError, match=rf"{4 * number} of the last 8 completions .* {kind}.*max_invalid_fraction"

@@ -120,7 +120,7 @@ class WarmClient:
     def sample(self, context: TokenIds, answer: bytes) -> SampledTurn:
         """Sample one turn, without an event loop in between that could do something else as well."""
         for engine in self.client._router.engines.values():
-            engine.record_version(3, self.client._connections.continuity(engine.url))
+            engine.record_version(3, self.client._connections.connection_epoch(engine.url))
         turn = self.client.sample(context, OPTIONS, min_policy_version=3)
         turn.send(None)
         (connection,) = (c for server in self.client._connections._servers.values() for c in server.busy)

@@ -31,16 +31,17 @@ RETIRED_NAMES = frozenset(
     Live Lookout LostThreads Lull Mail MisfitError Mixture NoFormError Nodes Orders Overran Overtaking Pace Places
     PutBack Raised Returned Roll Room Roster RunView Said Seat Signals SilentError Spoken Stragglers Survey Taken Tally
     Tenure Trajectories UnfitError Wanted Way Wear Word Written
-    NONE_YET WORN_OUT at_least believed bury cooled disown drives_itself enlist keep_finished left_out likeliest
-    lost_threads overtake overtaking patiently put_down run_aside settle steer tally verdicts
+    NONE_YET WORN_OUT annotate annotations at_least believed bury confine continuity cooled disown drives_itself enlist
+    junk keep_finished left_out likeliest lost_threads no_loss overtake overtaking own_rows patiently put_down run_aside
+    settle steer tally timed untrained_ends verdicts
     """.split()  # noqa: SIM905  (a list of words)
 )
 """Names of classes, functions, parameters and fields that standard terms have replaced."""
 RETIRED_MODULES = frozenset(
     """
-    agreement aside book books catalogue census ends endings engine_word fence forming guard hand held_loop held_out
-    journal keeping known_engine last_words led live lookout lull mixture overtaking patience places pump roll room
-    roster spoken steering stragglers survey tally tenure wear
+    agreement annotations aside book books catalogue census confine ends endings engine_word fence forming guard hand
+    held_loop held_out journal keeping known_engine last_words led live lookout lull mixture no_loss_monitor overtaking
+    patience places pump roll room roster spoken steering stragglers survey tally tenure untrained_ends wear
     """.split()  # noqa: SIM905  (a list of words)
 )
 RETIRED_EVENTS = re.compile(

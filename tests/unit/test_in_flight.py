@@ -193,7 +193,7 @@ def test_the_longest_unchanged_comes_first_and_what_is_stuck_is_counted():
     assert lines[-1] == "3 in flight; 1 unchanged for over 1 min 00 s"
     assert "the 1 longest unchanged are shown" in shown(status, count=1)
     report = in_flight_report("demo", status, 60.0)
-    assert (report["stuck"], report["snapshot"]) == (1, status.snapshot)
+    assert (report["stuck"], report["status_id"]) == (1, status.status_id)
     assert report["groups"][0]["completions"][1]["detail"] == "search"
 
 
@@ -250,6 +250,6 @@ async def test_a_watch_prints_json_lines_without_a_terminal_until_the_run_has_fi
     await queues._print_lines(Run("demo"), in_flight, 60.0, SimpleNamespace())
     first, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert first["run"] == last["run"] == "demo"
-    assert first["snapshot"] == status.snapshot
+    assert first["status_id"] == status.status_id
     assert ("groups" in first, "stages" in first) == (in_flight, not in_flight)
     assert in_flight or (first["finished"], last["finished"]) == ("", "done")

@@ -157,7 +157,7 @@ UNSEEN = {
     "rolled out": lambda g: setattr(g, "rolled_out_at", 1.0),
     "scored": lambda g: setattr(g, "scored_at", 1.0),
     "claimed by a scorer": lambda g: setattr(g, "score_claimed_at", 1.0),
-    "intervals": lambda g: g.completions[0].intervals.append(ActivityTime("engine", 1.0, 2.0)),
+    "activity_times": lambda g: g.completions[0].activity_times.append(ActivityTime("engine", 1.0, 2.0)),
     "fed": lambda g: setattr(g.prompt, "fed_at", 1.0),
     "seconds": lambda g: g.completions[0].seconds.update(total=1.0),
 }
@@ -226,7 +226,7 @@ def test_lines_that_stay_when_the_ledger_is_cut_stay_once_when_the_newer_checkpo
     ledger.append_event(LedgerEvent("setting_changed", 2, {}))
     ledger.close()
     older = Ledger(path, length, cut=False)
-    older.cut(keep_aside=True)
+    older.cut(keep_cut=True)
     older.append_end("e", Retried(), 2, 1)
     older.append_end("c", Dead("unreadable"), 2, 1)
     older.append_end("c", Dropped("operator"), 2, 1)

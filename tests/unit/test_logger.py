@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from workers.role.log_setup import configure_logging
+from workers.role.log_setup import configure_logging, log_nothing
 
 
 def test_what_servers_write_does_not_change_the_terminal(monkeypatch):
@@ -43,6 +43,20 @@ def call():
 ''', caller.__dict__)
 print([caller.call() for _ in range(3)])
 """
+
+
+def test_a_caller_without_logging_sees_no_event_and_keeps_its_own_set_up(capfd):
+    log = structlog.get_logger()
+    with log_nothing():
+        log.error("engine.failed")
+    assert capfd.readouterr() == ("", "")
+    log.info("callers.own")
+    assert "callers.own" in capfd.readouterr().out
+
+    configure_logging("check", level="warning")
+    with log_nothing():
+        log.warning("template.tools_not_rendered")
+    assert "template.tools_not_rendered" in capfd.readouterr().err
 
 
 def test_what_a_dependency_deprecates_is_logged_once_by_a_role_and_fails_no_call():

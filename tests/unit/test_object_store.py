@@ -322,7 +322,7 @@ def test_a_damaged_pointer_is_named_with_its_remedy_and_nothing_is_overwritten(r
     assert run.bucket.get(POINTER) == damaged
     assert "latest.json is damaged" in warned(run)[0]
     run.lose()
-    with pytest.raises(StorageError, match=r"test/latest\.json is damaged .*: put an earlier version of it there"):
+    with pytest.raises(StorageError, match=r"test/latest\.json is damaged .*Replace it with an earlier version of it"):
         run.restore()
 
 
@@ -403,7 +403,7 @@ def test_a_restoration_that_was_cut_off_is_begun_again_and_the_run_does_not_begi
     url = run.url
     for elsewhere in ("", f"{url}-empty"):
         run.url = elsewhere
-        with pytest.raises(StorageError, match=r"was restored in part.*set it as it was"):
+        with pytest.raises(StorageError, match=r"was restored only in part.*Set storage.url to what it was"):
             run.restore()
     run.url = url
     run.restore()

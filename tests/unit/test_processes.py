@@ -149,7 +149,7 @@ async def test_a_leaking_child_is_replaced_and_a_job_that_takes_too_much_memory_
 
 def test_a_stricter_limit_of_the_machine_is_kept():
     program = """
-from envs.processes.confine import set_limit
+from envs.processes.resource_limits import set_limit
 from resource import RLIMIT_DATA, getrlimit, setrlimit
 setrlimit(RLIMIT_DATA, (2 << 30, 3 << 30))
 set_limit(RLIMIT_DATA, 4 << 30, 4 << 30)

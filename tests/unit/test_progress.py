@@ -38,7 +38,7 @@ def stage(**fields) -> StageStatus:
     return StageStatus(**(zeros | {"consumers": {}} | fields))
 
 
-def view(metrics=None, *, counts=None, feed=None, is_open=0, scored=None) -> RunStatus:
+def run_status(metrics=None, *, counts=None, feed=None, is_open=0, scored=None) -> RunStatus:
     return RunStatus(
         now_ms=0,
         stages={
@@ -67,12 +67,12 @@ PAUSED = {"paused": "ann@box", "paused_ms": "1767323045678"}
 
 
 def test_a_progress_line_has_only_known_values():
-    line = format_line(view(METRICS, counts={"fed": 9, "trained": 4, "dropped:operator": 1}, is_open=4), RUNNING)
+    line = format_line(run_status(METRICS, counts={"fed": 9, "trained": 4, "dropped:operator": 1}, is_open=4), RUNNING)
     assert line == (
         "demo 1 min 01 s | running | step 3 | version 4 | reward 0.750 | off-policy KL 0.0013 | valid 98.0% | "
         "staleness 0.50 | tokens/s 1,234 | prompts 5 groups 0 scored 0 | trained 4 dropped 1 dead 0 outstanding 4 fed 9"
     )
-    assert "reward" not in format_line(view(), RUNNING)
+    assert "reward" not in format_line(run_status(), RUNNING)
 
 
 def test_a_first_progress_line_has_only_the_phase():
@@ -87,7 +87,7 @@ def test_the_screen_fits_80_columns_and_shows_the_balance():
     counts = {"fed": 90, "trained": 40, "dropped:zero_variance": 10}
     screen = drawn(
         render_table(
-            view(METRICS, counts=counts, feed={"total": "100"}, is_open=40), RUNNING, {7: 0.1, 8: 0.5, 9: 0.75}
+            run_status(METRICS, counts=counts, feed={"total": "100"}, is_open=40), RUNNING, {7: 0.1, 8: 0.5, 9: 0.75}
         )
     )
     assert "50 of 100 prompts  50%" in screen
@@ -98,23 +98,23 @@ def test_the_screen_fits_80_columns_and_shows_the_balance():
 
 
 def test_without_a_known_total_there_is_no_bar():
-    assert "prompts  " not in drawn(render_table(view(METRICS), RUNNING, {})).split("stage")[0]
+    assert "prompts  " not in drawn(render_table(run_status(METRICS), RUNNING, {})).split("stage")[0]
 
 
 def test_restarts_are_shown():
-    status = SupervisorState(run="demo", phase="running", restarts={"rollout-1": 2})
-    assert "restarts rollout-1 2" in format_line(view(), status)
-    assert "rollout-1 2x" in drawn(render_table(view(), status, {}))
+    state = SupervisorState(run="demo", phase="running", restarts={"rollout-1": 2})
+    assert "restarts rollout-1 2" in format_line(run_status(), state)
+    assert "rollout-1 2x" in drawn(render_table(run_status(), state, {}))
 
 
 def test_trained_groups_that_wait_for_a_checkpoint_are_not_shown_as_queued():
-    assert "scored 1 " in format_line(view(scored=stage(depth=9, marked=8)), RUNNING)
+    assert "scored 1 " in format_line(run_status(scored=stage(depth=9, marked=8)), RUNNING)
 
 
 def test_lines_are_printed_every_ten_seconds_and_at_every_new_phase(capsys):
     lines = LineDisplay(every_s=10)
     for phase in ("running", "running", "draining"):
-        lines.show(view(), SupervisorState(run="demo", phase=phase))
+        lines.show(run_status(), SupervisorState(run="demo", phase=phase))
     output = capsys.readouterr()
     assert [text.split(" | ")[1] for text in output.err.splitlines()] == ["running", "draining"]
     assert output.out == ""
@@ -123,10 +123,10 @@ def test_lines_are_printed_every_ten_seconds_and_at_every_new_phase(capsys):
 def test_the_screen_shows_the_reward_of_each_step():
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with TableDisplay(console) as screen:
-        screen.show(view({"reward/mean": 0.1}), RUNNING)
-        screen.show(view({"reward/mean": 0.1}), RUNNING)
+        screen.show(run_status({"reward/mean": 0.1}), RUNNING)
+        screen.show(run_status({"reward/mean": 0.1}), RUNNING)
         assert "▁" not in console.file.getvalue()
-        later = view({"reward/mean": 0.9})
+        later = run_status({"reward/mean": 0.9})
         later.policy["step"] = "4"
         screen.show(later, RUNNING)
     assert "▁█" in console.file.getvalue()
@@ -136,9 +136,9 @@ def test_a_sampled_completion_is_printed_above_the_table_or_as_plain_lines(capsy
     lines = [Text("── sample ──", "bold"), Text("assistant  [bold]4[/]\\x1b")]
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
     with TableDisplay(console) as screen:
-        screen.show(view(METRICS), RUNNING)
+        screen.show(run_status(METRICS), RUNNING)
         screen.print_lines(lines)
-        screen.show(view(METRICS), RUNNING)
+        screen.show(run_status(METRICS), RUNNING)
         assert screen.width == 80
     text = console.file.getvalue()
     assert "assistant  [bold]4[/]\\x1b\n" in text
@@ -171,7 +171,7 @@ def test_equal_values_give_a_flat_sparkline():
 
 def test_the_longest_sparkline_fits_80_columns():
     rewards = {step: 1 / step for step in range(99_976, 100_000)}
-    screen = drawn(render_table(view(METRICS), RUNNING, rewards))
+    screen = drawn(render_table(run_status(METRICS), RUNNING, rewards))
     assert "steps 99976 to 99999\n" in "\n".join(row.rstrip() for row in screen.splitlines()) + "\n"
 
 
@@ -210,9 +210,9 @@ def test_recycling_does_not_use_the_restart_budget():
 
 def test_a_stall_is_detected_only_if_no_work_ends_while_there_is_some():
     alarm = StallDetector(10, now=0)
-    assert not alarm.observe(view(counts={"trained": 1}, is_open=3), now=9)
-    assert not alarm.observe(view(counts={"trained": 2}, is_open=3), now=18)
-    message = alarm.observe(view(counts={"trained": 2}, is_open=3, feed={"done": "1"}), now=28)
+    assert not alarm.observe(run_status(counts={"trained": 1}, is_open=3), now=9)
+    assert not alarm.observe(run_status(counts={"trained": 2}, is_open=3), now=18)
+    message = alarm.observe(run_status(counts={"trained": 2}, is_open=3, feed={"done": "1"}), now=28)
     assert message.startswith(
         "nothing was trained or dropped for 10 s (abort.stall_timeout_s), while 3 prompts are unfinished: prompts"
     )
@@ -221,12 +221,12 @@ def test_a_stall_is_detected_only_if_no_work_ends_while_there_is_some():
 
 def test_a_run_without_work_is_not_stalled():
     alarm = StallDetector(10, now=0)
-    assert not alarm.observe(view(feed={"done": "1"}), now=1000)
-    assert alarm.observe(view(feed={}), now=1010), "a feeder that has not fed everything is work"
+    assert not alarm.observe(run_status(feed={"done": "1"}), now=1000)
+    assert alarm.observe(run_status(feed={}), now=1010), "a feeder that has not fed everything is work"
 
 
 def test_a_paused_run_is_not_stalled_and_resuming_resets_the_timeout():
-    alarm, paused, going = StallDetector(10, now=0), view(is_open=3), view(is_open=3)
+    alarm, paused, going = StallDetector(10, now=0), run_status(is_open=3), run_status(is_open=3)
     paused.meta |= PAUSED
     assert not alarm.observe(going, now=9)
     assert not alarm.observe(paused, now=1000)
@@ -235,9 +235,9 @@ def test_a_paused_run_is_not_stalled_and_resuming_resets_the_timeout():
 
 
 def test_a_pause_is_shown_immediately_in_every_display(capsys):
-    paused, lines = view(), LineDisplay()
+    paused, lines = run_status(), LineDisplay()
     paused.meta |= PAUSED
-    lines.show(view(), RUNNING)
+    lines.show(run_status(), RUNNING)
     lines.show(paused, RUNNING)
     lines.show(paused, RUNNING)
     first, second = capsys.readouterr().err.splitlines()

@@ -306,8 +306,8 @@ def trained_line(lines: list[LedgerRecord]) -> int:
 
 
 ALTERED = {
-    "version": ({"version": 7}, r"ledger line \d+ has version|has version \d, others of its step"),
-    "end": ({"outcome": Dropped("zero_variance")}, r"says dropped:zero_variance of .*, the replay trained"),
+    "version": ({"version": 7}, r"ledger line \d+ has policy version \d, but others of its step have \d"),
+    "end": ({"outcome": Dropped("zero_variance")}, r"of .* is dropped:zero_variance, but in the replay it is trained"),
     "step": ({"step": 5}, r"line 5 ends a step in which no group was left"),
 }
 
@@ -325,7 +325,7 @@ def test_an_altered_ledger_line_is_reported_by_number(made, change, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"hash": "0" * 24}, r"lacks 1 of the \d+ groups of the ledger, the first of them line \d+, prompts:0"),
+        ({"hash": "0" * 24}, r"lacks 1 of the \d+ groups of the ledger; the first is on line \d+: prompts:0"),
         ({"prompt": "prompts:0:999"}, r"lacks 1 of the .*prompts:0:999"),
     ],
 )
@@ -353,7 +353,9 @@ def test_a_missing_ledger_line_is_found_even_if_the_length_fits(made):
     made.rewrite(lines[:gone] + lines[gone + 1 :])
     assert made.replay().mismatch.step == 2
     made.rewrite([line for line in lines if line.step < STEPS])
-    assert made.replay().mismatch.description == f"the ledger has {STEPS - 1} steps, the checkpoint {STEPS}"
+    assert made.replay().mismatch.description == (
+        f"the ledger has {STEPS - 1} steps, but the newest checkpoint is of step {STEPS}"
+    )
 
 
 def test_a_group_missing_from_a_bounded_archive_names_the_setting(base, tmp_path):

@@ -50,7 +50,7 @@ def test_every_metric_of_the_correction_is_on_the_page():
         ("summary.json", RunSummary.__struct_fields__),
         ("ledger.jsonl", ledger.LedgerRecord.__struct_fields__),
         ("Trackers", Tracker.__args__),
-        ("annotations", TrainedCompletion.__struct_fields__ + TrainedRow.__struct_fields__),
+        ("trained_tokens", TrainedCompletion.__struct_fields__ + TrainedRow.__struct_fields__),
         ("Reading completions", TokenColumns.__struct_fields__),
     ],
 )

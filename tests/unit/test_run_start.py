@@ -113,7 +113,7 @@ def test_a_finished_run_says_so_until_something_changes(file):
     )  # fmt: skip
     (folder / "summary.json").write_bytes(msgspec.json.encode(summary))
     assert finished_summary(settings) is None
-    summary.finished, summary.verdict = True, "nothing was trained"
+    summary.finished, summary.why_untrained = True, "nothing was trained"
     (folder / "summary.json").write_bytes(msgspec.json.encode(summary))
     assert finished_summary(settings) == summary
     text = finished_text(settings, summary)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from envs.builtin.python_sandbox import Python
-from envs.processes import confine
+from envs.processes import resource_limits
 from envs.sandboxes.process import becomes_nobody, interpreter_paths
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 
@@ -21,7 +21,9 @@ pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
 PYTHONS = [python for python in (sys.executable, "/usr/bin/python3") if Path(python).exists()]
 NOBODYS = [
-    python for python in PYTHONS if os.geteuid() != 0 or becomes_nobody((*interpreter_paths(python), confine.__file__))
+    python
+    for python in PYTHONS
+    if os.geteuid() != 0 or becomes_nobody((*interpreter_paths(python), resource_limits.__file__))
 ]
 
 

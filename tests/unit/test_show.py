@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from stream.codec import encode
 from stream.errors import SettingsError
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, TrainedCompletion, TrainedRow
-from stream.trainer.annotations import AnnotationFiles
 from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import Dropped, LedgerRecord, Trained, content_hash
+from stream.trainer.trained_tokens import TrainedTokenFiles
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from tests.cases.rows import sampled_row
 from workers.cli import penstock
@@ -52,8 +52,8 @@ class Folder:
             '[[rewards]]\nref = "a:b"\n'
         )
         self.ledger = Ledger(self.path / "ledger.jsonl")
-        annotations = AnnotationFiles(self.path / "annotations", 1_000_000)
-        self.archive = Archive(self.path / "groups", annotations=annotations)
+        trained_tokens = TrainedTokenFiles(self.path / "trained_tokens", 1_000_000)
+        self.archive = Archive(self.path / "groups", trained_tokens=trained_tokens)
 
     def end(self, name, step, completions, *, outcome=TRAINED, done=(), in_ledger=True, text="2 + 2?") -> None:
         prompt = Prompt(id=name, messages=[{"role": "user", "content": text}], fields={"answer": 4})
@@ -206,7 +206,7 @@ def test_an_export_has_what_the_trainer_decided_about_each_token(folder):
     assert shown["rows"] == lines[1]["rows"]
     text = run("show", str(folder), "--end", "length").stdout
     assert "trainer    loss on 2 of 3 sampled tokens; 1 rejected by token_k1; log-prob" in text
-    (folder / "annotations" / "000001.annotations").unlink()
+    (folder / "trained_tokens" / "000001.trained_tokens").unlink()
     lines = [json.loads(line) for line in run("export-groups", str(folder), "-").stdout.splitlines()]
     assert (lines[1]["rows"][0]["loss_mask"], lines[1]["rows"][0]["advantages"]) == (None, None)
     assert "\ntrainer" not in run("show", str(folder), "--end", "length").stdout

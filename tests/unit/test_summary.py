@@ -26,21 +26,21 @@ from workers.settings.toml_file import parse_settings
 KEYS = [
     "finished", "steps", "groups_trained", "groups_dropped", "completion_states", "score_before", "score_after",
     "staleness", "tokens_per_second", "seconds", "fed", "outstanding", "dead", "duplicates", "rejected_rows",
-    "totals", "causes", "verdict", "failure",
+    "totals", "causes", "why_untrained", "failure",
 ]  # fmt: skip
 
 
-def view(is_open: int, **counts: int) -> RunStatus:
+def run_status(is_open: int, **counts: int) -> RunStatus:
     named = {name.replace("__", ":"): n for name, n in counts.items()}
     return RunStatus(now_ms=0, stages={}, unfinished=is_open, outstanding=0, dead=0, counts=named)
 
 
-def summary_of(view: RunStatus, before=Progress(), after=Progress(), seconds=10.0) -> RunSummary:  # noqa: B008
-    return summarize(view, before, after, seconds)
+def summary_of(status: RunStatus, before=Progress(), after=Progress(), seconds=10.0) -> RunSummary:  # noqa: B008
+    return summarize(status, before, after, seconds)
 
 
 def test_the_report_has_these_keys():
-    assert list(json.loads(msgspec.json.encode(summary_of(view(0))))) == KEYS
+    assert list(json.loads(msgspec.json.encode(summary_of(run_status(0))))) == KEYS
 
 
 def test_damaged_utf8_in_a_runs_files_is_no_crash(tmp_path):
@@ -61,15 +61,15 @@ def test_damaged_utf8_in_a_runs_files_is_no_crash(tmp_path):
 
 
 def test_every_prompt_is_accounted_for():
-    summary = summary_of(view(2, fed=10, trained=4, dropped__operator=1, dropped__zero_variance=2, dead=1))
+    summary = summary_of(run_status(2, fed=10, trained=4, dropped__operator=1, dropped__zero_variance=2, dead=1))
     assert summary.is_balanced
     assert summary.groups_dropped == {"operator": 1, "zero_variance": 2}
-    assert summary.balance == "10 fed = 4 trained + 3 dropped + 1 dead + 2 outstanding"
+    assert summary.prompt_counts_text == "10 fed = 4 trained + 3 dropped + 1 dead + 2 outstanding"
 
 
 def test_an_extra_or_missing_prompt_is_detected():
-    assert not summary_of(view(1, fed=10, trained=10)).is_balanced
-    assert not summary_of(view(0, fed=10, trained=9)).is_balanced
+    assert not summary_of(run_status(1, fed=10, trained=10)).is_balanced
+    assert not summary_of(run_status(0, fed=10, trained=9)).is_balanced
 
 
 def test_speed_covers_this_start_and_staleness_the_whole_run():
@@ -77,7 +77,7 @@ def test_speed_covers_this_start_and_staleness_the_whole_run():
     after = Progress(
         step=9, tokens=3000, staleness_sum=30.0, staleness_count=20, staleness_max=3, completion_states={"valid": 7}
     )
-    summary = summary_of(view(0), before, after)
+    summary = summary_of(run_status(0), before, after)
     assert summary.steps == 9
     assert summary.tokens_per_second == 200.0
     assert summary.staleness.mean == 1.5
@@ -86,7 +86,7 @@ def test_speed_covers_this_start_and_staleness_the_whole_run():
 
 
 def test_missing_measurements_are_null_and_not_0():
-    report = json.loads(msgspec.json.encode(summary_of(view(0))))
+    report = json.loads(msgspec.json.encode(summary_of(run_status(0))))
     assert report["staleness"] == {"mean": None, "max": None}
     assert report["score_before"] is None
 
@@ -179,7 +179,7 @@ def test_a_plot_names_step_and_version_as_the_terminal_does_and_begins_with_the_
     )
     rows = [row(41), row(42)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    status = view(0)
+    status = run_status(0)
     draw_progress(tmp_path, status)
     status.policy |= {"step": "42", "version": "42"}
     draw_progress(tmp_path, status)

@@ -11,7 +11,7 @@ from stream.errors import PenstockError
 from stream.records import ActivityTime, Completion, Group, Prompt, ToolRun
 from stream.trainer.archive import Archive
 from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
-from workers.rollout.episode import timed
+from workers.rollout.episode import measure_time
 from workers.runs.find import open_run
 from workers.runs.opentelemetry_export import export_spans
 from workers.runs.phases import StepTimes, group_phase, read_steps, trace_id
@@ -22,7 +22,7 @@ STEP = StepTimes(number=3, began_at=120.0, ended_at=125.0, publish_began_at=126.
 
 
 def make_group(prompt="p", offset=0.0, **times):
-    intervals = [("reset", 101, 1), ("engine", 102, 3), ("tools", 105, 2), ("engine", 107, 1), ("reward", 108, 0.5)]
+    activities = [("reset", 101, 1), ("engine", 102, 3), ("tools", 105, 2), ("engine", 107, 1), ("reward", 108, 0.5)]
     completion = Completion(
         index=0,
         turns=2,
@@ -32,7 +32,9 @@ def make_group(prompt="p", offset=0.0, **times):
             {"role": "assistant", "content": "3"},
         ],
         tool_runs=[ToolRun(1.5)],
-        intervals=[ActivityTime(name, at + offset, seconds) for name, at, seconds in [*intervals, ("total", 101, 8)]],
+        activity_times=[
+            ActivityTime(name, at + offset, seconds) for name, at, seconds in [*activities, ("total", 101, 8)]
+        ],
     )
     known = {"claimed_at": 100.0, "rolled_out_at": 110.0, "score_claimed_at": 111.0, "scored_at": 113.0} | times
     fed_at = 90.0 + offset
@@ -62,7 +64,7 @@ def test_a_group_is_one_span_from_the_feeder_to_the_publication():
 
 def test_times_that_are_missing_leave_their_spans_out():
     group = make_group(score_claimed_at=0.0)
-    group.completions[0].intervals.clear()
+    group.completions[0].activity_times.clear()
     span = group_phase(group, "dropped:ties", None)
     assert names(span) == ["wait for a rollout worker", "rollout p", "score"]
     assert not span.children[1].children
@@ -146,11 +148,11 @@ def test_every_event_is_strictly_of_the_trace_event_format():
 def test_the_time_of_each_activity_is_recorded_and_their_number_is_bounded():
     completion = Completion(index=0, seconds={"engine": 0.0})
     for _ in range(1100):
-        with timed(completion, "engine"):
+        with measure_time(completion, "engine"):
             pass
-    assert len(completion.intervals) == 1000
-    assert completion.intervals[0].began_at <= completion.intervals[-1].began_at
-    assert completion.seconds["engine"] >= sum(each.seconds for each in completion.intervals)
+    assert len(completion.activity_times) == 1000
+    assert completion.activity_times[0].began_at <= completion.activity_times[-1].began_at
+    assert completion.seconds["engine"] >= sum(each.seconds for each in completion.activity_times)
 
 
 @pytest.fixture

@@ -4,33 +4,33 @@ Every row names its test by a part of the name. The tests in this file run the w
 the scoring stage, parts merged, groups collated, masks derived, advantages estimated. The third column names a more
 detailed test.
 
-================================================  ===================================  =================================
-in other projects                                 test, by a part of its name          in more detail
-================================================  ===================================  =================================
-a verifier's exception or timeout is reward 0.0   a_verifiers_exception_or_timeout     unit/test_rewards
-the verifier raises in 1 of 4: [1, 0, 1, 1]       raises_in_1_of_4                     unit/test_reward_calling
-a scoring timeout gives ok, reward 0              scoring_timeout                      unit/test_processes
-a 500 of the model server is scored               failed_rollouts_are_not_scored       integration/test_engine_faults
-a context overflow on the first call is scored    failed_rollouts_are_not_scored       unit/test_episode
-one NaN reward makes its whole group NaN          one_nan_reward                       property/estimators, P1
-inf; inf clipped to 20                            infinite_reward                      unit/test_shaping
-masked completions count in the baseline          masked_completions                   property/masks, P15
-an invalid 0 rescaled to -1                       after_rescaling                      unit/test_shaping
-the std of four 0.9s is not 0                     four_equal_rewards                   unit/test_filters
-leave-one-out with std cancels to -2075           leave_one_out_with_std               property/twins_advantages
-a rejected row's NaN advantage in every gradient  rejected_rows_nan                    property/twins_losses
-rejected tokens stay in the denominator           in_the_denominator                   property/the_path, P14
-weights normalized before rejection               normalized_after_rejection           property/twins_correction
-"no EOS" guessed from the padded width            longest_row                          unit/test_episode, P11
-one group of one gets its raw reward              single_completion                    property/estimators, P5
-a ratio cap that the code lacks: 4.8e8            ratio_cap                            property/twins_correction
-1172 of 1280 failed in reset, trained as 0        failed_resets                        unit/test_no_loss_monitor
-`[nan,0,1,1]` earns 1000, a reversed box 1        an_invalid_box                       unit/test_vlm
-results of the wrong shape                        wrong_shape                          unit/test_rewards
+================================================  ==================================  ==================================
+in other projects                                 test, by a part of its name         in more detail
+================================================  ==================================  ==================================
+a verifier's exception or timeout is reward 0.0   a_verifiers_exception_or_timeout    unit/test_rewards
+the verifier raises in 1 of 4: [1, 0, 1, 1]       raises_in_1_of_4                    unit/test_reward_calling
+a scoring timeout gives ok, reward 0              scoring_timeout                     unit/test_processes
+a 500 of the model server is scored               failed_rollouts_are_not_scored      integration/test_engine_faults
+a context overflow on the first call is scored    failed_rollouts_are_not_scored      unit/test_episode
+one NaN reward makes its whole group NaN          one_nan_reward                      property/estimators, P1
+inf; inf clipped to 20                            infinite_reward                     unit/test_shaping
+masked completions count in the baseline          masked_completions                  property/masks, P15
+an invalid 0 rescaled to -1                       after_rescaling                     unit/test_shaping
+the std of four 0.9s is not 0                     four_equal_rewards                  unit/test_filters
+leave-one-out with std cancels to -2075           leave_one_out_with_std              property/twins_advantages
+a rejected row's NaN advantage in every gradient  rejected_rows_nan                   property/twins_losses
+rejected tokens stay in the denominator           in_the_denominator                  property/the_path, P14
+weights normalized before rejection               normalized_after_rejection          property/twins_correction
+"no EOS" guessed from the padded width            longest_row                         unit/test_episode, P11
+one group of one gets its raw reward              single_completion                   property/estimators, P5
+a ratio cap that the code lacks: 4.8e8            ratio_cap                           property/twins_correction
+1172 of 1280 failed in reset, trained as 0        failed_resets                       unit/test_invalid_fraction_monitor
+`[nan,0,1,1]` earns 1000, a reversed box 1        an_invalid_box                      unit/test_vlm
+results of the wrong shape                        wrong_shape                         unit/test_rewards
 functions with and without validity, mixed        with_and_without_validity
-one invalid step reward in a sum                  one_unmeasured_turn                  unit/test_episode
-math-verify's traps; its name left out                                                 unit/test_math_verifier
-================================================  ===================================  =================================
+one invalid step reward in a sum                  one_unmeasured_turn                 unit/test_episode
+math-verify's traps; its name left out                                                unit/test_math_verifier
+================================================  ==================================  ==================================
 """
 
 import math
@@ -57,7 +57,7 @@ from workers.train.algorithms.correction import importance_weights
 from workers.train.algorithms.losses import LOSSES, LossInputs, policy_loss
 from workers.train.algorithms.masks import reject_tokens
 from workers.train.algorithms.sequences import Sequences, log_ratios
-from workers.train.groups.no_loss_monitor import InvalidFractionMonitor
+from workers.train.groups.invalid_fraction_monitor import InvalidFractionMonitor
 from workers.train.step.batch import collate
 from workers.train.step.estimation import estimate_advantages
 from workers.train.step.group_checks import check_group, filter_reasons, mask_batch
@@ -312,11 +312,11 @@ def test_failed_resets_are_not_zeros_in_the_baseline_and_stop_the_run():
     failed = Failure(reason=RolloutReason.ENV_RESET)
     group = group_of(completion(0, 1.0), *(completion(i, failure=failed) for i in range(1, 10)))
     assert trained(group)[:2] == ([0.0] * 10, [True] + [False] * 9)  # none of them is a 0 in the baseline
-    no_loss = check_group(group, parse_settings(LEAST), 0, 1_000_000).no_loss
+    without_loss = check_group(group, parse_settings(LEAST), 0, 1_000_000).without_loss
     for _ in range(3):
-        guard.observe("sessions", 10, no_loss)
+        guard.observe("sessions", 10, without_loss)
     with pytest.raises(RunFailedError, match="failed:env_reset"):
-        guard.observe("sessions", 10, no_loss)
+        guard.observe("sessions", 10, without_loss)
 
 
 @pytest.mark.parametrize("box", ["[nan,0,1,1]", "[1,1,0,0]"])

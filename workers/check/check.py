@@ -27,6 +27,7 @@ from workers.check.report import Checker, CheckReport
 from workers.check.rewards import check_rewards
 from workers.check.scripted import Call
 from workers.check.user_code import named_parameters, required_parameters
+from workers.role.log_setup import log_nothing
 from workers.role.watchdogs import HangGuard, LoopWatchdog
 from workers.rollout.tool_formats.parsing import ToolCall
 from workers.settings import EnvironmentSettings, RewardSettings, Settings
@@ -49,7 +50,8 @@ def check(
 ) -> CheckReport:
     """Try a settings file, an environment or a reward function, without a model and without starting anything.
 
-    Blocks until everything was tried; user code runs in this process, each call with a deadline.
+    Blocks until everything was tried; user code runs in this process, each call with a deadline. The report says what
+    was found; nothing is logged unless this process has set up structlog.
 
     Args:
         target: a settings file (`.toml`), or the reference of an environment or a reward function.
@@ -77,7 +79,8 @@ def check(
     else:
         settings = settings_for_model(_NO_MODEL, words)
         start = partial(_check_reference, str(target), settings, dict(args), dict(fields), turns, environment)
-    return run_in_daemon_thread(partial(_guard, start, settings.hang_timeout_s) if exits_on_hang else start)
+    with log_nothing():
+        return run_in_daemon_thread(partial(_guard, start, settings.hang_timeout_s) if exits_on_hang else start)
 
 
 async def _guard(start: partial[Any], hang_timeout_s: float) -> CheckReport:

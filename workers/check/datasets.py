@@ -11,26 +11,26 @@ from workers.datasets.mix import open_dataset_mix
 from workers.settings import Settings
 
 _ROWS: Final = 64
-"""Rows that are read; the feeder reports the others when it comes to them."""
+"""Rows that are checked; the feeder reports faults of later rows when it reads them."""
 _ROWS_TIMEOUT_S: Final = 20.0
-"""For one call of an environment's `rows()`; the feeder waits longer for it."""
+"""Deadline of one call of an environment's `rows()`; the feeder waits longer for it."""
 
 
 def check_data(checker: Checker) -> list[Prompt]:
-    """Report faults of `[data]` and `[eval]`. Returns the first prompts of `[data]`. Calls `rows()` of environments."""
+    """Report faults of `[data]` and `[eval]`; return the first prompts of `[data]`. Calls `rows()` of environments."""
     settings = checker.settings
     data = checker.about("data", "data.sets" if settings.data.sets else "data.path")
     held_out = checker.about("data", "eval.path" if settings.eval.path else "eval.rows")
     with temporary_folder(settings) as own:
-        prompts = _check_rows(own, data) if _check_own_rows(write_training_rows, own, data) else []
-        if settings.eval.source and _check_own_rows(write_evaluation_rows, own, held_out):
+        prompts = _check_rows(own, data) if _check_environment_rows(write_training_rows, own, data) else []
+        if settings.eval.source and _check_environment_rows(write_evaluation_rows, own, held_out):
             _check_rows(own.for_evaluation, held_out)
     checker.checked.append(f"{len(prompts)} rows of the data")
     return prompts
 
 
-def _check_own_rows(write: Callable[[Settings, float], None], settings: Settings, data: Subject) -> bool:
-    """Call `rows()` of the environments that bring their own rows. Returns whether these can be checked, too."""
+def _check_environment_rows(write: Callable[[Settings, float], None], settings: Settings, data: Subject) -> bool:
+    """Call `rows()` of the environments that bring their own rows. Returns whether there are rows to check."""
     try:
         write(settings, _ROWS_TIMEOUT_S)
     except DataError as error:
@@ -58,10 +58,10 @@ def _check_rows(settings: Settings, data: Subject) -> list[Prompt]:
     if not total:
         data.error(f"{mix.paths} has no rows")
     elif not prompts:
-        data.error(f"not one of the first {len(errors)} rows is a prompt: {errors[0]}")
+        data.error(f"none of the first {len(errors)} rows is a prompt; the first: {errors[0]}")
     elif errors:
         rows = len(errors) + len(prompts)
-        data.warn(f"{len(errors)} of the first {rows} rows are no prompts and are not fed: {errors[0]}")
+        data.warn(f"{len(errors)} of the first {rows} rows are no prompts and will be skipped; the first: {errors[0]}")
     if prompts and total < settings.train.batch_size and not data.place.startswith("eval."):
         data.warn(
             f"{total} prompts are fewer than train.batch_size = {settings.train.batch_size}: the run makes one step, "

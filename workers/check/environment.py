@@ -65,7 +65,7 @@ class EnvironmentCheck:
     Args:
         checker: collects the findings.
         name: of the environment.
-        prompt: a row of the data for it; None: it is not reset, unless it is tried alone and brings its own rows.
+        prompt: a row of the data for it; None: it is not reset, unless it is tried alone and provides rows.
         turns: texts and calls of the model, in order, for one that is tried alone; default: one call of each tool.
     """
 
@@ -91,7 +91,7 @@ class EnvironmentCheck:
         checked = CheckedEnvironment(factory=factory, prompt=self._prompt, trial=trial)
         if warning := await anyio.to_thread.run_sync(missing_sandbox, factory.environment_class, args):
             self._subject.warn(warning)
-        if self._is_thorough and not await self._take_own_row(checked):
+        if self._is_thorough and not await self._take_environment_row(checked):
             return checked
         if checked.prompt is not None:
             trial.fields = checked.prompt.fields
@@ -100,7 +100,7 @@ class EnvironmentCheck:
         self._check_class(trial, factory)
         return checked
 
-    async def _take_own_row(self, checked: CheckedEnvironment) -> bool:
+    async def _take_environment_row(self, checked: CheckedEnvironment) -> bool:
         """Take the first row of `rows()`, unless fields were given. Returns whether the environment can be reset."""
         fields = self._prompt.fields if self._prompt is not None else {}
         if not fields or checked.factory.has_rows:

@@ -33,7 +33,7 @@ _INDICES: Final = (*_SAME_SEED, 1, 2)
 _ENOUGH_S: Final = 5.0
 """After this time no further pair is reset, so that the check of a slow environment takes as long as two resets."""
 _MAX_BYTES: Final = 1_000_000
-"""Of the attributes that are compared."""
+"""Size limit of the frozen attributes; what does not fit is not compared."""
 _BEFORE, _SHOWN = 20, 60
 """Characters of an observation that are shown: before the first that differs, and in all."""
 _REMEDY: Final = (

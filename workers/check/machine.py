@@ -34,7 +34,7 @@ _SAVED_BYTES: Final = 12
 _LEAST_FREE_BYTES: Final = 64 << 20
 _HAS_GPU: Final = Path("/dev/nvidiactl").exists()
 _GPU_FILES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
-"""Of the drivers of NVIDIA, of AMD, and of Windows for Linux."""
+"""Files of the drivers of NVIDIA, of AMD, and of Windows for Linux."""
 
 
 def check_machine(checker: Checker, facts: ModelFacts | None) -> None:

@@ -84,7 +84,7 @@ class EnvironmentTrial(Struct, kw_only=True):
     """Class of the environment as `module:qualname`."""
     reference_kind: str
     fields: dict[str, Any] = {}
-    """Of the row with which it was reset."""
+    """Columns of the row with which it was reset."""
     observation: Any = None
     """The return value of `reset`."""
     tools: list[ToolTrial] = []

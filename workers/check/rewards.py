@@ -58,7 +58,7 @@ class RewardCheck:
         self._function: RewardFunction
         self._trial: RewardTrial
         self._environment: CheckedEnvironment | None = None
-        """Of the row."""
+        """The environment that the row names."""
 
     async def run(self, prompts: list[Prompt]) -> None:
         """Load the function, and call it on completions of the first row that it measures."""

@@ -153,7 +153,7 @@ def _filters(command: Any) -> Any:
         (
             click.option("--step", default="", metavar="N|N..M", help="Of these optimizer steps."),
             click.option("--version", default="", metavar="N|N..M", help="Sampled by these policy versions."),
-            click.option("--reward", default="", metavar="R|R..S", help="With a measured reward in this interval."),
+            click.option("--reward", default="", metavar="R|R..S", help="With a measured reward in this range."),
             click.option(
                 "--end",
                 multiple=True,

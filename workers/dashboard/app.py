@@ -20,26 +20,38 @@ from aiohttp import web
 from stream.errors import PenstockError
 from workers.dashboard.access import Access, access_middleware, add_headers
 from workers.dashboard.dashboard import Dashboard
-from workers.dashboard.dead_letters_page import change_letters, send_letter, show_dead_letters
-from workers.dashboard.evaluations_page import show_evaluations
-from workers.dashboard.group_page import send_message, send_messages, send_snapshot, send_tokens, show_group
-from workers.dashboard.groups_page import show_groups
+from workers.dashboard.dead_letters_page import change_dead_letters, dead_letter_page, dead_letters_page
+from workers.dashboard.evaluations_page import evaluations_page
+from workers.dashboard.group_page import (
+    group_page,
+    message_fragment,
+    messages_fragment,
+    snapshot_fragment,
+    tokens_fragment,
+)
+from workers.dashboard.groups_page import groups_page
 from workers.dashboard.live_view import RenderPart
 from workers.dashboard.run_pages import (
+    charts_json,
+    comparison_json,
+    comparison_page,
+    logs_page,
     render_pipeline,
     render_state,
     render_steps,
-    send_charts,
-    send_comparison,
-    show_comparison,
-    show_logs,
-    show_run,
-    show_runs,
-    show_settings,
+    run_page,
+    runs_page,
+    settings_page,
 )
 from workers.dashboard.templating import describe_exception, load_templates, log_page_failure, render
-from workers.dashboard.timeline_page import show_timeline
-from workers.dashboard.workers_page import render_in_flight, render_workers, send_engines, show_in_flight, show_workers
+from workers.dashboard.timeline_page import timeline_page
+from workers.dashboard.workers_page import (
+    engines_fragment,
+    in_flight_page,
+    render_in_flight,
+    render_workers,
+    workers_page,
+)
 from workers.engine_api.http_access import is_loopback
 from workers.engine_api.http_server import listen
 from workers.runs.catalog import Runs
@@ -61,28 +73,28 @@ Page = Callable[[Dashboard, web.Request], Awaitable[web.StreamResponse]]
 
 _RUN: Final = "/runs/{run}"
 _PAGES: Final[dict[str, Page]] = {
-    "/": show_runs,
-    "/compare": show_comparison,
-    "/compare/charts.json": send_comparison,
-    _RUN: show_run,
-    f"{_RUN}/charts.json": send_charts,
-    f"{_RUN}/groups": show_groups,
-    f"{_RUN}/group": show_group,
-    f"{_RUN}/group/messages": send_messages,
-    f"{_RUN}/group/message": send_message,
-    f"{_RUN}/group/snapshot": send_snapshot,
-    f"{_RUN}/group/tokens": send_tokens,
-    f"{_RUN}/evaluations": show_evaluations,
-    f"{_RUN}/in-flight": show_in_flight,
-    f"{_RUN}/workers": show_workers,
-    f"{_RUN}/engines": send_engines,
-    f"{_RUN}/timeline": show_timeline,
-    f"{_RUN}/dead": show_dead_letters,
-    f"{_RUN}/dead/letter": send_letter,
-    f"{_RUN}/logs": show_logs,
-    f"{_RUN}/settings": show_settings,
+    "/": runs_page,
+    "/compare": comparison_page,
+    "/compare/charts.json": comparison_json,
+    _RUN: run_page,
+    f"{_RUN}/charts.json": charts_json,
+    f"{_RUN}/groups": groups_page,
+    f"{_RUN}/group": group_page,
+    f"{_RUN}/group/messages": messages_fragment,
+    f"{_RUN}/group/message": message_fragment,
+    f"{_RUN}/group/snapshot": snapshot_fragment,
+    f"{_RUN}/group/tokens": tokens_fragment,
+    f"{_RUN}/evaluations": evaluations_page,
+    f"{_RUN}/in-flight": in_flight_page,
+    f"{_RUN}/workers": workers_page,
+    f"{_RUN}/engines": engines_fragment,
+    f"{_RUN}/timeline": timeline_page,
+    f"{_RUN}/dead": dead_letters_page,
+    f"{_RUN}/dead/letter": dead_letter_page,
+    f"{_RUN}/logs": logs_page,
+    f"{_RUN}/settings": settings_page,
 }
-_CHANGES: Final[dict[str, Page]] = {f"{_RUN}/dead": change_letters}
+_CHANGES: Final[dict[str, Page]] = {f"{_RUN}/dead": change_dead_letters}
 """What the pages post; `access_middleware` lets it through only if changes are allowed."""
 _PARTS: Final[dict[str, RenderPart]] = {
     "state": render_state,
@@ -121,7 +133,7 @@ async def serve_dashboard(runs: Runs, access: Access, port: int) -> AsyncIterato
 def _application(dashboard: Dashboard, static: dict[str, bytes]) -> web.Application:
     app = web.Application(middlewares=[_Templates().load, access_middleware(dashboard.access), _error_pages])
     app.on_response_prepare.append(add_headers)
-    app.router.add_get("/static/{name}", partial(_send_static, static))
+    app.router.add_get("/static/{name}", partial(_static_file, static))
     app.router.add_get("/health", _answer_health)
     app.router.add_get(f"{_RUN}/events", partial(_Streams(dashboard).send, dashboard))
     for path, page in _PAGES.items():
@@ -221,7 +233,7 @@ def _error_page(status: int, title: str, text: str) -> web.Response:
     return web.Response(status=status, text=page, content_type="text/html", charset="utf-8")
 
 
-async def _send_static(static: dict[str, bytes], request: web.Request) -> web.StreamResponse:
+async def _static_file(static: dict[str, bytes], request: web.Request) -> web.StreamResponse:
     """Send a script, style or picture of the pages."""
     name = request.match_info["name"]
     if name not in static:

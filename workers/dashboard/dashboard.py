@@ -1,6 +1,6 @@
-"""What all pages share: the runs, their live views, and the frame of a page.
+"""What all pages share: the runs, their live views, the frame of a page, and the engines' answers.
 
-Ask the engines of a run whether they answer, and with which weights; once for all viewers.
+Whatever is read or asked for a page is read or asked once for all viewers.
 """
 
 import secrets
@@ -38,22 +38,26 @@ NAVIGATION: Final = (
 """Pages of a run: the end of the address, and the title."""
 
 _READ_ALL_S: Final = 300.0
-"""Deadline of reading all summaries of a run; the next page about groups goes on."""
+"""Deadline for reading all summaries of a run in the background; the next page about groups continues it."""
 _READ_SLICE_S: Final = 0.2
+_PAUSE_S: Final = 0.2
+"""Pause between two slices of this reading, so that pages and the run itself get their share of the machine."""
 _MAX_NOTES: Final = 64
 _MAX_RENDERS: Final = 2
-_PAUSE_S: Final = 0.2
-"""Between two slices, so that pages and the run itself get their share of the machine."""
+_ENGINES_S: Final = 5.0
+"""Engines are asked at most this often, however many viewers there are."""
+_QUERY_S: Final = 6.0
+"""Deadline for the answers of all engines of a run."""
 
 
 class Dashboard:
-    """The runs of one dashboard, and what is read of them once for all viewers.
+    """The runs of one dashboard, and what has been read of them for all viewers.
 
     Args:
-        runs: the runs.
+        runs: the runs that the dashboard shows.
         access: who may do what.
         parts: functions that render the parts of pages that change while they are open.
-        tasks: runs what renews the pages while a page is open; it must stay open as long as the server.
+        tasks: task group of the updates that open pages get; it must be open as long as the server.
     """
 
     def __init__(self, runs: Runs, access: Access, parts: Mapping[str, RenderPart], tasks: TaskGroup) -> None:
@@ -68,7 +72,7 @@ class Dashboard:
         """Results of changes, each for the page that follows it; the keys cannot be guessed."""
         self.engines = EngineQueries()
         self.renders = anyio.CapacityLimiter(_MAX_RENDERS)
-        """Processes with environments' code, which render snapshots."""
+        """Limits the processes that render snapshots: each runs an environment's code."""
         self._reading: set[GroupIndex] = set()
         """Indexes whose summaries are being read in the background."""
 
@@ -84,7 +88,7 @@ class Dashboard:
         return run
 
     def keep_note(self, text: str) -> str:
-        """Keep the result of a change for the next page. Returns what the page's address has to name."""
+        """Keep the result of a change for the next page. Returns the key that the address of that page must contain."""
         while len(self._notes) >= _MAX_NOTES:
             del self._notes[next(iter(self._notes))]
         key = secrets.token_urlsafe(8)
@@ -92,11 +96,11 @@ class Dashboard:
         return key
 
     def take_note(self, key: str) -> str:
-        """Return a result once; empty if there is none: an address alone puts no text on a page."""
+        """Return the result of a key, and forget it; empty if there is none, so an invented address shows no text."""
         return self._notes.pop(key, "")
 
     def view(self, run: Run) -> LiveView:
-        """Return what all viewers of a run share."""
+        """Return the live view of a run, which all its viewers share."""
         if run.key not in self._views:
             self._views[run.key] = LiveView(run, self._tasks, self.parts)
         return self._views[run.key]
@@ -108,7 +112,7 @@ class Dashboard:
         return self._metrics[run.key]
 
     async def groups(self, run: Run) -> GroupIndex:
-        """Return the index of a run's archived groups; its summaries are read on in the background."""
+        """Return the index of a run's archived groups; a background task reads the summaries that it lacks."""
         known = self._groups.get(run.key)
         index = await anyio.to_thread.run_sync(_fresh_index, known, run.file())
         if self._groups.get(run.key) is known:
@@ -132,32 +136,26 @@ class Dashboard:
             self._reading.discard(index)
 
     def page(self, template: str, run: Run | None, values: Mapping[str, Any], status: int = 200) -> web.Response:
-        """Return a page; `run`: the run that it is about, if any."""
+        """Return a page from its template; `run` is the run that the page is about, if any."""
         shared = {"run": run, "access": self.access, "navigation": NAVIGATION}
         text = render(template, {**shared, **values})
         return web.Response(status=status, text=text, content_type="text/html", charset="utf-8")
 
 
 def _fresh_index(known: GroupIndex | None, folder: Path) -> GroupIndex:
-    """Return the index of a run with all groups that have ended: the known one, unless its ledger was cut."""
+    """Return an index with all groups that have ended so far: the known one, or a new one if the ledger was cut."""
     return known if known is not None and known.refresh() else GroupIndex(folder)
 
 
-_ENGINES_S: Final = 5.0
-"""Engines are asked at most this often, however many viewers there are."""
-_QUERY_S: Final = 6.0
-"""Deadline of asking all engines."""
-
-
 class EngineQueries:
-    """The last answers of the engines of each run, shared by all viewers."""
+    """The latest answers of each run's engines, shared by all viewers."""
 
     def __init__(self) -> None:
         self._lock = anyio.Lock()
         self._known: dict[str, tuple[float, list[EngineReport], str]] = {}
 
     async def read(self, run: Run) -> tuple[list[EngineReport], str]:
-        """Return the engines, asked a moment ago, and why they could not be asked."""
+        """Return reports of a run's engines, a few seconds old at most; without any, also why there are none."""
         async with self._lock:
             read_at, reports, problem = self._known.get(run.key, (float("-inf"), [], ""))
             if time.monotonic() - read_at > _ENGINES_S:

@@ -28,7 +28,7 @@ _ACTIONS: Final = {"retry": retry_dead_letters, "drop": drop_dead_letters}
 _DONE: Final = {"retry": "retried", "drop": "dropped"}
 
 
-async def show_dead_letters(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def dead_letters_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Dead letters*."""
     run = await dashboard.run(request)
     query = {name: request.query.get(name, "") for name in ("reason", "stage", "after")}
@@ -45,7 +45,7 @@ async def show_dead_letters(dashboard: Dashboard, request: web.Request) -> web.S
     return dashboard.page("dead_letters.html", run, values)
 
 
-async def send_letter(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def dead_letter_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The content of one dead letter, as JSON for people."""
     run = await dashboard.run(request)
     async with run.connect(start_server=False) as connection:
@@ -56,7 +56,7 @@ async def send_letter(dashboard: Dashboard, request: web.Request) -> web.StreamR
     return dashboard.page("dead_letter.html", run, {"letter": letters[0], "content": content, "died_at": _died_at})
 
 
-async def change_letters(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def change_dead_letters(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """Retry or drop one letter, or all with a reason. The middleware has checked that this is allowed."""
     run = await dashboard.run(request)
     form = await request.post()

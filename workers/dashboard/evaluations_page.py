@@ -15,7 +15,7 @@ _GROUPS = 500
 """Groups on the page."""
 
 
-async def show_evaluations(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def evaluations_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Evaluations*."""
     run = await dashboard.run(request)
     step = parse_number(request.query.get("step", ""))

@@ -92,7 +92,7 @@ def visible_parts(
     return list(messages[:FIRST]), len(messages) - FIRST - LAST, list(messages[-LAST:])
 
 
-async def show_group(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def group_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Group*."""
     run = await dashboard.run(request)
     found = await _find(dashboard, run, request)
@@ -102,11 +102,11 @@ async def show_group(dashboard: Dashboard, request: web.Request) -> web.StreamRe
     choice = TokenChoice.from_query(request.query)
     values = await anyio.to_thread.run_sync(_page_values, run, found, first, choice)
     steps = await anyio.to_thread.run_sync(dashboard.metrics(run).step_times)
-    values["way"] = _way(found, steps)
+    values["phase_bars"] = _phase_bars(found, steps)
     return dashboard.page("group.html", run, values)
 
 
-async def send_messages(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def messages_fragment(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The messages of one completion that the page has left out, some at a time."""
     run = await dashboard.run(request)
     completion = _completion(await _find(dashboard, run, request), request)
@@ -124,7 +124,7 @@ async def send_messages(dashboard: Dashboard, request: web.Request) -> web.Strea
     return _fragment("parts/messages.html", values)
 
 
-async def send_message(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def message_fragment(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """One long message, whole."""
     run = await dashboard.run(request)
     completion = _completion(await _find(dashboard, run, request), request)
@@ -134,7 +134,7 @@ async def send_message(dashboard: Dashboard, request: web.Request) -> web.Stream
     return _fragment("parts/message.html", values)
 
 
-async def send_tokens(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def tokens_fragment(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """More tokens of one row of a completion."""
     run = await dashboard.run(request)
     found = await _find(dashboard, run, request)
@@ -146,7 +146,7 @@ async def send_tokens(dashboard: Dashboard, request: web.Request) -> web.StreamR
     return _fragment("parts/tokens.html", values)
 
 
-async def send_snapshot(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def snapshot_fragment(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The final state of one completion's environment."""
     run = await dashboard.run(request)
     found = await _find(dashboard, run, request)
@@ -159,7 +159,7 @@ async def send_snapshot(dashboard: Dashboard, request: web.Request) -> web.Strea
     return _fragment("parts/snapshot.html", {"panel": view, "completion": completion.index})
 
 
-def _way(found: FoundGroup, steps: Mapping[int, StepTimes]) -> list[Bar]:
+def _phase_bars(found: FoundGroup, steps: Mapping[int, StepTimes]) -> list[Bar]:
     """Return the phases of a group whose times are known, as bars."""
     step = steps.get(found.step or 0) if found.outcome == "trained" else None
     phases = main_phases(GroupTimes.of_group(found.group), step)
@@ -258,7 +258,7 @@ def _read_archived(groups: ArchivedRunGroups, number: int) -> FoundGroup:
     """Read a group from the archive. Blocks on files."""
     record = groups.records[number]
     group, trained = groups.read(number)
-    done = iter(groups.annotations(number) or trained)
+    done = iter(groups.trained_tokens(number) or trained)
     return FoundGroup(
         group=group,
         outcome=encode_outcome(record.outcome),

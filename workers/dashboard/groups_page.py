@@ -32,7 +32,7 @@ class Bar(Struct, frozen=True):
     count: int
 
     @property
-    def interval(self) -> str:
+    def reward_range(self) -> str:
         """The bar as a filter."""
         return repr(self.low) if self.low == self.high else f"{self.low!r}..{self.high!r}"
 
@@ -65,7 +65,7 @@ def parse_filter(query: Mapping[str, str]) -> CompletionFilter:
     return CompletionFilter.parse(step=step, version=version, reward=reward, end=end, prompt=prompt)
 
 
-async def show_groups(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def groups_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Groups*."""
     run = await dashboard.run(request)
     query = {name: request.query.get(name, "") for name in _QUERY}

@@ -1,4 +1,4 @@
-"""One run while a page is open at it: each snapshot of its server is read and rendered once, for all viewers."""
+"""One run while a page is open at it: the status of its server is read and rendered once a second, for all viewers."""
 
 import time
 from collections import Counter
@@ -51,16 +51,16 @@ class StatusReading(Struct, frozen=True, kw_only=True):
 
 
 RenderPart = Callable[[Run, StatusReading, RunConnection | None], Awaitable[str]]
-"""Returns the HTML of one part of a page, of one snapshot."""
+"""Returns the HTML of one part of a page."""
 
 
 class Frame(Struct, frozen=True, kw_only=True):
-    """One snapshot with its rendered parts."""
+    """One reading with its rendered parts."""
 
     number: int
     read_at: float
     """`time.monotonic()`."""
-    snapshot: StatusReading
+    reading: StatusReading
     parts: dict[str, str]
 
     def part(self, name: str) -> Markup:
@@ -83,7 +83,7 @@ class LiveView:
         self._render = parts
         self._frame: Frame | None = None
         self._changed = anyio.Event()
-        self._reading = anyio.Lock()
+        self._read_lock = anyio.Lock()
         self._wanted: Counter[str] = Counter()
         """Viewers of each part."""
         self._is_renewing = False
@@ -95,7 +95,7 @@ class LiveView:
 
     async def read(self, parts: tuple[str, ...]) -> Frame:
         """Return a frame with these parts, read at most a moment ago; concurrent callers share one reading."""
-        async with self._reading:
+        async with self._read_lock:
             frame = self._frame
             if frame is None or time.monotonic() - frame.read_at > _MAX_AGE_S or set(parts) - set(frame.parts):
                 with self._wants(parts):
@@ -132,13 +132,13 @@ class LiveView:
                 try:
                     async with self._run.connect(start_server=False) as connection:
                         while self.viewers:
-                            async with self._reading:
+                            async with self._read_lock:
                                 frame = await self._read_with(connection)
-                            if frame.snapshot.status is None:
+                            if frame.reading.status is None:
                                 break
                             await anyio.sleep(_INTERVAL_S)
                 except Exception as error:  # noqa: BLE001  (one run that cannot be read must not end the dashboard)
-                    async with self._reading:
+                    async with self._read_lock:
                         await self._publish(self._without_status(error), None)
                 if self.viewers:
                     await anyio.sleep(_RETRY_S)
@@ -156,38 +156,38 @@ class LiveView:
     async def _read_with(self, connection: RunConnection) -> Frame:
         try:
             with anyio.fail_after(_READ_S):
-                snapshot = StatusReading(status=await read_status(connection, with_in_flight=True))
+                reading = StatusReading(status=await read_status(connection, with_in_flight=True))
         except TimeoutError:
-            snapshot = StatusReading(problem=f"it did not answer within {_READ_S:g} s", label=_NO_ANSWER)
+            reading = StatusReading(problem=f"it did not answer within {_READ_S:g} s", label=_NO_ANSWER)
         except PenstockError as error:
-            snapshot = self._without_status(error)
-        return await self._publish(snapshot, connection)
+            reading = self._without_status(error)
+        return await self._publish(reading, connection)
 
-    async def _publish(self, snapshot: StatusReading, connection: RunConnection | None) -> Frame:
+    async def _publish(self, reading: StatusReading, connection: RunConnection | None) -> Frame:
         """Render the parts that open pages show, and hand the frame to all viewers."""
         parts = {}
-        problems = await anyio.to_thread.run_sync(disk_problems, self._run.folder, snapshot.status)
+        problems = await anyio.to_thread.run_sync(disk_problems, self._run.folder, reading.status)
         stopping = await anyio.to_thread.run_sync(_stopping, self._run)
-        disk = [] if snapshot.is_offline else list(map(str, problems))
-        snapshot = structs.replace(snapshot, disk=disk, stopping=stopping)
+        disk = [] if reading.is_offline else list(map(str, problems))
+        reading = structs.replace(reading, disk=disk, stopping=stopping)
         for name in [name for name, count in self._wanted.items() if name and count > 0]:
             with anyio.move_on_after(_READ_S):
-                parts[name] = await self._render_part(name, snapshot, connection)
+                parts[name] = await self._render_part(name, reading, connection)
         number = self._frame.number + 1 if self._frame else 1
-        self._frame = Frame(number=number, read_at=time.monotonic(), snapshot=snapshot, parts=parts)
+        self._frame = Frame(number=number, read_at=time.monotonic(), reading=reading, parts=parts)
         self._changed.set()
         self._changed = anyio.Event()
         return self._frame
 
-    async def _render_part(self, name: str, snapshot: StatusReading, connection: RunConnection | None) -> str:
+    async def _render_part(self, name: str, reading: StatusReading, connection: RunConnection | None) -> str:
         try:
-            return await self._render[name](self._run, snapshot, connection)
+            return await self._render[name](self._run, reading, connection)
         except Exception as error:  # noqa: BLE001  (the other parts can be shown)
             await log_page_failure(error, f"{self._run.key}, {name}")
             return render("parts/failed.html", {"error": describe_exception(error)})
 
     def _without_status(self, error: Exception) -> StatusReading:
-        """Return the snapshot of a run whose status could not be read."""
+        """Return the reading of a run whose status could not be read."""
         if isinstance(error, NoServerError):
             return StatusReading(problem=str(error), label="no server", is_offline=True)
         if isinstance(error, PenstockError):
@@ -195,7 +195,7 @@ class LiveView:
                 problem=str(error), label=_NO_ANSWER if isinstance(error, ServerError) else "not begun"
             )
         problem = f"its status cannot be read: {describe_exception(error)}"
-        if self._frame is None or self._frame.snapshot.problem != problem:
+        if self._frame is None or self._frame.reading.problem != problem:
             log.error("run.unreadable", run=self._run.key, why=problem)
         return StatusReading(problem=problem, label="unreadable")
 

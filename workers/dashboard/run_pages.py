@@ -55,14 +55,14 @@ def queue_boxes(report: QueueReport) -> list[QueueBox]:
     return [QueueBox(name=name, role=role, stage=report.stages[name]) for name, role in _WORKERS.items()]
 
 
-async def render_state(run: Run, snapshot: StatusReading, _: RunConnection | None) -> str:
+async def render_state(run: Run, reading: StatusReading, _: RunConnection | None) -> str:
     """Render the line that says how the run is doing, or how it ended."""
-    return render("parts/state.html", await _values(run, snapshot))
+    return render("parts/state.html", await _values(run, reading))
 
 
-async def render_pipeline(run: Run, snapshot: StatusReading, _: RunConnection | None) -> str:
+async def render_pipeline(run: Run, reading: StatusReading, _: RunConnection | None) -> str:
     """Render the pipeline."""
-    return render("parts/pipeline.html", await _values(run, snapshot))
+    return render("parts/pipeline.html", await _values(run, reading))
 
 
 async def render_steps(run: Run, _: StatusReading, __: RunConnection | None) -> str:
@@ -70,17 +70,17 @@ async def render_steps(run: Run, _: StatusReading, __: RunConnection | None) -> 
     return await anyio.to_thread.run_sync(file_state, run.file("metrics.jsonl"))
 
 
-async def _values(run: Run, snapshot: StatusReading) -> dict[str, Any]:
-    report = queue_report(run.key, snapshot.status) if snapshot.status else None
+async def _values(run: Run, reading: StatusReading) -> dict[str, Any]:
+    report = queue_report(run.key, reading.status) if reading.status else None
     boxes = queue_boxes(report) if report else []
     ended = None
-    if snapshot.is_offline:
+    if reading.is_offline:
         state = await anyio.to_thread.run_sync(run.state)
         ended = state if state.has_ended else None
-    return {"run": run, "snapshot": snapshot, "report": report, "boxes": boxes, "ended": ended}
+    return {"run": run, "reading": reading, "report": report, "boxes": boxes, "ended": ended}
 
 
-async def show_run(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def run_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Run*."""
     run = await dashboard.run(request)
     frame = await dashboard.view(run).read(("state", "pipeline"))
@@ -90,7 +90,7 @@ async def show_run(dashboard: Dashboard, request: web.Request) -> web.StreamResp
     return dashboard.page("run.html", run, values | {"has_more": len(incidents) > _INCIDENTS})
 
 
-async def send_charts(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def charts_json(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The points of all charts, as JSON."""
     run = await dashboard.run(request)
     charts = await anyio.to_thread.run_sync(dashboard.metrics(run).charts)
@@ -99,7 +99,7 @@ async def send_charts(dashboard: Dashboard, request: web.Request) -> web.StreamR
     )
 
 
-async def show_logs(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def logs_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Logs*: the last lines of all processes, or of one."""
     run = await dashboard.run(request)
     role = request.query.get("role", "")
@@ -115,14 +115,14 @@ def _logs(run: Run, role: str) -> dict[str, Any]:
     return values | {"is_live": run.state().state in ("running", "stopping")}
 
 
-async def show_settings(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def settings_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Settings*: `run.toml` as the run was last started, without secrets."""
     run = await dashboard.run(request)
     settings = await anyio.to_thread.run_sync(lambda: run.settings)
     return dashboard.page("settings.html", run, {"text": dump_redacted(settings) if settings else ""})
 
 
-async def show_runs(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def runs_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Runs*; a dashboard of one run goes to its page."""
     runs = await anyio.to_thread.run_sync(dashboard.runs.all)
     if len(runs) == 1 and "all" not in request.query:
@@ -130,7 +130,7 @@ async def show_runs(dashboard: Dashboard, request: web.Request) -> web.StreamRes
     return dashboard.page("runs.html", None, {"states": await anyio.to_thread.run_sync(dashboard.runs.states)})
 
 
-async def show_comparison(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def comparison_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Runs compared*: the charts of the runs that the address names, over each other."""
     names = _chosen(request)
     if len(names) < 2:
@@ -139,7 +139,7 @@ async def show_comparison(dashboard: Dashboard, request: web.Request) -> web.Str
     return dashboard.page("comparison.html", None, values)
 
 
-async def send_comparison(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def comparison_json(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The points of the charts, as JSON."""
     body = msgspec.json.encode(await _overlay(dashboard, _chosen(request)))
     return web.Response(body=body, content_type="application/json")

@@ -95,7 +95,7 @@ def lanes(groups: list[GroupSummary], steps: Mapping[int, StepTimes]) -> tuple[A
     return axis, [Lane(group=group, bars=axis.bars(way)) for group, way in ways]
 
 
-async def show_timeline(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def timeline_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Timeline*."""
     run = await dashboard.run(request)
     step, before = request.query.get("step", ""), request.query.get("before", "")

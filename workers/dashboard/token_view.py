@@ -17,7 +17,7 @@ from stream.errors import PenstockError
 from stream.records import Completion, Row, TrainedCompletion
 from workers.dashboard.templating import format_value, parse_number
 from workers.runs.run import Run
-from workers.runs.tokens import TokenColumns, annotated_row, token_columns
+from workers.runs.tokens import TokenColumns, token_columns, trained_row
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -89,7 +89,7 @@ def token_page(
         color: what the color of a token shows.
         start: first token.
     """
-    columns = token_columns(row, annotated_row(trained, number))
+    columns = token_columns(row, trained_row(trained, number))
     tokens = _Tokens(columns, trained)
     coloring = _COLORINGS[color](tokens)
     total = len(columns.token_ids)
@@ -98,11 +98,11 @@ def token_page(
     for at, text in zip(range(start, end), decode(row.token_ids, start, end), strict=True):
         css = coloring.css(at) if columns.sampled_mask[at] else "context"
         shown.append(ShownToken(_visible(text), css, _title(tokens, at, text)))
-    is_annotated = columns.loss_mask is not None or trained is None
+    has_trained_tokens = columns.loss_mask is not None or trained is None
     return TokenPage(
         tokens=shown,
         legend=[*coloring.legend, LegendEntry("context", "not sampled")],
-        note="" if is_annotated else coloring.without_annotations,
+        note="" if has_trained_tokens else coloring.without_trained_tokens,
         start=start,
         total=total,
         next_start=end if end < total else None,
@@ -142,7 +142,7 @@ def _load_tokenizer(model: Path) -> "Tokenizer":
 
 
 class _Tokens:
-    """The columns of a row; without annotations every token has the completion's advantage."""
+    """The columns of a row; if its tokens are not kept, every token has the completion's advantage."""
 
     def __init__(self, columns: TokenColumns, trained: TrainedCompletion | None) -> None:
         self.columns, self.trained = columns, trained
@@ -155,7 +155,7 @@ class _Tokens:
         self.loss_mask = columns.loss_mask or [each * has_loss for each in sampled]
 
     @property
-    def why_no_loss(self) -> str:
+    def why_without_loss(self) -> str:
         """Why the completion bears no loss; empty if it does."""
         if self.trained is None:
             return "no step had the completion"
@@ -168,8 +168,8 @@ class _Coloring(Struct, frozen=True):
     css: Callable[[int], str]
     """Returns the class of a sampled token."""
     legend: list[LegendEntry]
-    without_annotations: str = ""
-    """What to say of a step without annotations."""
+    without_trained_tokens: str = ""
+    """What to say of a step whose trained tokens are not kept."""
 
 
 def _color_advantages(tokens: _Tokens) -> _Coloring:
@@ -181,12 +181,13 @@ def _color_advantages(tokens: _Tokens) -> _Coloring:
             return "no-loss"
         return _tinted(value, max(1, round(3 * abs(value) / largest)) if value else 0)
 
-    legend = [LegendEntry("no-loss", f"no loss{_because(tokens.why_no_loss)}")]
+    legend = [LegendEntry("no-loss", f"no loss{_because(tokens.why_without_loss)}")]
     if largest:
         high = format_value(largest)
         more = LegendEntry("tint-3", f"up to +{high}: becomes more likely")
         legend = [more, LegendEntry("shade-3", f"down to \u2212{high}: becomes less likely"), *legend]
-    return _Coloring(css, legend, "This step has no annotations: each token has the mean advantage of its completion.")
+    note = "This step's trained tokens are not kept: each has the mean advantage of its completion."
+    return _Coloring(css, legend, note)
 
 
 def _color_differences(tokens: _Tokens) -> _Coloring:
@@ -201,7 +202,7 @@ def _color_differences(tokens: _Tokens) -> _Coloring:
         LegendEntry("", f"within {low:g} nat"),
         LegendEntry("no-loss", "not computed"),
     ]
-    return _Coloring(css, legend, "This step has no annotations, so the trainer's log-probs are not known.")
+    return _Coloring(css, legend, "This step's trained tokens are not kept, so the trainer's log-probs are not known.")
 
 
 def _color_masks(tokens: _Tokens) -> _Coloring:
@@ -215,11 +216,12 @@ def _color_masks(tokens: _Tokens) -> _Coloring:
         return "tint-2" if tokens.loss_mask[at] else "no-loss"
 
     legend = [LegendEntry(css, f"rejected by {rule}") for rule, css in by_rule.items()]
-    if tokens.why_no_loss:
-        legend.append(LegendEntry("no-loss", f"no loss{_because(tokens.why_no_loss)}"))
+    if tokens.why_without_loss:
+        legend.append(LegendEntry("no-loss", f"no loss{_because(tokens.why_without_loss)}"))
     else:
         legend = [LegendEntry("tint-2", "bears loss"), *legend]
-    return _Coloring(css, legend, "This step has no annotations: tokens that a rule rejected singly are not marked.")
+    note = "This step's trained tokens are not kept: those that a rule rejected singly are not marked."
+    return _Coloring(css, legend, note)
 
 
 def _color_versions(tokens: _Tokens) -> _Coloring:
@@ -279,7 +281,7 @@ def _title(tokens: _Tokens, at: int, text: str) -> str:
     if (rule := tokens.rejected_by[at]) is not None:
         parts.append(f"no loss: rejected by {rule}")
     elif not tokens.loss_mask[at]:
-        parts.append(f"no loss{_because(tokens.why_no_loss)}")
+        parts.append(f"no loss{_because(tokens.why_without_loss)}")
     if (version := columns.versions[at]) is not None:
         parts.append(f"version {version}")
     return " \u00b7 ".join(parts)

@@ -103,24 +103,24 @@ def idle_workers(rows: Sequence[WorkerRow], started: Mapping[str, int]) -> dict[
     return {role: count - busy[role] for role, count in started.items() if count > busy[role]}
 
 
-async def render_workers(run: Run, snapshot: StatusReading, _: RunConnection | None) -> str:
+async def render_workers(run: Run, reading: StatusReading, _: RunConnection | None) -> str:
     """Render the tables of workers and of the trainer."""
-    status = snapshot.status
+    status = reading.status
     rows = worker_rows(status) if status else []
     trainer = trainer_row(status) if status else None
     known = await anyio.to_thread.run_sync(started_workers, run)
     values = {"rows": rows, "trainer": trainer, "known": known, "idle": idle_workers(rows, known)}
-    return render("parts/workers.html", {"run": run, "snapshot": snapshot, **values})
+    return render("parts/workers.html", {"run": run, "reading": reading, **values})
 
 
-async def show_workers(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def workers_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *Workers and engines*. Engines follow in a request of their own: a slow one does not delay the page."""
     run = await dashboard.run(request)
     frame = await dashboard.view(run).read(("state", "workers"))
     return dashboard.page("workers.html", run, {"frame": frame})
 
 
-async def send_engines(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def engines_fragment(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The table of engines."""
     run = await dashboard.run(request)
     reports, problem = await dashboard.engines.read(run)
@@ -134,29 +134,29 @@ LONG_S: Final = 60.0
 """Seconds after which an activity is marked."""
 
 
-async def render_in_flight(run: Run, snapshot: StatusReading, _: RunConnection | None) -> str:
+async def render_in_flight(run: Run, reading: StatusReading, _: RunConnection | None) -> str:
     """Render the table of the longest unchanged activities."""
-    return render("parts/in_flight.html", _values(run, snapshot, SHOWN))
+    return render("parts/in_flight.html", _values(run, reading, SHOWN))
 
 
-async def show_in_flight(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
+async def in_flight_page(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
     """The page *In flight*; with `all` every row, not renewed."""
     run = await dashboard.run(request)
     frame = await dashboard.view(run).read(("state", "in_flight"))
     everything = Markup()
     if "all" in request.query:
-        everything = Markup(render("parts/in_flight.html", _values(run, frame.snapshot, None)))  # noqa: S704
+        everything = Markup(render("parts/in_flight.html", _values(run, frame.reading, None)))  # noqa: S704
     return dashboard.page("in_flight.html", run, {"frame": frame, "everything": everything})
 
 
-def _values(run: Run, snapshot: StatusReading, count: int | None) -> dict[str, Any]:
-    rows = activities(snapshot.status) if snapshot.status else []
+def _values(run: Run, reading: StatusReading, count: int | None) -> dict[str, Any]:
+    rows = activities(reading.status) if reading.status else []
     claimed = 0
-    if snapshot.status:
-        claimed = sum(stage.claimed for name, stage in snapshot.status.stages.items() if name != "scored")
+    if reading.status:
+        claimed = sum(stage.claimed for name, stage in reading.status.stages.items() if name != "scored")
     return {
         "run": run,
-        "snapshot": snapshot,
+        "reading": reading,
         "rows": rows[:count],
         "total": len(rows),
         "long": count_stuck(rows, LONG_S),

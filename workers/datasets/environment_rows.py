@@ -1,4 +1,4 @@
-"""Writes the rows that environments bring along to files in the run's folder, from which they are fed.
+"""Writes the rows that environments provide to files in the run's folder, from which they are fed.
 
 An environment's `rows()` is called once for a run. A restart, the audit and every other process read the same rows from
 the file, even if the method would return others by then.
@@ -18,7 +18,7 @@ from envs.factory import EnvironmentFactory, call_rows
 from stream.durable import write_file_atomically
 from stream.errors import DataError
 from workers.settings import Settings
-from workers.settings.data import OWN_ROWS, DatasetSettings
+from workers.settings.data import ENVIRONMENT_ROWS, DatasetSettings
 
 log = structlog.get_logger()
 
@@ -68,9 +68,9 @@ def write_evaluation_rows(settings: Settings, timeout_s: float = TIMEOUT_S) -> N
 
 def _missing_file(dataset: DatasetSettings) -> Path | None:
     """Return the file that has to be written for a data set; None if it needs none or has it."""
-    if not dataset.path.startswith(OWN_ROWS):
+    if not dataset.path.startswith(ENVIRONMENT_ROWS):
         return None
-    file = Path(dataset.path.removeprefix(OWN_ROWS))
+    file = Path(dataset.path.removeprefix(ENVIRONMENT_ROWS))
     return None if file.exists() else file
 
 

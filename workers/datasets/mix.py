@@ -26,11 +26,11 @@ from workers.datasets.sources import (
     Source,
     default_dataset_name,
     epoch_order,
-    first_own_row,
+    first_environment_row,
     open_source,
 )
 from workers.settings import Settings
-from workers.settings.data import OWN_ROWS, DatasetSettings
+from workers.settings.data import ENVIRONMENT_ROWS, DatasetSettings
 
 _MAX_REPEATS = 100
 """How often rows may be repeated on average until each row of every dataset has been fed."""
@@ -242,7 +242,7 @@ def _settings_for(dataset: DatasetSettings, settings: Settings) -> Settings:
 
 def _lacks_column(source: str, column: str) -> bool:
     """Return whether an environment's own rows have no prompts, so that `reset` returns them."""
-    return source.startswith(OWN_ROWS) and column not in first_own_row(source)
+    return source.startswith(ENVIRONMENT_ROWS) and column not in first_environment_row(source)
 
 
 @lru_cache(maxsize=2)

@@ -1,7 +1,7 @@
-"""Prompt files: rows by index, from JSONL, Parquet, or a Hugging Face dataset on disk.
+"""Reads the rows of prompt files by index: JSONL, Parquet, or a Hugging Face dataset on disk.
 
-A row that cannot be read is a `DataError` in place of the row, with file, line and reason, so that the other rows are
-fed.
+In place of a row that cannot be read, a source yields a `DataError` with file, line and reason, so that the feeder
+skips this row and feeds the others.
 """
 
 import hashlib
@@ -16,30 +16,32 @@ import msgspec
 
 from stream.errors import DataError
 from workers.settings import DataSettings
-from workers.settings.data import GENERATED, OWN_ROWS
+from workers.settings.data import ENVIRONMENT_ROWS, GENERATED
 
 Row = dict[str, Any]
 
 _BLOCK = 1 << 20
+"""Bytes of a file that a digest reads at a time."""
 _ROWS_AT_ONCE = 1000
+"""Rows of a table that a digest decodes at a time."""
 _UNREADABLE = (ValueError, TypeError, OSError, OverflowError)
-"""Errors of one row of a table: a timestamp out of range, a broken image."""
+"""Errors that one row of a table may raise, for example for a timestamp out of range or a broken image."""
 
 
 class Source(Protocol):
-    """A prompt file."""
+    """The rows of one prompt file, numbered from 0."""
 
     def __len__(self) -> int:
         """Return the number of rows, including rows that cannot be read."""
 
     def read_rows(self, numbers: Iterable[int]) -> Iterator[tuple[int, Row | DataError]]:
-        """Yield these rows in this order; an error in place of a row that cannot be read."""
+        """Yield each number with its row, in the order of `numbers`; an error in place of a row that cannot be read."""
 
     def fingerprint(self) -> str:
-        """Return a digest of the files."""
+        """Return a digest of the names and bytes of the files."""
 
     def row_digest(self) -> str:
-        """Return a digest of what the rows mean: spaces, order of keys and format of the files do not count."""
+        """Return a digest of the rows' values; it ignores white space, the order of keys, and the file format."""
 
 
 def open_source(data: DataSettings, setting: str = "data.path") -> Source:
@@ -68,8 +70,8 @@ def open_source(data: DataSettings, setting: str = "data.path") -> Source:
     raise DataError(f"{data.path}: prompts come from a .jsonl or .parquet file, or a dataset saved to a folder")
 
 
-def first_own_row(path: str) -> Row:
-    """Return the first of an environment's own rows; no columns if they were not written yet."""
+def first_environment_row(path: str) -> Row:
+    """Return the first row of the file with an environment's `rows()`; an empty row if there is no file yet."""
     file, _ = _split_path(path)
     if not file.is_file():
         return {}
@@ -84,7 +86,7 @@ def epoch_order(size: int, epoch: int, seed: int, shuffle: bool) -> Sequence[int
     if not shuffle:
         return range(size)
     numbers = array("q", range(size))
-    draw = random.Random(f"{seed}:{epoch}").random  # the only method of a generator whose results never change
+    draw = random.Random(f"{seed}:{epoch}").random  # the only method whose results are the same in every Python
     for last in range(size - 1, 0, -1):
         other = int(draw() * (last + 1))
         numbers[last], numbers[other] = numbers[other], numbers[last]
@@ -92,15 +94,15 @@ def epoch_order(size: int, epoch: int, seed: int, shuffle: bool) -> Sequence[int
 
 
 def default_dataset_name(path: str) -> str:
-    """What a data set is called in the ids of its prompts: the file's stem, or the folder with its split."""
+    """Return a data set's name in the ids of its prompts: the file's stem, or the folder's name with its split."""
     if path.startswith(GENERATED):
         return GENERATED.removesuffix(":")
-    found, split = _split_path(path)
-    return (found.stem if found.suffix in {".jsonl", ".parquet"} else found.name) + (f"#{split}" if split else "")
+    place, split = _split_path(path)
+    return (place.stem if place.suffix in {".jsonl", ".parquet"} else place.name) + (f"#{split}" if split else "")
 
 
 class GeneratedSource:
-    """Rows without columns, for environments that make their problems from the seed that each row has."""
+    """Rows without columns, for environments that make each problem from the seed of its prompt."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -153,7 +155,7 @@ class JsonLinesSource:
     def row_digest(self) -> str:
         """See `Source.row_digest`."""
         with self._path.open("rb") as file:
-            return _digest_rows(_meaning(line) for line in file if line.strip())
+            return _digest_rows(_decode_or_raw(line) for line in file if line.strip())
 
     def _read(self, text: bytes, number: int) -> Row | DataError:
         place = f"{self._path}:{self._lines[number]}"
@@ -167,7 +169,7 @@ class JsonLinesSource:
 
 
 def _json_hint(line: bytes) -> str:
-    """Return the likely cause of a line that is not JSON, or nothing."""
+    """Return the likely reason why a line is not JSON, with the remedy; empty if none is recognized."""
     if b"\x00" in line:
         return "; it looks like UTF-16: save the file as UTF-8"
     if line.startswith(b"[") or line == b"{":
@@ -184,7 +186,8 @@ class TableSource:
         self._path = path
         if len(table) and data.prompt and data.prompt not in table.columns:
             raise DataError(
-                f"{data.path}: data.prompt names the column {data.prompt!r}; there are: {', '.join(table.columns)}"
+                f"{data.path}: no column {data.prompt!r}; data.prompt names the column with the prompt; there are: "
+                f"{', '.join(table.columns)}"
             )
 
     def __len__(self) -> int:
@@ -212,7 +215,7 @@ class TableSource:
         )
 
     def _stored_rows(self, start: int, stop: int) -> Sequence[Row | str]:
-        """Return rows as they are stored; the error in place of a row that cannot be read, which is not fed either."""
+        """Return rows as they are stored; the text of the error in place of a row that cannot be read."""
         try:
             return self._table.values(start, stop)
         except _UNREADABLE as error:
@@ -227,8 +230,8 @@ class Table:
     Args:
         size: number of rows.
         columns: their names.
-        row: returns a row.
-        values: returns the rows from one index to another as they are stored, nothing decoded.
+        row: returns the row with an index.
+        values: returns the rows from a start up to a stop index as they are stored: images, for example, as bytes.
     """
 
     def __init__(
@@ -259,8 +262,8 @@ def _parquet(path: Path) -> Table:
         raise DataError(f"{path}: not a Parquet file: {error}") from error
 
     def row(number: int) -> Row:
-        found: Row = table.slice(number, 1).to_pylist()[0]
-        return found
+        values: Row = table.slice(number, 1).to_pylist()[0]
+        return values
 
     return Table(
         *(table.num_rows, table.column_names, row),
@@ -274,24 +277,24 @@ def _hugging_face(path: Path, split: str) -> Table:
     except ImportError as error:
         raise _missing_library("datasets", path) from error
     try:
-        found = datasets.load_from_disk(str(path))
+        dataset = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError, OSError) as error:
         raise DataError(f"{path}: not a dataset saved to disk (save_to_disk): {error}") from error
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            splits = ", ".join(found)
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            splits = ", ".join(dataset)
             raise DataError(f"{path}: name a split as {path}#SPLIT; there are: {splits}")
-        found = found[split]
+        dataset = dataset[split]
     elif split:
-        raise DataError(f"{path}: a dataset without splits; leave out #{split}")
-    stored = found.with_format("arrow")
+        raise DataError(f"{path}: this dataset has no splits; leave out #{split}")
+    stored = dataset.with_format("arrow")
     return Table(
-        *(len(found), found.column_names, found.__getitem__), lambda start, stop: stored[start:stop].to_pylist()
+        *(len(dataset), dataset.column_names, dataset.__getitem__), lambda start, stop: stored[start:stop].to_pylist()
     )
 
 
 def _check_prompt(row: Row, prompt: str, place: str) -> Row | DataError:
-    """Return the row, or an error if it has no prompt."""
+    """Return the row, or an error if its column `prompt` is missing or empty; without such a column any row passes."""
     value = row.get(prompt)
     if not prompt:
         return row
@@ -311,7 +314,7 @@ def _check_prompt(row: Row, prompt: str, place: str) -> Row | DataError:
 
 def _split_path(path: str) -> tuple[Path, str]:
     """Return the path and the split after its last `#`. If the whole path exists, its `#` is part of the name."""
-    path = path.removeprefix(OWN_ROWS)
+    path = path.removeprefix(ENVIRONMENT_ROWS)
     whole = Path(path)
     folder, mark, split = path.rpartition("#")
     return (whole, "") if whole.exists() or not mark else (Path(folder), split)
@@ -332,15 +335,15 @@ def files_fingerprint(path: str) -> str:
     place, _ = _split_path(path)
     if not place.is_dir():
         return _digest([place])
-    return _digest(sorted(each for each in place.rglob("*") if each.is_file() and not each.name.startswith("cache-")))
+    return _digest(sorted(file for file in place.rglob("*") if file.is_file() and not file.name.startswith("cache-")))
 
 
 def _decode_line(text: bytes) -> Any:
     return msgspec.json.decode(text.removeprefix(b"\xef\xbb\xbf"))
 
 
-def _meaning(line: bytes) -> Any:
-    """Return what a line of JSON says; the line itself if it is not JSON."""
+def _decode_or_raw(line: bytes) -> Any:
+    """Return the value of a line of JSON; the line itself, stripped, if it is not JSON."""
     try:
         return _decode_line(line)
     except (ValueError, RecursionError):
@@ -348,7 +351,7 @@ def _meaning(line: bytes) -> Any:
 
 
 def _digest_rows(rows: Iterable[Any]) -> str:
-    """Digest rows by value. MessagePack keeps apart what a record keeps apart: numbers, texts, bytes, nothing."""
+    """Return a digest of rows by value; MessagePack distinguishes the same types as records, such as text and bytes."""
     digest = hashlib.blake2b(digest_size=16)
     encode = msgspec.msgpack.Encoder(order="deterministic", enc_hook=repr).encode
     for value in rows:

@@ -1,6 +1,7 @@
-"""Scores a policy on held-out problems with the pipeline's episode loop and reward, without streams.
+"""Scores a policy on held-out problems, and renders the demo's report.
 
-Renders the demo's report: a table of numbers, and conversations on the same problem before and after training.
+Episodes and rewards are those of a run, but without its Redis streams. The report is a table of numbers, and
+conversations on the same problem before and after training.
 """
 
 import math
@@ -47,9 +48,10 @@ class DemoScore(Struct, kw_only=True):
 
 
 async def score_policy(settings: Settings, url: str, model: Path, rows: Sequence[dict[str, Any]]) -> DemoScore:
-    """Run every row several times at the run's temperature and once greedily on the engine at `url`.
+    """Sample every row several times at the run's temperature, and once greedily, on the engine at `url`.
 
-    The reward is the one in `settings`; for a control run, pass settings with the real reward.
+    Rewards are those of `settings`. A control run may train on permuted rewards: to score its policy, pass settings
+    with the real ones.
     """
     sampled = await _play(settings, url, model, rows, _EPISODES, settings.rollout.temperature)
     greedy = await _play(settings, url, model, rows, 1, 0.0)
@@ -83,16 +85,16 @@ def score_table(before: DemoScore, after: DemoScore, summary: RunSummary) -> Ren
     scores = Table(title="held-out problems", title_justify="left", box=None, pad_edge=False)
     for heading in ("", "before", "after", "rise"):
         scores.add_column(heading, justify="left" if not heading else "right")
-    for name, one, other in (
+    for name, first, second in (
         ("score, sampled", before.sampled, after.sampled),
         ("score, greedy", before.greedy, after.greedy),
         ("turns", before.turns, after.turns),
     ):
-        scores.add_row(name, f"{one:.3f}", f"[bold]{other:.3f}[/]", f"{other - one:+.3f}")
+        scores.add_row(name, f"{first:.3f}", f"[bold]{second:.3f}[/]", f"{second - first:+.3f}")
     run = Table(title="the run", title_justify="left", box=None, pad_edge=False, show_header=False)
     dropped = ", ".join(f"{reason} {n}" for reason, n in sorted(summary.groups_dropped.items())) or "none"
     staleness = summary.staleness
-    known = staleness.mean is not None and math.isfinite(staleness.mean)
+    was_measured = staleness.mean is not None and math.isfinite(staleness.mean)
     valid, rows = summary.completion_states.get("valid", 0), sum(summary.completion_states.values())
     for name, value in (
         ("steps", f"{summary.steps} in {format_duration(summary.seconds)}"),
@@ -100,10 +102,10 @@ def score_table(before: DemoScore, after: DemoScore, summary: RunSummary) -> Ren
         ("completions", f"{valid} of {rows} valid"),
         (
             "staleness",
-            f"mean {staleness.mean:.2f} · max {staleness.max:g} versions" if known else "nothing was trained",
+            f"mean {staleness.mean:.2f} · max {staleness.max:g} versions" if was_measured else "nothing was trained",
         ),
         ("tokens", f"{summary.tokens_per_second:,.0f} trained a second"),
-        ("books", summary.balance),
+        ("prompts", summary.prompt_counts_text),
     ):
         run.add_row(Text(name, style="dim"), value)
     return Lines("", scores, "", run, "")

@@ -25,7 +25,7 @@ HELD_OUT_EVERY = 10
 """One of this many problems is held out of training."""
 
 MAX_ROWS = 100_000
-"""Of about 450,000 training and 50,000 held-out problems, up to this many are drawn quickly."""
+"""Up to this many of about 450,000 training and 50,000 held-out problems are drawn quickly."""
 
 
 @dataclass(frozen=True)

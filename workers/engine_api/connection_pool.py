@@ -1,4 +1,4 @@
-"""HTTP requests to engines, with distinct errors for unreachable engines, timeouts, refusals and invalid answers.
+"""Sends HTTP requests to engines; unreachable engines, timeouts, refusals and invalid answers are distinct errors.
 
 A rollout worker sends thousands of requests per second, and a general HTTP client takes more of its time than the
 requests themselves. So the pool speaks the part of HTTP/1.1 that engines need: a body of known length in one piece, no
@@ -27,9 +27,9 @@ QUERY_TIMEOUT_S: Final = 10.0
 _RETRYABLE_STATUSES: Final = (408, 429)
 _BUSY_STATUSES: Final = (429, 503)
 _KEEPALIVE_S: Final = 4.0
-"""Shorter than the 5 s after which vLLM closes an idle connection, perhaps while the next request arrives."""
+"""An idle connection is closed after this time: vLLM would close it after 5 s, perhaps as the next request arrives."""
 _SECOND_ADDRESS_AFTER_S: Final = 0.25
-"""If a host has several addresses and the first does not answer so long, the next one is tried beside it."""
+"""If the first of a host's addresses does not answer within this time, the next one is tried in parallel."""
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class EngineBusyError(EngineError):
     """The server refused a request for now (429 or 503), and said for how long.
 
     Args:
-        message: for people.
+        message: the text of the error.
         retry_after_s: seconds until it may be asked again, at most a minute.
     """
 
@@ -60,9 +60,11 @@ class _Server:
 
     def __init__(self) -> None:
         self.idle: list[HttpConnection] = []
-        """The most recently used one is the last."""
+        """Connections without a request; the most recently used one is the last."""
         self.busy: set[HttpConnection] = set()
+        """Connections with a request in progress."""
         self.lost_count = 0
+        """Connections that the server has ended so far."""
 
     def take_idle(self, now: float) -> HttpConnection | None:
         while self.idle:
@@ -121,7 +123,7 @@ class ConnectionPool:
         status, payload = await self.request("GET", url, timeout_s)
         try:
             return decode_response(status, payload, url, msgspec.json.Decoder(kind))
-        except EngineRefusedError as error:  # nothing was sampled, so only the engine is at fault
+        except EngineRefusedError as error:  # a query has no prompt to refuse, so the engine is at fault
             raise EngineError(str(error)) from error
 
     async def request(
@@ -133,10 +135,10 @@ class ConnectionPool:
         closed it while the request was on its way.
 
         Args:
-            method: of HTTP.
-            url: of the server, with the path.
-            timeout_s: for the whole answer, connecting included.
-            body: in one or more parts.
+            method: the HTTP method.
+            url: URL of the server, with the path.
+            timeout_s: deadline for the whole answer, connecting included.
+            body: content of the request, in one or more parts.
 
         Raises:
             UnreachableError: the server could not be reached, or the connection broke.
@@ -170,7 +172,7 @@ class ConnectionPool:
                 if connection.url.startswith(f"{base_url}/"):
                     connection.abort(UnreachableError(why))
 
-    def continuity(self, base_url: str) -> int | None:
+    def connection_epoch(self, base_url: str) -> int | None:
         """Return a number that stays the same while connections to the server live on; None if there is none now.
 
         A process that takes over another one's address does not have that one's connections.
@@ -221,8 +223,8 @@ class ConnectionPool:
         if address.has_tls and self._tls is None:
             self._tls = await anyio.to_thread.run_sync(ssl.create_default_context)  # reads certificates
         try:
-            found = await self._loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-            opened = await start_connection(found, happy_eyeballs_delay=_SECOND_ADDRESS_AFTER_S, interleave=1)
+            addresses = await self._loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            opened = await start_connection(addresses, happy_eyeballs_delay=_SECOND_ADDRESS_AFTER_S, interleave=1)
             try:
                 _, connection = await self._loop.create_connection(
                     partial(HttpConnection, server.record_loss),
@@ -247,7 +249,7 @@ class ConnectionPool:
 
 
 def decode_response(status: int, payload: bytes, url: str, decoder: "msgspec.json.Decoder[T]") -> T:
-    """Decode an answer.
+    """Return the value in the body of an answer.
 
     Raises:
         EngineRefusedError: status 4xx other than 408 and 429.
@@ -259,4 +261,4 @@ def decode_response(status: int, payload: bytes, url: str, decoder: "msgspec.jso
     try:
         return decoder.decode(payload)
     except (ValueError, RecursionError) as error:
-        raise EngineError(f"{url} answers junk: {error}") from error
+        raise EngineError(f"{url}: the answer cannot be decoded: {error}") from error

@@ -20,7 +20,7 @@ _NOTED_HEADERS: Final = frozenset(
 )
 _CLOSED: Final = "the server closed the connection"
 _MAX_HEAD_BYTES: Final = 1_000_000
-"""Of status line and headers, interim answers included; beyond it the parser takes quadratic time."""
+"""Size of status line and headers, interim answers included; beyond it the parser takes quadratic time."""
 MAX_ANSWER_BYTES: Final = 256_000_000
 """Twice the answer of a million tokens."""
 

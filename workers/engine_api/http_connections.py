@@ -59,7 +59,7 @@ class ConnectionLimit:
         self._waiting: dict[_Connection, None] = {}
         """Those that wait for their client to send something, the one that has waited longest first."""
         self._count = 0
-        """Of open connections, those that are being accepted included."""
+        """Number of open connections, those that are being accepted included."""
         self._is_accepting = False
         self._address = ""
         self._ended_count = 0

@@ -55,7 +55,7 @@ async def listen(
     """
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
     limit = ConnectionLimit(max_connections)
-    app.middlewares.insert(0, _entrance(rules or AccessRules(host=host), limit))
+    app.middlewares.insert(0, _outermost_middleware(rules or AccessRules(host=host), limit))
     await runner.setup()
     try:
         port = await limit.start_accepting(cast(web.Server, runner.server), host, port)
@@ -77,7 +77,7 @@ def server_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _entrance(rules: AccessRules, limit: ConnectionLimit) -> Callable[..., Awaitable[web.StreamResponse]]:
+def _outermost_middleware(rules: AccessRules, limit: ConnectionLimit) -> Callable[..., Awaitable[web.StreamResponse]]:
     """Return the outermost middleware: every request passes it, also one to a route that does not exist."""
 
     @web.middleware

@@ -30,7 +30,7 @@ WEIGHT_TRANSFER_BACKEND = "penstock"
 """Weight-transfer backend of the local engine, and of vLLM with Penstock's plugin."""
 
 _MAX_VERSION_DIGITS = 15
-"""Of policy versions; a longer number names weights of another tool, and no record could hold it."""
+"""A longer number is no policy version: it names weights of another tool, and no record could hold it."""
 
 NEEDS_DIGESTS = "send the sha256 of its files"
 """Part of an engine's refusal of a path that it has no reason to trust; a run that sends the digests has one."""

@@ -14,7 +14,7 @@ from workers.role.rewards import add_reward_parts, load_factories, open_reward_f
 from workers.rollout.conversation import EMPTY_PROMPT, turn_message
 from workers.rollout.engine_client.sampling import end_after_error, turn_seed
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.episode import BaseEpisode, EnvironmentContext, EnvironmentReplies, EpisodeEnd, timed
+from workers.rollout.episode import BaseEpisode, EnvironmentContext, EnvironmentReplies, EpisodeEnd, measure_time
 from workers.rollout.messages import append_observation
 from workers.rollout.tool_formats.parsing import ParsedTurn, reasoning_end
 from workers.score.worker import score_group
@@ -125,7 +125,7 @@ class ChatEpisode(BaseEpisode):
         }
         messages = [*completion.prompt_messages, *completion.messages]
         try:
-            with timed(completion, "engine"):
+            with measure_time(completion, "engine"):
                 turn = await self._endpoint.complete(messages, self._tools, options)
         except EngineError as error:
             return end_after_error(error, completion.turns)

@@ -1,7 +1,4 @@
-"""Play an environment against a model folder or an endpoint, print the conversations, and summarize the rewards.
-
-Mean and spread of the rewards of a few episodes.
-"""
+"""Play an environment against a model folder or an endpoint, print the conversations, and summarize the rewards."""
 
 import statistics
 from collections import Counter
@@ -41,9 +38,9 @@ from workers.terminal.output import print_json
 
 _ROWS_TIMEOUT_S = 60.0
 _PROMPT_TOKENS = 4096
-"""Room for the prompt in an engine that is started for playing, if the model has as many positions."""
+"""Tokens of an engine's context that are kept for the prompt, if the model has as many positions."""
 _NO_MODEL = Path("no-model")
-"""Stands for the model's folder where an endpoint serves it."""
+"""Takes the place of the model's folder in the settings if an endpoint serves the model."""
 
 
 class PlayOptions(Struct, frozen=True, kw_only=True):
@@ -66,7 +63,7 @@ class PlayOptions(Struct, frozen=True, kw_only=True):
     policy: Path | None = None
     """A model folder, a checkpoint, or a run."""
     endpoint: str = ""
-    """URL of a server: with a policy, of an engine that serves it; otherwise of any OpenAI-compatible server."""
+    """URL of a server: with `policy`, an engine that serves it; without, any OpenAI-compatible server."""
     model: str = ""
     """Name of the endpoint's model; empty: the first one that it lists."""
     overrides: tuple[str, ...] = ()
@@ -86,12 +83,12 @@ def play(
     rewards: Sequence[str] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> Group:
-    """Play an environment against a model, and score the episodes. No run and no server of streams is needed.
+    """Play an environment against a model, and score the episodes. Needs neither a run nor a Redis server.
 
     Args:
         environment: a reference, or a mapping with `ref` and `args` as in the settings' table `[environments]`.
         policy: a model folder, a checkpoint or a run, served by an engine that is started for this call.
-        endpoint: URL of a server: with a policy, of an engine that serves it; else of any OpenAI-compatible server.
+        endpoint: URL of a server: with `policy`, an engine that serves it; without, any OpenAI-compatible server.
         n: number of episodes, all of one prompt.
         fields: columns of the prompt's row, for `reset` and the reward functions.
         prompt: the user's text; empty: what `reset` returns, or the row's column `prompt`.
@@ -99,7 +96,7 @@ def play(
         overrides: values of single settings, for example `{"rollout.max_tokens": 64}`.
 
     Returns:
-        The group: its `completions` have messages, reward and validity.
+        The group: each of its `completions` has messages, rows of tokens, and a reward or the reason for none.
 
     Raises:
         PenstockError: the environment or the model cannot be loaded, or no server answers.
@@ -122,10 +119,10 @@ def play(
 
 
 async def play_options(options: PlayOptions) -> Group:
-    """Play the episodes of a command line or of a call.
+    """Play the episodes that the options describe.
 
     Raises:
-        PenstockError: as `play`.
+        PenstockError: see `play`.
     """
     if options.policy is None and not options.endpoint:
         raise SettingsError(
@@ -143,13 +140,13 @@ def play_and_print(options: PlayOptions, *, as_json: bool = False) -> int:
         PenstockError: the environment or the model cannot be loaded, or no server answers.
     """
     group = run_async(partial(play_options, options))
-    found = [CompletionView(group=group, completion=completion, outcome="played") for completion in group.completions]
+    views = [CompletionView(group=group, completion=completion, outcome="played") for completion in group.completions]
     summary = summarize_rewards(group)
     if options.out is not None:
-        write_export(options.out, map(completion_record, found), "jsonl")
+        write_export(options.out, map(completion_record, views), "jsonl")
     if as_json:
         print_json(
-            {"ref": options.ref, **msgspec.to_builtins(summary), "completions": list(map(completion_record, found))}
+            {"ref": options.ref, **msgspec.to_builtins(summary), "completions": list(map(completion_record, views))}
         )
     else:
         console = Console(highlight=False)
@@ -168,11 +165,11 @@ def play_settings(options: PlayOptions, folder: Path | None) -> Settings:
     """Return the settings of the episodes: the defaults of a run, and the overrides.
 
     Raises:
-        SettingsError: an override is wrong.
+        SettingsError: an override names an unknown setting, or has an invalid value.
     """
     settings = settings_for_model(folder or _NO_MODEL, options.overrides)
     engine = settings.engine
-    if folder is not None and not any(each.startswith("engine.max_model_len=") for each in options.overrides):
+    if folder is not None and not any(text.startswith("engine.max_model_len=") for text in options.overrides):
         length = min(max_positions(folder) or _PROMPT_TOKENS, _PROMPT_TOKENS + settings.rollout.max_tokens)
         engine = msgspec.structs.replace(engine, max_model_len=length)
     environment = EnvironmentSettings(ref=options.ref, args=dict(options.args))
@@ -182,7 +179,7 @@ def play_settings(options: PlayOptions, folder: Path | None) -> Settings:
         environments={options.ref: environment},
         rewards=tuple(RewardSettings(ref=ref) for ref in options.rewards),
         rollout=msgspec.structs.replace(settings.rollout, group_size=options.count),
-        data=msgspec.structs.replace(settings.data, path="-"),  # an engine's settings need one, and read no row
+        data=msgspec.structs.replace(settings.data, path="-"),  # settings must have a path; no row is read from it
     )
 
 
@@ -192,7 +189,7 @@ async def sample_group(options: PlayOptions, settings: Settings, folder: Path | 
     Args:
         options: what to play.
         settings: from `play_settings`.
-        folder: of the policy; None: the endpoint is sampled by messages.
+        folder: the policy's folder; None: the endpoint gets chat messages instead of token ids.
     """
     factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, options.ref, options.args)
     if not options.fields:
@@ -203,21 +200,21 @@ async def sample_group(options: PlayOptions, settings: Settings, folder: Path | 
     if folder is None:
         if factory.runs_own_loop:
             raise SettingsError(
-                f"{options.ref} runs its own agent loop, so the turns must be sampled by an engine of ours: give its "
-                "model's folder with --policy"
+                f"{options.ref} runs its own agent loop, so its turns need an engine that Penstock can ask for tokens: "
+                "give the model's folder with --policy"
             )
         tool_format = TOOL_FORMATS.get(settings.model.tool_format, TOOL_FORMATS["hermes"])
         timeout_s = settings.rollout.episode_timeout_s
         async with open_chat_endpoint(options.endpoint, options.model, tool_format, timeout_s) as endpoint:
             return await play_group(settings, endpoint, prompt)
 
-    async def use(url: str, version: int) -> Group:
+    async def roll_out(url: str, version: int) -> Group:
         (group,) = await roll_out_and_score(settings, [url], folder, [prompt], min_policy_version=version)
         return group
 
     if options.endpoint:
-        return await with_existing_engine(settings, options.endpoint, None, use)
-    return await with_started_engine(settings, folder, use)
+        return await with_existing_engine(settings, options.endpoint, None, roll_out)
+    return await with_started_engine(settings, folder, roll_out)
 
 
 def make_prompt(options: PlayOptions, system: str = "") -> Prompt:
@@ -239,11 +236,11 @@ def make_prompt(options: PlayOptions, system: str = "") -> Prompt:
 
 
 class RewardSummary(Struct, frozen=True, kw_only=True):
-    """Rewards and ends of one prompt's episodes."""
+    """Rewards of one prompt's episodes, and how the episodes ended."""
 
     episodes: int
     valid: int
-    """Episodes with a measured reward; the figures below are over them."""
+    """Episodes with a measured reward; `mean`, `std`, `min` and `max` are over them."""
     mean: float | None
     std: float | None
     """Standard deviation of the population."""

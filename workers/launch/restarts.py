@@ -307,7 +307,7 @@ class RestartLoop:
         """Return whether a role has lost very many prompts and completed none."""
         status = await read_status(self._connection)
         passed = {"rollout": ("groups", "scored"), "score": ("scored",)}[role]
-        ended = status.balance["trained"] + status.balance["dropped"]
+        ended = status.prompt_counts["trained"] + status.prompt_counts["dropped"]
         completed = ended + sum(status.stages[stage].depth - status.stages[stage].marked for stage in passed)
         return self._futile_deaths.setdefault(role, FutileDeaths()).observe(completed, lost)
 

@@ -1,6 +1,6 @@
-"""A run started from Python: `penstock run` as a child process, with plain lines of progress.
+"""Starts a run from Python: `penstock run` as a child process, whose progress is printed as plain lines.
 
-A process of its own, since a run handles signals and has an event loop, and a notebook has both already.
+A run handles signals and has an event loop. A notebook has both already, so the run needs a process of its own.
 """
 
 import os
@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -24,6 +26,8 @@ from workers.settings import Settings
 from workers.settings.toml_file import dump_settings, write_overrides
 
 _ERROR = "error: "
+_UNPRINTED_LINES = 200
+"""Last lines of a quiet run that are kept: if it ends without an error line, its exception has them."""
 
 
 def run(
@@ -37,7 +41,7 @@ def run(
     Args:
         settings: a settings file, the folder or name of a run, or settings.
         overrides: values of single settings, for example `{"train.max_steps": 20}`; they take precedence.
-        quiet: print no progress.
+        quiet: print nothing.
 
     Returns:
         The final numbers of the run, also if it was interrupted: `finished` tells.
@@ -60,17 +64,19 @@ def run(
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, encoding="utf-8", errors="replace", start_new_session=True,
         ) as child:  # fmt: skip
-            code, output, errors = _communicate(child)
+            code, output, errors = _communicate(child, quiet)
     return _result(code, output, errors)
 
 
-def _communicate(child: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
-    """Print the child's progress until it ends. Returns its exit code, its output, and its error lines."""
+def _communicate(child: subprocess.Popen[str], quiet: bool) -> tuple[int, str, list[str]]:
+    """Print the child's progress until it ends, unless `quiet`. Returns its exit code, output, and error lines."""
     outputs: list[str] = []
     errors: list[str] = []
+    unprinted_lines: deque[str] = deque(maxlen=_UNPRINTED_LINES)
+    show: Callable[[str], object] = unprinted_lines.append if quiet else partial(print, end="", flush=True)
     readers = [
         Thread(target=lambda: outputs.extend(child.stdout or ()), daemon=True),
-        Thread(target=_print_lines, args=(child.stderr, errors), daemon=True),
+        Thread(target=_read_lines, args=(child.stderr, errors, show), daemon=True),
     ]
     for reader in readers:
         reader.start()
@@ -80,7 +86,8 @@ def _communicate(child: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
         child.kill()  # it has ended, unless an exception other than two interrupts ends the wait
     for reader in readers:
         reader.join()
-    return child.wait(), "".join(outputs), errors
+    code = child.wait()
+    return code, "".join(outputs), errors or [f"the run ended with exit code {code}", *map(str.rstrip, unprinted_lines)]
 
 
 def _wait(child: subprocess.Popen[str]) -> None:
@@ -95,16 +102,23 @@ def _wait(child: subprocess.Popen[str]) -> None:
     child.wait()
 
 
-def _print_lines(stream: IO[str] | None, errors: list[str]) -> None:
+def _read_lines(stream: IO[str] | None, errors: list[str], show: Callable[[str], object]) -> None:
+    """Show the lines of progress, and collect those of the error with which they may end."""
     for line in stream or ():
         if line.startswith(_ERROR) or errors:
             errors.append(line.removeprefix(_ERROR).rstrip())
         else:
-            print(line, end="", flush=True)  # noqa: T201  (progress of a run that blocks its caller)
+            show(line)
 
 
 def _result(code: int, output: str, errors: list[str]) -> RunSummary:
-    """Return the summary that the child printed, or raise its error."""
+    """Return the summary that the child printed.
+
+    Raises:
+        SettingsError: the child found faults before it started anything.
+        RunFailedError: the child failed; the message has its error lines.
+        PenstockError: the child was interrupted before it had a summary.
+    """
     message = "\n".join(errors)
     if code == ExitCode.USAGE:
         raise SettingsError(message)
@@ -114,7 +128,7 @@ def _result(code: int, output: str, errors: list[str]) -> RunSummary:
         summary = None
     if code not in (ExitCode.SUCCESS, ExitCode.UNTRAINED, ExitCode.INTERRUPTED):
         failure = summary.failure if summary is not None else None
-        raise RunFailedError(message or f"the run ended with exit code {code}", failure.cause if failure else None)
+        raise RunFailedError(message, failure.cause if failure else None)
     if summary is None:
         raise PenstockError("the run was interrupted before it began")
     return summary

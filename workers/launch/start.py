@@ -1,6 +1,6 @@
 """The command `penstock run`: prepare the run's folder, supervise the run, and print a summary.
 
-What a start of `penstock run` is going to do: begin a run, resume one, or nothing because it has finished.
+A start begins a new run, resumes a run, or does nothing because the run has finished.
 """
 
 import sys
@@ -35,9 +35,9 @@ from workers.runs.summary import (
     describe_rewards,
     describe_totals,
     latest_progress,
-    nothing_learned,
     read_summary,
     summarize,
+    why_untrained,
 )
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
@@ -89,7 +89,7 @@ def run(
         print(finished_text(settings, finished), file=sys.stderr, flush=True)  # noqa: T201
         if as_json:
             print(msgspec.json.encode(finished).decode(), flush=True)  # noqa: T201
-        return ExitCode.UNTRAINED if finished.verdict else ExitCode.SUCCESS
+        return ExitCode.UNTRAINED if finished.why_untrained else ExitCode.SUCCESS
     if check:
         report = anyio.run(run_preflight_process, start.file, start.overrides, settings.hang_timeout_s)
         if report.errors and as_json:
@@ -109,7 +109,7 @@ def run(
         tell = f"stopped; `penstock run {settings.folder}` resumes"
         print(tell, file=sys.stderr, flush=True)  # noqa: T201
         return ExitCode.INTERRUPTED if outcome.killed else ExitCode.SUCCESS
-    return ExitCode.UNTRAINED if summary is not None and summary.verdict else ExitCode.SUCCESS
+    return ExitCode.UNTRAINED if summary is not None and summary.why_untrained else ExitCode.SUCCESS
 
 
 def supervise(
@@ -139,15 +139,15 @@ def supervise(
             with choose_display(quiet) as display:
                 outcome = anyio.run(Supervisor(settings, file, display, check).run)
             summary = None
-            if outcome.view is not None:
+            if outcome.status is not None:
                 after, seconds = latest_progress(folder), time.monotonic() - began
-                summary = summarize(outcome.view, before, after, seconds, outcome.failure)
+                summary = summarize(outcome.status, before, after, seconds, outcome.failure)
                 summary.causes |= outcome.dead_causes
                 if outcome.failure is None and not outcome.interrupted:
                     summary.finished = True
-                    summary.verdict = nothing_learned(summary.totals, summary.groups_trained, settings)
+                    summary.why_untrained = why_untrained(summary.totals, summary.groups_trained, settings)
                 _write_summary(folder, summary)
-            _draw(folder, outcome.view)
+            _draw(folder, outcome.status)
     return RunResult(outcome=outcome, summary=summary)
 
 
@@ -162,7 +162,9 @@ def raise_for_failure(result: RunResult, settings: Settings) -> None:
     if result.summary is None:
         raise RunFailedError(f"run {settings.run.name!r} ended, but its server was gone before it could be asked how")
     if not result.summary.is_balanced:
-        raise RunFailedError(f"the books of run {settings.run.name!r} do not balance: {result.summary.balance}")
+        raise RunFailedError(
+            f"run {settings.run.name!r} does not account for every prompt: {result.summary.prompt_counts_text}"
+        )
 
 
 def _with_full_disk(folder: Path, failure: RunFailedError) -> RunFailedError:
@@ -184,7 +186,7 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
     """Format a summary for people."""
     lines = [
         f"{summary.steps} steps in {format_duration(summary.seconds)}; {summary.tokens_per_second:,.0f} tokens/s",
-        summary.balance,
+        summary.prompt_counts_text,
     ]
     if summary.groups_dropped:
         lines.append("dropped: " + ", ".join(f"{reason} {n}" for reason, n in sorted(summary.groups_dropped.items())))
@@ -208,8 +210,8 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
     lines += [f"{state}: {cause.short_headline}" for state, cause in sorted(summary.causes.items())]
     if summary.dead:
         lines.append(f"`penstock dead list {settings.folder}` shows the dead letters")
-    if summary.verdict:
-        lines += ["", summary.verdict]
+    if summary.why_untrained:
+        lines += ["", summary.why_untrained]
         group = newest_archived_group(settings.folder)
         if group is not None and group.completions:
             shown = next((each for each in group.completions if each.failure is None), group.completions[0])
@@ -301,7 +303,7 @@ def finished_text(settings: Settings, summary: RunSummary) -> str:
         f"{_count(summary.groups_trained, 'group')} trained. `penstock export {settings.folder} OUT` copies its model. "
         "If train.max_steps ended it, a larger one goes on with it; to start anew, give it another run.name"
     )
-    return f"{text}. {summary.verdict}" if summary.verdict else text
+    return f"{text}. {summary.why_untrained}" if summary.why_untrained else text
 
 
 def start_lines(settings: Settings, identity: RunIdentity | None, earlier: Path | None = None) -> list[str]:

@@ -74,7 +74,7 @@ _FAILURE_ORDER: _ShutdownOrder = (_ROLES, (ENGINE, DASHBOARD))
 class RunOutcome(Struct, kw_only=True):
     """Outcome of a supervised run."""
 
-    view: RunStatus | None
+    status: RunStatus | None
     """The run's last status; None if the server was lost."""
     failure: RunFailedError | None
     interrupted: bool
@@ -142,7 +142,7 @@ class Supervisor:
                 with starting:
                     outcome = await self._run_on_server()
                 tasks.cancel_scope.cancel()
-        return outcome or RunOutcome(view=_empty_status(), failure=None, interrupted=True, killed=[])
+        return outcome or RunOutcome(status=_empty_status(), failure=None, interrupted=True, killed=[])
 
     async def _run_on_server(self) -> RunOutcome:
         if url := self._settings.run.redis:
@@ -179,7 +179,7 @@ class Supervisor:
             status = await self._refresh(connection, restart_loop)
             await self._show_warnings()
             return RunOutcome(
-                view=status or (None if self._server_gone else _empty_status()),
+                status=status or (None if self._server_gone else _empty_status()),
                 failure=self._ending.failure,
                 interrupted=self._ending.interrupted,
                 killed=self._children.killed,
@@ -217,7 +217,7 @@ class Supervisor:
             return
         own = EngineProcesses(self._settings, self._file, self._log_folder)
         self._phase = own.phase
-        await self._write_run_info(url, ())
+        await self._write_live_run(url, ())
         # A vLLM takes minutes to start, longer than a feeder that waits for the trainer of a resumed run may.
         early = _WITHOUT_ENGINE if self._settings.engine.server == "local" else ()
 
@@ -241,7 +241,7 @@ class Supervisor:
         engines: tuple[str, ...],
         roles: Collection[str] = _ROLES,
     ) -> None:
-        await self._write_run_info(url, engines)
+        await self._write_live_run(url, engines)
         self._phase = _RUNNING
         self._launch_roles(tasks, restart_loop, role_specs(self._settings, self._file, url, engines), roles)
 
@@ -254,7 +254,7 @@ class Supervisor:
                 self._children.add(child)
                 tasks.start_soon(restart_loop.keep_running, child)
 
-    async def _write_run_info(self, url: str, engines: tuple[str, ...]) -> None:
+    async def _write_live_run(self, url: str, engines: tuple[str, ...]) -> None:
         def write() -> None:
             write_live(self._settings.folder, LiveRun.of_this_process(self._settings.run.name, url, engines))
 

@@ -87,8 +87,8 @@ def describe_longest(groups: Sequence[GroupInFlight], now: float) -> str:
 
 def _progress(status: RunStatus) -> tuple[int, ...]:
     """Return numbers that change whenever a group or an evaluation ends, or a death is charged to a prompt."""
-    balance, evaluation = status.balance, status.evaluation
-    ended = balance["trained"] + balance["dropped"] + balance["dead"]
+    counts, evaluation = status.prompt_counts, status.evaluation
+    ended = counts["trained"] + counts["dropped"] + counts["dead"]
     deaths = status.counts.get("deaths", 0)  # each brings one prompt nearer to its end, so they are not many
     return (ended, deaths, evaluation.version, evaluation.unfinished) if evaluation else (ended, deaths)
 
@@ -191,12 +191,12 @@ class DiskWatch:
         """Look until cancelled; run it in the supervisor's task group. Then nothing in this process waits any more."""
         try:
             while True:
-                await self._look()
+                await self._check_disks()
                 await anyio.sleep(_INTERVAL_S)
         finally:
             end_waits()
 
-    async def _look(self) -> None:
+    async def _check_disks(self) -> None:
         found = [*await anyio.to_thread.run_sync(disk_problems, self._folder, self.status), *waiting()]
         now = {problem.path: problem for problem in found}
         before = {problem.path for problem in self.problems}

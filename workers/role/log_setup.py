@@ -118,6 +118,19 @@ def drop_output_when_full() -> None:
 
 
 @contextmanager
+def log_nothing() -> Iterator[None]:
+    """Log nothing inside the context, unless this process has set up logging: a Python caller gets a value instead."""
+    if structlog.is_configured():
+        yield
+        return
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
+
+
+@contextmanager
 def log_to_file(role: str, path: Path) -> Iterator[None]:
     """Write this process's events to a file inside the context; the terminal shows progress, stdout the result."""
     before, bound = structlog.get_config(), structlog.contextvars.get_contextvars()

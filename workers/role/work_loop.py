@@ -58,7 +58,7 @@ async def work_loop(
     *,
     concurrency: int | ConcurrencyLimit,
     stopping: anyio.Event,
-    isolation: SharedExclusiveLock | None = None,
+    lock: SharedExclusiveLock | None = None,
     describe: Callable[[Lease], str] = lambda _: "",
 ) -> None:
     """Work on entries of a stage until the run has ended or `stopping` is set.
@@ -68,17 +68,17 @@ async def work_loop(
         work: called in a separate task for each lease.
         concurrency: how many entries at the same time.
         stopping: ends claiming; what is held may still be finished.
-        isolation: of this process, if it has several loops.
+        lock: of the process, if several of its loops share one; an entry that may kill it is worked on alone.
         describe: says what user code the work on a lease runs.
     """
-    isolation = isolation or SharedExclusiveLock()
+    lock = lock or SharedExclusiveLock()
     prometheus.watch_leases(stage.name, lambda: len(stage.leases), stage.oldest_lease_age_s)
     limit = concurrency if isinstance(concurrency, ConcurrencyLimit) else ConcurrencyLimit(concurrency)
     async with anyio.create_task_group() as background:
         background.start_soon(stage.renew_leases)
         async with anyio.create_task_group() as jobs:  # noqa: SIM117  (jobs outlive the claiming)
             async with cancel_on(stopping):
-                await _claim_entries(stage, work, limit, isolation, describe, jobs)
+                await _claim_entries(stage, work, limit, lock, describe, jobs)
         background.cancel_scope.cancel()
 
 
@@ -86,18 +86,18 @@ async def _claim_entries(
     stage: Stage,
     work: Work,
     limit: ConcurrencyLimit,
-    isolation: SharedExclusiveLock,
+    lock: SharedExclusiveLock,
     describe: Callable[[Lease], str],
     jobs: TaskGroup,
 ) -> None:
     """Claim entries and start their jobs until the run has ended."""
     idle = IdleLogger(stage.name)
     while True:
-        await isolation.wait_open()
+        await lock.wait_open()
         claim = await _claim(stage, await limit.wait_available())
-        for lease in await _select(stage, claim.leases, isolation):
+        for lease in await _select(stage, claim.leases, lock):
             limit.acquire()
-            run = partial(_run_alone, stage, lease, isolation, describe) if lease.is_suspect else isolation.run
+            run = partial(_run_alone, stage, lease, lock, describe) if lease.is_suspect else lock.run
             jobs.start_soon(_run_job, stage, lease, partial(run, partial(work, lease, claim.version)), limit)
         if claim.finish_reason:
             log.info("run.finished", stage=stage.name, why=claim.finish_reason)
@@ -119,17 +119,17 @@ async def _claim(stage: Stage, count: int) -> Claim:
     return claim  # noqa: RET504  (a cancel scope may swallow what is in it, for all that mypy knows)
 
 
-async def _select(stage: Stage, leases: list[Lease], isolation: SharedExclusiveLock) -> list[Lease]:
+async def _select(stage: Stage, leases: list[Lease], lock: SharedExclusiveLock) -> list[Lease]:
     """Return the leases to work on now: all but at most one suspect, and this one last. Give the others back.
 
     A suspect that is given back may be run alone by another worker meanwhile.
     """
     suspects = [lease for lease in leases if lease.is_suspect]
     selected = [lease for lease in leases if lease not in suspects] + suspects[:1]
-    if isolation.is_closed:  # by a suspect of this process's other loop
+    if lock.is_closed:  # by a suspect of this process's other loop
         selected = []
     elif suspects:
-        isolation.close()
+        lock.close()
     with anyio.CancelScope(shield=True):
         for lease in leases:
             if lease not in selected:
@@ -140,13 +140,13 @@ async def _select(stage: Stage, leases: list[Lease], isolation: SharedExclusiveL
 async def _run_alone(
     stage: Stage,
     lease: Lease,
-    isolation: SharedExclusiveLock,
+    lock: SharedExclusiveLock,
     describe: Callable[[Lease], str],
     work: Callable[[], Awaitable[None]],
 ) -> None:
     """Work on an entry when nothing else is worked on, so that a death of this process is its own."""
     log.info("entry.isolated", stage=stage.name, prompt=lease.prompt_id, deaths=lease.deaths)
-    async with isolation.exclusive():
+    async with lock.exclusive():
         await stage.begin_alone(lease, describe(lease))
         await work()
 

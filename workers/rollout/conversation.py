@@ -24,7 +24,7 @@ from stream.records import Completion, Failure, Message, Row
 from stream.validity import RolloutReason, TruncationReason
 from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampling import SampledTurn, end_after_error
-from workers.rollout.episode import BaseEpisode, EnvironmentReplies, EpisodeContext, EpisodeEnd, timed
+from workers.rollout.episode import BaseEpisode, EnvironmentReplies, EpisodeContext, EpisodeEnd, measure_time
 from workers.rollout.messages import (
     append_observation,
     assistant_message,
@@ -111,7 +111,7 @@ class ConversationEpisode(BaseEpisode):
         options = self.context.sampling_options(turn, max_tokens=max_tokens, stop_token_ids=self._chat.stop_token_ids)
         self.context.progress.activity = Activity.SAMPLING
         try:
-            with timed(self.completion, "engine"):
+            with measure_time(self.completion, "engine"):
                 sampled = await self.context.sampler.sample(
                     context, options, min_policy_version=self.context.min_policy_version
                 )

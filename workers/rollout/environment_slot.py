@@ -1,8 +1,8 @@
 """Slots: one environment instance each, reused from episode to episode, with a deadline around every call into it.
 
-Outcomes are values. A tool's result or its error is text for the model; a `Failure` ends the episode, because the world
-failed and not the policy. After a failure, a timeout or a cancelled call the instance is not reused: it is closed in
-the background, and the slot makes a new one at its next reset.
+Outcomes are values. A tool's result or its error is text for the model; a `Failure` ends the episode, because the
+environment failed and not the policy. After a failure, a timeout or a cancelled call the instance is not reused: it is
+closed in the background, and the slot makes a new one at its next reset.
 """
 
 import copy
@@ -53,7 +53,7 @@ class EnvironmentSlot:
     Args:
         name: the environment's name in the settings.
         factory: makes instances.
-        calls: runs their methods.
+        calls: calls the methods of the instances, each with a deadline.
 
     Attributes:
         needs_replacement: the instance must not be reused.
@@ -79,7 +79,7 @@ class EnvironmentSlot:
 
     @property
     def instance(self) -> object:
-        """The instance, between its reset and its end."""
+        """The environment's instance; None before the first reset, and after `close`."""
         return self._environment
 
     @property
@@ -97,9 +97,9 @@ class EnvironmentSlot:
 
         Args:
             fields: arguments that the environment's `reset` may ask for.
-            seed: of the group.
-            index: of the completion within its group.
-            timeout_s: for making an instance, and again for resetting it.
+            seed: the group's seed.
+            index: position of the completion within its group.
+            timeout_s: deadline for making an instance, and again for resetting it.
         """
         if self._environment is None:
             created = await self._call(self._factory.make, {}, timeout_s)
@@ -115,35 +115,35 @@ class EnvironmentSlot:
     async def call_tools(self, calls: Sequence[ToolCall], timeout_s: float) -> list[ToolResult | Failure]:
         """Call the tools of one turn, and return the results, or the errors that the model reads, in the same order.
 
-        Async tools run concurrently. Synchronous ones run one after the other, in order, since most classes do not
-        expect two threads at a time; they wake one thread.
+        Async tools run concurrently. Synchronous ones run in their order in one thread, since most classes do not
+        expect two threads at a time.
         """
         results: dict[int, ToolResult | Failure] = {}
-        in_threads: list[tuple[int, Call]] = []
+        in_thread: list[tuple[int, Call]] = []
         on_loop: list[tuple[int, Call]] = []
         for position, call in enumerate(calls):
             prepared = self._prepare(call)
             if isinstance(prepared, ToolResult):
                 results[position] = prepared
             else:
-                (on_loop if prepared[0] is call_async_tool else in_threads).append((position, prepared))
+                (on_loop if prepared[0] is call_async_tool else in_thread).append((position, prepared))
 
-        async def run(some: Sequence[tuple[int, Call]]) -> None:
-            outcomes = await self._call_in_order([call for _, call in some], timeout_s)
-            for (position, _), (outcome, seconds) in zip(some, outcomes, strict=True):
+        async def run(batch: Sequence[tuple[int, Call]]) -> None:
+            outcomes = await self._call_in_order([call for _, call in batch], timeout_s)
+            for (position, _), (outcome, seconds) in zip(batch, outcomes, strict=True):
                 results[position] = self._to_result(calls[position], outcome, seconds)
 
-        concurrent = [[each] for each in on_loop] + ([in_threads] if in_threads else [])
-        if len(concurrent) == 1:  # a task group would cost more than most calls
-            await run(concurrent[0])
+        batches = [[call] for call in on_loop] + ([in_thread] if in_thread else [])
+        if len(batches) == 1:  # a task group would cost more than most calls
+            await run(batches[0])
         else:
             async with anyio.create_task_group() as tasks:
-                for some in concurrent:
-                    tasks.start_soon(run, some)
+                for batch in batches:
+                    tasks.start_soon(run, batch)
         return [results[position] for position in range(len(calls))]
 
     async def call_tool(self, call: ToolCall, timeout_s: float) -> ToolResult | Failure:
-        """Call one tool, as `call_tools`."""
+        """Call one tool, as `call_tools` does."""
         (result,) = await self.call_tools([call], timeout_s)
         return result
 
@@ -183,7 +183,7 @@ class EnvironmentSlot:
         """Return the messages with which the environment answers a turn without a tool call; None ends the episode.
 
         Args:
-            text: the turn's, without its reasoning.
+            text: text of the turn, without its reasoning.
             messages: the conversation after the prompt; an environment that names this parameter gets a copy.
             timeout_s: deadline of the call.
         """
@@ -204,7 +204,7 @@ class EnvironmentSlot:
         return _to_messages(value)
 
     async def is_done(self, timeout_s: float) -> bool | Failure:
-        """Return whether the environment has ended the episode, by its attribute or property `done`."""
+        """Return whether the environment has ended the episode: its attribute or property `done`."""
         if isinstance(getattr(type(self._environment), "done", None), property):
             outcome = await self._call(is_done, {"env": self._environment}, timeout_s)
         else:
@@ -224,12 +224,12 @@ class EnvironmentSlot:
     async def run_episode(
         self, endpoint: str, sampling: dict[str, Any], timeout_s: float
     ) -> Failure | TruncationReason | None:
-        """Have an environment run its own loop; None if that ended normally.
+        """Have the environment run its own agent loop; return None if the loop ended normally.
 
         Args:
-            endpoint: URL at which it asks for turns of the model.
+            endpoint: URL at which the environment asks for turns of the model.
             sampling: temperature and `max_tokens` of a turn, for information.
-            timeout_s: for the whole episode; the caller's clock decides earlier.
+            timeout_s: deadline for the whole episode; the caller has an earlier one.
         """
         arguments = {"endpoint": endpoint, "sampling": sampling}
         outcome = await self._call(self._environment.run_episode, arguments, timeout_s)
@@ -243,14 +243,14 @@ class EnvironmentSlot:
 
     async def reward(self, timeout_s: float, messages: Sequence[Message] = ()) -> list[RewardPart]:
         """Return the environment's own reward for this conversation, as measured or unmeasured parts."""
-        found = self._find_reward(messages)
-        match found:
+        lookup = self._find_reward(messages)
+        match lookup:
             case Ok(None):
                 return []
             case Ok((function, arguments)):
                 return self._parts(await self._call(function, arguments, timeout_s), messages)
             case _:
-                return self._parts(found, messages)
+                return self._parts(lookup, messages)
 
     async def freeze(self, max_bytes: int, timeout_s: float) -> bytes | Failure:
         """Return a snapshot of the instance's attributes."""
@@ -259,13 +259,13 @@ class EnvironmentSlot:
     async def measure_and_freeze(
         self, messages: Sequence[Message], max_bytes: int, timeout_s: float, begin_snapshot: Callable[[], None]
     ) -> tuple[list[RewardPart], bytes | Failure]:
-        """Return `reward` and `freeze`; where `get_reward` is synchronous, both wake one thread.
+        """Return what `reward` and `freeze` return; if `get_reward` is synchronous, one thread runs both.
 
         Args:
             messages: the conversation after the prompt.
-            max_bytes: of the snapshot.
-            timeout_s: for each of the two.
-            begin_snapshot: called between them, in that thread.
+            max_bytes: maximum size of the snapshot.
+            timeout_s: deadline for each of the two.
+            begin_snapshot: called between them, in the thread that takes the snapshot.
         """
         environment = self._environment
 
@@ -273,11 +273,11 @@ class EnvironmentSlot:
             begin_snapshot()
             return freeze(environment, max_bytes)
 
-        found = self._find_reward(messages)
-        if not isinstance(found, Ok) or found.value is None:
-            parts = [] if isinstance(found, Ok) else self._parts(found, messages)
+        lookup = self._find_reward(messages)
+        if not isinstance(lookup, Ok) or lookup.value is None:
+            parts = [] if isinstance(lookup, Ok) else self._parts(lookup, messages)
             return parts, self._snapshot(await self._call(freeze_now, {}, timeout_s))
-        (measured, _), (frozen, _) = await self._call_in_order([found.value, (freeze_now, {})], timeout_s)
+        (measured, _), (frozen, _) = await self._call_in_order([lookup.value, (freeze_now, {})], timeout_s)
         return self._parts(measured, messages), self._snapshot(frozen)
 
     async def close(self) -> None:
@@ -293,7 +293,7 @@ class EnvironmentSlot:
             log.warning("environment.close_failed", environment=self.name, why=describe_failure(outcome))
 
     def _find_reward(self, messages: Sequence[Message]) -> Outcome:
-        """Return `reward_call` of the instance; to read an attribute may run its `__getattr__`, which may fail."""
+        """Return the call that measures the reward, or a failure: to find it may run the instance's `__getattr__`."""
         return call_inline(reward_call, {"env": self._environment, "messages": messages})
 
     def _parts(self, outcome: Outcome, messages: Sequence[Message]) -> list[RewardPart]:
@@ -312,7 +312,7 @@ class EnvironmentSlot:
         return outcome
 
     async def _call_in_order(self, calls: Sequence[Call], timeout_s: float) -> list[TimedOutcome]:
-        """Call into the instance; if that is interrupted or too late, it may still be busy and must be replaced."""
+        """Call methods of the instance. It may still be busy after an interrupt or a timeout: then it is replaced."""
         try:
             outcomes = await self._calls.call_in_order(calls, timeout_s)
         except BaseException:
@@ -330,7 +330,7 @@ class EnvironmentSlot:
         return Failure(reason=reason, detail=detail, cause=outcome_cause(outcome, source))
 
     def _validate_observation(self, value: Any) -> Observation | Failure:
-        """Return what `reset` returned if a prompt can end with it."""
+        """Return the observation that `reset` returned; a failure if a prompt cannot end with it."""
         if isinstance(value, str):
             return replace_surrogates(value)
         if _is_plain(value) and is_observation(value):
@@ -345,7 +345,7 @@ class EnvironmentSlot:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a record can hold a value."""
+    """Return whether a value is plain data, which a record can hold."""
     try:
         msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -364,12 +364,13 @@ def _response_arguments(respond: Callable[..., Any], text: str, messages: Sequen
 
 
 def _to_messages(response: Response) -> list[Message] | None:
-    """Return a response as messages: text and content parts are the user's."""
+    """Return a response as messages; a text or content parts become a message of the user."""
     if response is None:
         return None
     if isinstance(response, list):
-        found: list[Message] = msgspec.msgpack.decode(msgspec.msgpack.encode(response))  # a copy: it may change its own
-        return found if is_messages(found) else [{"role": "user", "content": found}]
+        # A copy, since the environment may change its own list later.
+        content: list[Message] = msgspec.msgpack.decode(msgspec.msgpack.encode(response))
+        return content if is_messages(content) else [{"role": "user", "content": content}]
     return [{"role": "user", "content": replace_surrogates(response)}]
 
 

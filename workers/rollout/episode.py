@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from envs.contract import Observation
 from stream.queue.in_flight import Activity
-from stream.records import MAX_INTERVALS, ActivityTime, Completion, Failure, Message, Prompt, Row, ToolRun
+from stream.records import MAX_ACTIVITY_TIMES, ActivityTime, Completion, Failure, Message, Prompt, Row, ToolRun
 from stream.validity import TruncationReason
 from workers.role.in_flight_reporter import CompletionProgress
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
@@ -96,7 +96,7 @@ class BaseEpisode(ABC):
             EngineUnavailableError: no engine answers.
             DataError: the chat template refuses the prompt.
         """
-        with timed(self.completion, "total"):
+        with measure_time(self.completion, "total"):
             end: EpisodeEnd = await self.reset()
             if end is None:
                 end = await self.run_turns()
@@ -114,7 +114,7 @@ class BaseEpisode(ABC):
         if context.slot is None:
             return None
         context.progress.activity = Activity.RESET
-        with timed(self.completion, "reset"):
+        with measure_time(self.completion, "reset"):
             observation = await context.slot.reset(
                 _reset_fields(context.prompt), context.prompt.seed, context.index, context.limits.call_timeout_s
             )
@@ -149,7 +149,7 @@ class BaseEpisode(ABC):
         slot, completion, progress = self.context.slot, self.completion, self.context.progress
         if slot is None or completion.failure is not None:
             return
-        reward_time = timed(completion, "reward") if slot.has_reward else None
+        reward_time = measure_time(completion, "reward") if slot.has_reward else None
         progress.activity = Activity.REWARD if slot.has_reward else Activity.SNAPSHOT
 
         def begin_snapshot() -> None:
@@ -168,7 +168,7 @@ class BaseEpisode(ABC):
             completion.snapshot = snapshot
 
 
-class timed:  # noqa: N801  (used like a function)
+class measure_time:  # noqa: N801  (used like a function)
     """Add the time spent in the body, or until `stop`, to `completion.seconds[activity]`, and note when it was."""
 
     __slots__ = ("_activity", "_began_at", "_completion", "_started")
@@ -183,8 +183,8 @@ class timed:  # noqa: N801  (used like a function)
     def __exit__(self, *_: object) -> None:
         seconds = time.perf_counter() - self._started
         self._completion.seconds[self._activity] += seconds
-        if len(self._completion.intervals) < MAX_INTERVALS:
-            self._completion.intervals.append(ActivityTime(self._activity, self._began_at, seconds))
+        if len(self._completion.activity_times) < MAX_ACTIVITY_TIMES:
+            self._completion.activity_times.append(ActivityTime(self._activity, self._began_at, seconds))
 
     def stop(self) -> None:
         """Note the time since this was made."""
@@ -240,7 +240,7 @@ class EnvironmentReplies:
             parsed: the turn.
             text: what `respond` reads of it: its text without the reasoning.
         """
-        with timed(self._completion, "tools"), self._clock.tools:
+        with measure_time(self._completion, "tools"), self._clock.tools:
             replies = await self._replies(parsed, text)
             if replies is None or isinstance(replies, Failure):
                 return replies

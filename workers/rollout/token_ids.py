@@ -1,4 +1,4 @@
-"""Token ids of a context that grows turn by turn, and the JSON in which an engine gets them."""
+"""The token ids of a conversation that grows turn by turn, kept as numbers and as the JSON of engine requests."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -10,10 +10,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class TokenIds(Sequence[int]):
-    """A sequence of token ids that only grows at its end, with its JSON.
+    """An append-only sequence of token ids that also keeps the ids' JSON.
 
-    Both are kept, so a turn of a long episode converts only the ids that it adds: four bytes each, and about six of
-    JSON, instead of an object for every id of the whole context. Copies share the JSON, which is in parts.
+    A turn of a long episode therefore converts only the ids that it adds, never the whole context again. An id takes
+    four bytes, and about six more as JSON, instead of a Python object. Copies share the JSON, a list of byte strings.
 
     Example:
         >>> ids = TokenIds([1, 2])
@@ -49,18 +49,18 @@ class TokenIds(Sequence[int]):
         return b"".join((b"[", *self._json, b"]"))
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Append ids."""
+        """Append ids, and the JSON of these ids alone."""
         if not ids:
             return
         if self._ids:
             self._json.append(b",")
-        if type(ids) is TokenIds:  # `isinstance` with an abstract class takes long for a list
-            self._json += ids._json  # noqa: SLF001  (its own class)
+        if type(ids) is TokenIds:  # `isinstance` with an abstract class is slow for a list
+            self._json += ids._json  # noqa: SLF001  (the same class)
             self._ids += ids._ids  # noqa: SLF001
         else:
             listed = ids if type(ids) is list else list(ids)
             self._json.append(_encode(listed)[1:-1])
-            self._ids.fromlist(listed)  # half the time of `extend`, which takes any iterable
+            self._ids.fromlist(listed)  # takes half the time of `extend`, which accepts any iterable
 
     def copy(self) -> "TokenIds":
         """Return a copy, which grows on its own."""
@@ -69,9 +69,10 @@ class TokenIds(Sequence[int]):
         return copied
 
     def is_prefix_of(self, ids: "TokenIds") -> bool:
-        """Return whether others start with these ids; compares memory."""
-        count, last, theirs = len(self), self._ids[-1:], ids._ids  # noqa: SLF001  (its own class)
-        return last == theirs[count - len(last) : count] and self._ids == theirs[:count]  # mostly without the copy
+        """Return whether `ids` begins with all ids of this sequence."""
+        count, last, others = len(self), self._ids[-1:], ids._ids  # noqa: SLF001  (the same class)
+        # The last id alone mostly decides, without the copy that the slice of the whole prefix makes.
+        return last == others[count - len(last) : count] and self._ids == others[:count]
 
     def tobytes(self, start: int, end: int) -> bytes:
         """Return the ids of a range as int32."""

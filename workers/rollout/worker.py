@@ -244,7 +244,7 @@ async def _work(
         if settings.pacing.stale_policy == "cancel":
             background.start_soon(stale_canceller.watch)
         async with anyio.create_task_group() as loops:
-            loop = partial(work_loop, stopping=stopping, isolation=SharedExclusiveLock(), describe=runner.describe)
+            loop = partial(work_loop, stopping=stopping, lock=SharedExclusiveLock(), describe=runner.describe)
             loops.start_soon(partial(loop, stage, training.work, concurrency=concurrency))
             if evaluation is not None:
                 loops.start_soon(partial(loop, evaluation.stage, evaluation.work, concurrency=evaluation.concurrency))

@@ -15,7 +15,7 @@ from stream.errors import PenstockError, RecordError
 from stream.operator.dead_letters import DeadLetter, list_dead_letters
 from stream.operator.status import read_status
 from stream.records import Group, Prompt, Row
-from stream.trainer.consume import record_untrained_ends
+from stream.trainer.consume import write_unrecorded_outcomes
 from workers.runs.find import refuse_other_run
 from workers.runs.run import Run
 
@@ -45,8 +45,8 @@ async def select_letters(connection: RunConnection, choice: LetterChoice) -> lis
         PenstockError: a named one does not exist, or none has the reason.
     """
     if not choice.ids:
-        view = await read_status(connection)
-        letters = await list_dead_letters(connection, count=max(1, view.dead))
+        status = await read_status(connection)
+        letters = await list_dead_letters(connection, count=max(1, status.dead))
         found = [letter for letter in letters if choice.matches(letter)]
         if choice.reason and not found:
             raise PenstockError(
@@ -85,7 +85,7 @@ async def record_ends(run: Run, connection: RunConnection) -> None:
     """Write to the ledger what operators did with dead letters, if the run has one here."""
     ledger = run.file("ledger.jsonl")
     if await anyio.Path(ledger).exists():
-        await record_untrained_ends(connection, ledger)
+        await write_unrecorded_outcomes(connection, ledger)
 
 
 def describe_letter(letter: DeadLetter) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from stream.errors import PenstockError, SettingsError
 from stream.records import Message
 from workers.runs.groups import ArchivedRunGroups, CompletionView
 from workers.runs.selection import CompletionFilter
-from workers.runs.tokens import annotated_row, token_columns
+from workers.runs.tokens import token_columns, trained_row
 
 Format = Literal["jsonl", "parquet"]
 _BATCH: Final = 64
@@ -59,7 +59,7 @@ def export_completions(folder: Path, out: str, format_: Format | None, wanted: C
     format_ = format_ or _format_of(out)
     archived = ArchivedRunGroups(folder)
     rows = (
-        completion_record(archived.annotate(view))
+        completion_record(archived.with_trained_tokens(view))
         for view in archived.completions(wanted.steps)
         if wanted.matches(view)
     )
@@ -118,10 +118,10 @@ def completion_record(view: CompletionView) -> dict[str, Any]:
 
 
 def token_rows(view: CompletionView) -> list[dict[str, Any]]:
-    """Return the rows of an annotated completion as columns, with one value for each token after the prompt."""
+    """Return the rows of a completion as columns, with one value for each token after the prompt."""
     rows: list[dict[str, Any]] = []
     for number, row in enumerate(view.completion.rows):
-        columns = token_columns(row, annotated_row(view.trained, number))
+        columns = token_columns(row, trained_row(view.trained, number))
         if columns.loss_mask is None:
             columns = structs.replace(columns, loss_mask=_mask_of_whole(view, columns.sampled_mask))
         rows.append({"prompt_ids": row.prompt.tolist(), **structs.asdict(columns)})
@@ -140,7 +140,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def _mask_of_whole(view: CompletionView, sampled_mask: list[int]) -> list[int] | None:
-    """Return the loss mask of a row without annotations; None if only some of the completion's tokens bear loss."""
+    """Return the loss mask of a row without trained tokens; None if only some of the completion's tokens bear loss."""
     loss_tokens = view.trained.loss_tokens if view.trained is not None else 0
     if not loss_tokens:
         return [0] * len(sampled_mask)

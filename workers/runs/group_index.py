@@ -1,7 +1,7 @@
-"""An index of a run's archived groups: a summary of each, read once and kept while an index is used.
+"""An index of a run's archived groups: a summary of each, read once and kept as long as the index.
 
-A summary needs the group's payload, so it is read when a page needs it: a page of the newest groups reads one segment
-of the archive, however many there are. Everything here blocks on files: call it in a thread.
+A summary is read from the whole archived group, so only when it is needed: a page of the newest groups reads one
+segment of the archive, however many segments there are. Everything here blocks on files: call it in a thread.
 """
 
 import sys
@@ -24,9 +24,9 @@ from workers.runs.phases import GroupTimes
 from workers.runs.selection import CompletionFilter, prompt_text
 
 _TEXT_CHARACTERS: Final = 500
-"""Of a prompt, in a summary. A longer prompt is read again when its text is searched."""
+"""Length to which a summary cuts a prompt's text; a search reads a longer prompt again from the archive."""
 _GENERAL: Final = frozenset({"valid", "invalid", "truncated", "dropped"})
-"""Words that are not counted, since more special ones are."""
+"""Labels that are not counted, because more specific labels of the same completions are."""
 
 
 class GroupSummary(Struct, frozen=True, kw_only=True, gc=False):
@@ -47,7 +47,7 @@ class GroupSummary(Struct, frozen=True, kw_only=True, gc=False):
     """The policy versions that sampled each completion, ascending."""
     sampled_tokens: int
     turns: int
-    """Of the completion with the most."""
+    """Number of turns of the completion that has the most."""
     times: GroupTimes
     text: str
     """The beginning of the last user message of the prompt."""
@@ -61,7 +61,7 @@ class GroupSummary(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def mean_reward(self) -> float | None:
-        """Mean of the measured rewards; None without any."""
+        """Mean of the measured rewards; None if no reward was measured."""
         measured = self.measured
         return sum(measured) / len(measured) if measured else None
 
@@ -72,22 +72,23 @@ class GroupSummary(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def version_range(self) -> tuple[int, int] | None:
-        """Oldest and newest policy version that sampled a token; None without any."""
-        versions = [version for each in self.versions for version in each]
+        """Oldest and newest policy version that sampled a token; None if no token was sampled."""
+        versions = [version for completion in self.versions for version in completion]
         return (min(versions), max(versions)) if versions else None
 
     def matches(self, wanted: CompletionFilter) -> bool:
-        """Whether a completion of the group meets all conditions but the one on the prompt."""
+        """Whether a completion of the group meets all conditions of the filter, except the condition on the prompt."""
         if not wanted.has_step(self.step):
             return False
         return not wanted.has_completion_conditions or any(self._matching(wanted))
 
     def matching_rewards(self, wanted: CompletionFilter) -> list[float]:
-        """Return the measured rewards of completions that meet the conditions on themselves."""
+        """Return the measured rewards of those completions that meet the filter's conditions on a completion."""
         pairs = zip(self.rewards, self._matching(wanted), strict=True)
         return [reward for reward, is_matching in pairs if is_matching and reward is not None]
 
     def _matching(self, wanted: CompletionFilter) -> Iterator[bool]:
+        """Yield for each completion whether it meets the filter's conditions on a completion."""
         return map(wanted.matches_completion, self.rewards, self.versions, self.labels)
 
 
@@ -96,9 +97,9 @@ class SearchResult(Struct, frozen=True, kw_only=True):
 
     groups: list[GroupSummary]
     next_before: int | None
-    """Search on from here; None: there is no more."""
+    """Argument `before` of the search that continues this one; None: everything was searched."""
     is_interrupted: bool
-    """The time was up before the page was full."""
+    """The time was over before `count` groups were found."""
 
 
 class GroupIndex:
@@ -120,7 +121,7 @@ class GroupIndex:
 
     @property
     def unread(self) -> int:
-        """Number of groups without a summary so far."""
+        """Number of groups whose summary was not read yet."""
         return self._summaries.count(None) - len(self._unreadable)
 
     @property
@@ -129,7 +130,7 @@ class GroupIndex:
         return len(self._unreadable)
 
     def refresh(self) -> bool:
-        """Learn of the groups that ended since the last call. False: a new index is needed (`ArchivedRunGroups`)."""
+        """Add the groups that ended since the last call. False: make a new index (see `ArchivedRunGroups.refresh`)."""
         with self._lock:
             is_valid = self.groups.refresh()
             self._summaries += [None] * (len(self.groups.records) - len(self._summaries))
@@ -137,18 +138,18 @@ class GroupIndex:
 
     def summary(self, number: int) -> GroupSummary | None:
         """Return the summary of one group; None if it cannot be read any more."""
-        known = self._summaries[number]
-        if known is None and number not in self._unreadable:
+        summary = self._summaries[number]
+        if summary is None and number not in self._unreadable:
             try:
                 group = decode(self.groups.locate(number).read_payload(), _Group)
             except (RecordError, PenstockError):
                 self._unreadable.add(number)
                 return None
-            known = self._summaries[number] = _summarize(number, self.groups.records[number], group)
-        return known
+            summary = self._summaries[number] = _summarize(number, self.groups.records[number], group)
+        return summary
 
     def read_more(self, seconds: float) -> bool:
-        """Read summaries for some time, the newest first. Returns whether all are read."""
+        """Read missing summaries for at most `seconds`, the newest first. Returns whether all are read."""
         deadline = time.monotonic() + seconds
         for number in self._newest_first():
             if self._summaries[number] is None and number not in self._unreadable:
@@ -158,13 +159,13 @@ class GroupIndex:
         return True
 
     def search(self, wanted: CompletionFilter, before: int | None, count: int, seconds: float) -> SearchResult:
-        """Return the newest groups that match, searching for at most some time.
+        """Return the newest groups that match, as far as they are found within the given time.
 
         Args:
             wanted: the conditions.
             before: search among older groups than the one with this number; None: among all.
-            count: the most groups to return.
-            seconds: time for the search; what it did not reach is searched by the next one.
+            count: maximum number of groups to return.
+            seconds: time for the search; `SearchResult.next_before` continues it.
         """
         deadline = time.monotonic() + seconds
         groups: list[GroupSummary] = []
@@ -181,26 +182,28 @@ class GroupIndex:
         return SearchResult(groups=groups, next_before=None, is_interrupted=False)
 
     def rewards(self, wanted: CompletionFilter) -> list[float]:
-        """Return the rewards of all completions that match, without the condition on the reward, as far as read."""
+        """Return the rewards of all completions that match, whatever their reward, in groups whose summary was read."""
         wanted = structs.replace(wanted, rewards=None)
         return [
             reward
-            for group in self._known()
+            for group in self._known_summaries()
             if wanted.has_step(group.step) and self._has_text(group, wanted)
             for reward in group.matching_rewards(wanted)
         ]
 
     def counts(self) -> dict[str, int]:
-        """Return how many groups have each outcome, end and reason of a completion, as far as read."""
+        """Return how many groups have each label, as their outcome or in a completion, in summaries that were read."""
         counts = Counter(
-            label for group in self._known() for label in frozenset().union({group.outcome}, *group.labels) - _GENERAL
+            label
+            for group in self._known_summaries()
+            for label in frozenset().union({group.outcome}, *group.labels) - _GENERAL
         )
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
     def _newest_first(self) -> Iterator[int]:
         return iter(range(len(self._summaries) - 1, -1, -1))
 
-    def _known(self) -> list[GroupSummary]:
+    def _known_summaries(self) -> list[GroupSummary]:
         return [summary for summary in self._summaries if summary is not None]
 
     def _has_text(self, group: GroupSummary, wanted: CompletionFilter) -> bool:
@@ -256,21 +259,28 @@ def _summarize(number: int, record: LedgerRecord, group: _Group) -> GroupSummary
 
 def _summarize_fields(number: int, outcome: str, step: int, group: "_Group | Group") -> GroupSummary:
     completions = group.completions
-    versions = [tuple(sorted({span.version for row in each.rows for span in row.spans})) for each in completions]
-    shared = {each: each for each in versions}  # most completions of a group have the same
+    versions = [
+        tuple(sorted({span.version for row in completion.rows for span in row.spans})) for completion in completions
+    ]
+    shared = {numbers: numbers for numbers in versions}  # most completions of a group have the same: one tuple serves
     text = _prompt_text(group)
-    ranges = [bounds for each in completions for row in each.rows for bounds in row.sampled_ranges]
+    ranges = [bounds for completion in completions for row in completion.rows for bounds in row.sampled_ranges]
     return GroupSummary(
         number=number,
         prompt=group.prompt.id,
         environment=sys.intern(group.prompt.environment or ""),
         outcome=sys.intern(outcome),
         step=step,
-        rewards=tuple(each.reward.value if isinstance(each.reward, Measured) else None for each in completions),
-        labels=tuple(completion_labels(each.failure, each.truncated, each.reward, outcome) for each in completions),
-        versions=tuple(shared[each] for each in versions),
+        rewards=tuple(
+            completion.reward.value if isinstance(completion.reward, Measured) else None for completion in completions
+        ),
+        labels=tuple(
+            completion_labels(completion.failure, completion.truncated, completion.reward, outcome)
+            for completion in completions
+        ),
+        versions=tuple(shared[numbers] for numbers in versions),
         sampled_tokens=sum(end - start for start, end in ranges),
-        turns=max((each.turns for each in completions), default=0),
+        turns=max((completion.turns for completion in completions), default=0),
         times=GroupTimes(
             group.prompt.fed_at, group.claimed_at, group.rolled_out_at, group.score_claimed_at, group.scored_at
         ),

@@ -1,7 +1,7 @@
 """The groups of a run and their completions: archived ones, and those without an outcome, which are on the server.
 
-The ledger decides which archived groups count; without one, all do. A run is only read: it may be running, stopped,
-killed or finished. `ArchivedRunGroups` blocks on files.
+The ledger decides which archived groups count; without a ledger all of them do. Nothing here changes the run, which may
+be running, stopped, killed or finished.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -15,16 +15,17 @@ from msgspec import Struct, structs
 from stream.codec import decode
 from stream.errors import PenstockError, RecordError
 from stream.records import Completion, Failure, Group, TrainedCompletion
-from stream.trainer.annotations import read_annotations
 from stream.trainer.archive import ArchivedGroups, ArchiveOffset, scan_archive
 from stream.trainer.ledger_records import Dead, Dropped, LedgerRecord, LedgerTail, encode_outcome
+from stream.trainer.trained_tokens import read_trained_tokens
 from stream.validity import Measured, Reward, TruncationReason
 from workers.runs.html import COMPLETION_COLUMNS, completion_cells, group_html, html_details, html_table
 from workers.runs.transcript import describe_reward, escape_controls, invalid_reason, paragraphs
 
 UNFINISHED: Final = "unfinished"
+"""Stands for the outcome of a group that has none yet."""
 EVALUATED: Final = "evaluated"
-"""Outcome of a group that has none yet."""
+"""Stands for the outcome of a group of an evaluation, which is never trained."""
 
 
 class CompletionView(Struct, frozen=True, kw_only=True):
@@ -33,29 +34,29 @@ class CompletionView(Struct, frozen=True, kw_only=True):
     group: Group
     completion: Completion
     outcome: str
-    """Of the group: `trained`, `dropped:REASON`, `unfinished`, or `evaluated`."""
+    """The outcome of the group: `trained`, `dropped:REASON`, `unfinished`, or `evaluated`."""
     step: int | None = None
     """The step that ended the group, or whose weights were evaluated; None if it is unfinished."""
     trained: TrainedCompletion | None = None
-    """What the step did with the completion; None if no step had it, or it was not archived."""
+    """What the training step did with the completion; None if it was in no step, or if that was not archived."""
     record: LedgerRecord | None = None
-    """Of the group; None if it is unfinished."""
+    """The ledger's record of the group; None if it is unfinished or evaluated."""
 
     def __repr__(self) -> str:
-        of = f"{self.group.prompt.id!r}, completion {self.completion.index}"
-        return f"CompletionView({of}, {self.outcome}, reward {describe_reward(self.completion.reward)})"
+        name = f"{self.group.prompt.id!r}, completion {self.completion.index}"
+        return f"CompletionView({name}, {self.outcome}, reward {describe_reward(self.completion.reward)})"
 
     def _repr_html_(self) -> str:
         return completions_html([self])
 
     def text(self) -> str:
-        """Return the conversation, the reward, the episode's end and what the step did, for people to read."""
-        told = paragraphs(self.completion, outcome=self.outcome, trained=self.trained)
-        return "\n".join(f"{label}: {escape_controls(text)}" for label, text in told)
+        """Return a text of the conversation, the reward, the episode's end, and what the training step did."""
+        labelled_texts = paragraphs(self.completion, outcome=self.outcome, trained=self.trained)
+        return "\n".join(f"{label}: {escape_controls(text)}" for label, text in labelled_texts)
 
     @property
     def reward(self) -> float | None:
-        """The value of a measured reward, else None."""
+        """The reward; None if it was not measured."""
         return self.completion.reward.value if isinstance(self.completion.reward, Measured) else None
 
     @property
@@ -109,10 +110,10 @@ class CompletionView(Struct, frozen=True, kw_only=True):
 
 
 class RunGroup(Struct, frozen=True):
-    """One group of a run."""
+    """One group of a run: its completions, which all answer the same prompt."""
 
     completions: list[CompletionView]
-    """All of them."""
+    """All completions of the group; there is at least one."""
 
     def __repr__(self) -> str:
         first, mean = self.completions[0], self.reward_mean
@@ -124,12 +125,12 @@ class RunGroup(Struct, frozen=True):
 
     @property
     def reward_mean(self) -> float | None:
-        """The mean of measured rewards; None if none is measured."""
-        rewards = [each.reward for each in self.completions if each.reward is not None]
+        """The mean of the measured rewards; None if no reward was measured."""
+        rewards = [view.reward for view in self.completions if view.reward is not None]
         return sum(rewards) / len(rewards) if rewards else None
 
     def describe(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return what `--json` says about the group, without its tokens and messages."""
         first = self.completions[0]
         return {
             "prompt_id": first.group.prompt.id,
@@ -164,13 +165,14 @@ def completion_labels(
     reason = f"reward:{reward.reason}" if reward is not None and reward.reason else ""
     if failure is not None:
         return _labels("failed", f"failed:{failure.reason}", reason, outcome)
-    is_valid = reward is None or isinstance(reward, Measured)  # an answer that could not be judged is measured
+    # A measured reward may have a reason, too: an answer that could not be judged gets the worst reward, and is valid.
+    is_valid = reward is None or isinstance(reward, Measured)
     return _labels(episode_end(failure, truncated), "" if is_valid else reason, reason, outcome)
 
 
 @lru_cache(maxsize=4096)
 def _labels(end: str, why_invalid: str, reason: str, outcome: str) -> frozenset[str]:
-    """Return the words; many completions share one set of them."""
+    """Return the labels; completions with the same labels share one set, to save memory."""
     words = {end, outcome, reason, *((why_invalid, "invalid") if why_invalid else ("valid",))}
     if end not in ("finished", "failed"):
         words.add("truncated")
@@ -180,7 +182,7 @@ def _labels(end: str, why_invalid: str, reason: str, outcome: str) -> frozenset[
 
 
 def completions_html(views: Sequence[CompletionView]) -> str:
-    """Return completions as a table, and each conversation folded below it."""
+    """Return completions as a table, and below it each conversation, hidden until the reader clicks it."""
     rows = [(each.group.prompt.id, each.outcome, each.step, *completion_cells(each.completion)) for each in views]
     table = html_table("", ("prompt", "outcome", "step", *COMPLETION_COLUMNS), rows)
     titles = [f"{each.group.prompt.id}, completion {each.completion.index}" for each in views]
@@ -188,7 +190,7 @@ def completions_html(views: Sequence[CompletionView]) -> str:
 
 
 def groups_html(groups: Iterable[RunGroup]) -> str:
-    """Return groups as a table, a line for each."""
+    """Return groups as a table with one line for each."""
     names = ("prompt_id", "environment", "outcome", "step", "reward_mean", "valid", "completions", "ends")
     described = [group.describe() for group in groups]
     return html_table("", [name.replace("_", " ") for name in names], [[row[n] for n in names] for row in described])
@@ -207,13 +209,13 @@ def evaluated_group(group: Group, step: int) -> RunGroup:
 
 
 class ArchivedRunGroups:
-    """The groups of a run's ledger, in its order, and where the archive has them. For threads.
+    """The groups that a run's ledger names, in its order, and their places in the archive. Blocks: use it in a thread.
 
-    A group's number is its position in `records`, and never changes. Of the archive no more is read than what is asked
-    for: positions segment by segment, groups one by one.
+    A group's number is its position in `records`, and never changes. Only those parts of the archive are read that a
+    caller asks for: the positions in one segment, or one group.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -225,15 +227,15 @@ class ArchivedRunGroups:
         self._records: list[LedgerRecord] = []
         self._by_prompt: dict[str, int] = {}
         self._without_group: dict[str, LedgerRecord] = {}
-        """The last record of each prompt that has one without a group."""
-        self._annotated: tuple[LedgerRecord, Sequence[TrainedCompletion]] | None = None
-        """Annotations of the group that was annotated last."""
+        """The last record of each prompt that ended without a group, as a dead letter does."""
+        self._last_trained: tuple[LedgerRecord, Sequence[TrainedCompletion]] | None = None
+        """The group whose trained tokens were read last, and what was read."""
         self.damaged: list[str] = []
         """Messages about groups that `completions` could not read."""
         self._without_ledger = not self._ledger.exists()
-        if self._without_ledger:  # the run was killed as its first group ended, or it never had one
-            found = {(record.prompt, record.hash): record for record, _ in scan_archive(folder / "groups")}
-            self._add(found.values())
+        if self._without_ledger:  # the run was killed as its first group ended, or no group has ended
+            records = {(record.prompt, record.hash): record for record, _ in scan_archive(folder / "groups")}
+            self._add(records.values())
         self.refresh()
 
     def __len__(self) -> int:
@@ -242,17 +244,17 @@ class ArchivedRunGroups:
 
     @property
     def records(self) -> Sequence[LedgerRecord]:
-        """The ledger's records of all groups, also of those that the archive does not have any more."""
+        """The ledger's records of all groups, including those that the archive does not have any more."""
         return self._records
 
     @property
     def missing(self) -> int:
-        """Groups of the ledger that the archive does not have any more."""
+        """Number of groups of the ledger that the archive does not have any more."""
         return len(self._records) - len(self)
 
     @property
     def steps(self) -> tuple[int, int] | None:
-        """The first and the last archived step; None without a group."""
+        """The first and the last step of which the archive has a group; None if it has no group."""
         archived = [self._records[number].step for number in self.numbers()]
         return (archived[0], archived[-1]) if archived else None
 
@@ -260,15 +262,15 @@ class ArchivedRunGroups:
         """Read what was added to ledger and archive since the last call.
 
         Returns:
-            False if the ledger was cut meanwhile, as a run does that resumes from a checkpoint, or if it is new. The
-            groups stay as they were read: make a new object.
+            False if the ledger was cut, as when a run resumes from a checkpoint, or if there was no ledger before.
+            The groups then stay as they were, also after later calls: make a new object.
         """
         with self._lock:
             records, is_cut = self._ledger.read_new()
             self._is_outdated |= is_cut or (self._without_ledger and self._ledger.exists())
             if self._is_outdated:
                 return False
-            self._archive.refresh()  # after the ledger: what that has is in the archive already
+            self._archive.refresh()  # after the ledger: the archive already has every group that the ledger names
             self._add(records)
             return True
 
@@ -313,33 +315,33 @@ class ArchivedRunGroups:
         offset = self.locate(number)
         return decode(offset.read_payload(), Group), offset.read_completions()
 
-    def annotations(self, number: int) -> list[TrainedCompletion] | None:
+    def trained_tokens(self, number: int) -> list[TrainedCompletion] | None:
         """Return what the trainer did with each completion that is not greedy, and with its tokens; None if unknown."""
-        return read_annotations(self._folder, self._records[number])
+        return read_trained_tokens(self._folder, self._records[number])
 
     def groups(self, steps: Container[int] | None = None, *, newest_first: bool = True) -> Iterator[RunGroup]:
-        """Yield the groups of these steps; damaged ones are left out and added to `damaged`."""
-        known = range(len(self._records))
-        for number in reversed(known) if newest_first else known:
+        """Yield the groups of these steps (None: of all) that can be read; damaged ones are added to `damaged`."""
+        numbers = range(len(self._records))
+        for number in reversed(numbers) if newest_first else numbers:
             if (steps is None or self._records[number].step in steps) and self._find(number) is not None:
                 views = list(self._completions_of(number))
                 if views:
                     yield RunGroup(views)
 
     def completions(self, steps: Container[int] | None = None) -> Iterator[CompletionView]:
-        """Yield the completions of groups of these steps, in the order of the ledger, as `groups` does."""
+        """Yield the completions of the groups that `groups` yields, in the order of the ledger."""
         return (view for group in self.groups(steps, newest_first=False) for view in group.completions)
 
-    def annotate(self, found: CompletionView) -> CompletionView:
+    def with_trained_tokens(self, view: CompletionView) -> CompletionView:
         """Return a completion with what the step did with each of its tokens, if that is recorded."""
-        if found.record is None or found.trained is None:
-            return found
-        if self._annotated is None or self._annotated[0] is not found.record:
-            self._annotated = found.record, read_annotations(self._folder, found.record) or []
-        others = [each for each in found.group.completions if not each.greedy]
-        position = next(at for at, each in enumerate(others) if each is found.completion)
-        annotated = self._annotated[1]
-        return structs.replace(found, trained=annotated[position]) if position < len(annotated) else found
+        if view.record is None or view.trained is None:
+            return view
+        if self._last_trained is None or self._last_trained[0] is not view.record:
+            self._last_trained = view.record, read_trained_tokens(self._folder, view.record) or []
+        completions = [each for each in view.group.completions if not each.greedy]
+        position = next(at for at, each in enumerate(completions) if each is view.completion)
+        trained = self._last_trained[1]
+        return structs.replace(view, trained=trained[position]) if position < len(trained) else view
 
     def _add(self, records: Iterable[LedgerRecord]) -> None:
         for record in records:
@@ -356,11 +358,11 @@ class ArchivedRunGroups:
     def _completions_of(self, number: int) -> Iterator[CompletionView]:
         record, offset = self._records[number], self.locate(number)
         try:
-            group, known = self.read(number)
+            group, trained_completions = self.read(number)
         except (RecordError, PenstockError) as error:
             self.damaged.append(f"{offset.file.name}, byte {offset.offset}: {error}")
             return
-        trained = iter(known)
+        trained = iter(trained_completions)
         for completion in group.completions:
             yield CompletionView(
                 group=group,

@@ -14,7 +14,7 @@ from stream.errors import PenstockError
 
 
 class LiveRun(Struct, kw_only=True):
-    """Content of `live.json`: a running run."""
+    """Content of `live.json`: what another process must know to reach a run that is running."""
 
     run: str
     redis: str
@@ -24,9 +24,9 @@ class LiveRun(Struct, kw_only=True):
     host: str = ""
     """Host of the supervisor; empty: this one."""
     process_start: str = ""
-    """When the supervisor started (`process_start`): another process may have got its id since."""
+    """Boot and start time of the supervisor (see `process_start`), since another process may get its id later."""
     stopping: str = ""
-    """How it ends, such as `draining`; empty: nobody asked it to."""
+    """How the run is being stopped, such as `draining`; empty: no stop was requested."""
 
     @classmethod
     def of_this_process(cls, run: str, redis: str, engines: tuple[str, ...] = ()) -> "LiveRun":
@@ -38,7 +38,7 @@ class LiveRun(Struct, kw_only=True):
 
     @property
     def is_running(self) -> bool:
-        """Whether the supervisor is running; a supervisor on another host is taken for running."""
+        """Whether the supervisor is running; one on another host cannot be checked, and is assumed to run."""
         if self.host not in {"", socket.gethostname()}:
             return True
         start = process_start(self.pid)
@@ -46,14 +46,14 @@ class LiveRun(Struct, kw_only=True):
 
 
 def process_start(pid: int) -> str:
-    """Return a text that no other process has that gets this id: boot and start time. Empty: there is no process."""
+    """Return boot id and start time, which a later process with the same id does not share; empty without a process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{fields[19]}"
     except (FileNotFoundError, ProcessLookupError):
         if sys.platform == "linux":
             return ""
-    import psutil  # only here: Linux does without it
+    import psutil  # imported here because Linux does not need it
 
     try:
         return str(psutil.Process(pid).create_time())
@@ -62,7 +62,7 @@ def process_start(pid: int) -> str:
 
 
 def write_live(folder: Path, live: LiveRun) -> None:
-    """Write `live.json`; only its owner can read it if the server's URL contains a password."""
+    """Write `live.json`; if the server's URL contains a password, only the file's owner can read it."""
     payload = msgspec.json.format(msgspec.json.encode(live)) + b"\n"
     write_file_atomically(folder / "live.json", payload, private=has_secret(live.redis))
 
@@ -84,8 +84,10 @@ def read_live(folder: Path) -> LiveRun | None:
         return None
     except PermissionError as error:
         raise PenstockError(
-            f"{folder / 'live.json'} is for another user to read; name the server with --redis"
+            f"{folder / 'live.json'} belongs to another user, who alone can read it; name the server with --redis"
         ) from error
     except ValueError as error:
-        raise PenstockError(f"{folder / 'live.json'} is broken: {error}; remove it if nothing runs there") from error
+        raise PenstockError(
+            f"{folder / 'live.json'} is damaged: {error}; remove it if the run is not running"
+        ) from error
     return live if live.is_running else None

@@ -16,7 +16,7 @@ _SHARED_KEYS: Final = frozenset({"event", "level", "timestamp", "role", "run", "
 _MAX_LINE_BYTES: Final = 1 << 20
 """A longer line is shown in parts."""
 _TAIL_BYTES: Final = 1 << 18
-"""Of each file, for its last lines."""
+"""How much of a file's end is read to find its last lines."""
 
 
 class LogLine(Struct, frozen=True, kw_only=True):

@@ -75,7 +75,7 @@ class StepTimes(Struct, frozen=True, kw_only=True):
     ended_at: float
     publish_began_at: float = 0.0
     publish_ended_at: float = 0.0
-    """Of the first publication after the step."""
+    """When the first publication after the step began and ended."""
 
 
 def trace_id(run: str, prompt_id: str) -> str:
@@ -161,7 +161,7 @@ def _with_completions(rollout: Phase, group: Group) -> Phase:
 
 
 def _completion(completion: Completion, place: str, prompt: str) -> Phase | None:
-    total = next((each for each in completion.intervals if each.activity == "total"), None)
+    total = next((each for each in completion.activity_times if each.activity == "total"), None)
     if total is None:
         return None
     attributes: dict[str, str | int | float] = {"prompt": prompt, "completion": completion.index}
@@ -180,7 +180,7 @@ def _activities(completion: Completion, place: str) -> Iterator[Phase]:
     """Yield reset, turns, tools and reward of a completion."""
     tools = _tools_by_turn(completion)
     turn = 0
-    for each in completion.intervals:
+    for each in completion.activity_times:
         attributes: dict[str, str | int | float] = {}
         match each.activity:
             case "total":

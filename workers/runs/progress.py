@@ -16,14 +16,14 @@ class GroupTotals(Struct, kw_only=True):
     compared: int = 0
     """Groups with two or more measured rewards."""
     tied: int = 0
-    """Of those, groups whose rewards are all equal."""
+    """Those among them whose rewards are all equal."""
     tied_min: float | None = None
     tied_max: float | None = None
     """Smallest and largest reward of these groups."""
     compared_prompts: int = 0
     """Groups with two or more completions from which something was sampled, greedy ones included."""
     different_prompts: int = 0
-    """Of those, groups whose completions did not all begin with the same prompt, as it was rendered."""
+    """Those among them whose completions did not all begin with the same prompt, as it was rendered."""
     completions: int = 0
     truncated: int = 0
     truncated_by: dict[str, int] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Progress(Struct, kw_only=True):
     reward_count: int = 0
     """Over completions in the reward baseline, in the steps since the last checkpoint."""
     mean_reward: float | None = None
-    """Of the steps between the previous checkpoint and this one; None if no reward was measured."""
+    """Mean of the steps between the previous checkpoint and this one; None if no reward was measured."""
 
     def count_states(self, states: Mapping[str, int]) -> None:
         """Count completions by state."""

@@ -276,7 +276,7 @@ class Run:
             archived, notes = self._search_evaluations(wanted, offer), list[str]()
         else:
             archived, notes = self._search(wanted, offer, lambda: bool(selection.offered))
-        views = [archived.annotate(view) for view in selection.result()]
+        views = [archived.with_trained_tokens(view) for view in selection.result()]
         return Matches(views, archived, wanted, notes, 0 if selection.is_complete else selection.offered)
 
     def export(

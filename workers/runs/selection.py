@@ -37,11 +37,11 @@ class Conditions(TypedDict, total=False):
     """What a filter is made of; empty ones are no condition."""
 
     step: str
-    """Of the step that ended the group: `N`, `N..M`, `N..` or `..M`."""
+    """Range of the step that ended the group: `N`, `N..M`, `N..` or `..M`."""
     version: str
-    """Of a policy version that sampled the completion."""
+    """Range of a policy version that sampled the completion."""
     reward: str
-    """Of a measured reward."""
+    """Range of a measured reward."""
     end: str | Sequence[str]
     """How the episode ended, why it is invalid, or the group's outcome; of several, one holds."""
     prompt: str

@@ -14,7 +14,7 @@ from workers.runs.groups import CompletionView
 from workers.settings import Settings
 
 _MAX_BYTES: Final = 2_000_000
-"""Of a snapshot whose attributes are listed."""
+"""A larger snapshot is shown without a list of its attributes."""
 _MAX_ATTRIBUTES: Final = 200
 
 

@@ -69,7 +69,7 @@ def read_state(folder: Path | None, key: str, *, has_named_server: bool) -> RunS
     elif failure is not None:
         state, detail = "failed", failure.message
     else:
-        state, detail = ("finished", summary.verdict) if summary.finished else ("stopped", "")
+        state, detail = ("finished", summary.why_untrained) if summary.finished else ("stopped", "")
     step, reward = _last_step(folder / "metrics.jsonl")
     return RunState(
         key=key,

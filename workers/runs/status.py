@@ -61,7 +61,7 @@ class QueueReport(Struct, kw_only=True):
     run: str
     at: float
     """Unix time in seconds, by the server's clock."""
-    snapshot: str
+    status_id: str
     """Id of this state; two reports with one id have the same counts."""
     bottleneck: Bottleneck
     """What limits the run now."""
@@ -141,10 +141,10 @@ def queue_report(run: str, status: RunStatus, disk: Sequence[str] = ()) -> Queue
     return QueueReport(
         run=run,
         at=status.now_ms / 1000,
-        snapshot=status.snapshot,
+        status_id=status.status_id,
         bottleneck=find_bottleneck(status, groups_in_flight(status)),
         stages=_stage_reports(status.stages),
-        **status.balance,
+        **status.prompt_counts,
         dropped_by_reason=status.dropped,
         groups_outstanding=status.outstanding,
         capacity=int(status.meta["capacity"]) if "capacity" in status.meta else None,
@@ -235,7 +235,7 @@ def in_flight_report(run: str, status: RunStatus, stuck_s: float) -> dict[str, A
     return {
         "run": run,
         "at": status.now_ms / 1000,
-        "snapshot": status.snapshot,
+        "status_id": status.status_id,
         "stuck": count_stuck(activities(status), stuck_s),
         "groups": [_group_as_json(msgspec.to_builtins(group)) for group in groups],
     }

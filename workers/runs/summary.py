@@ -84,7 +84,7 @@ class RunSummary(Struct, kw_only=True):
     causes: dict[str, ErrorCause] = field(default_factory=dict)
     """The last exception for each completion state but `valid`, for a tool's error (`tool_error`), and for dead letters
     (`dead:REASON`)."""
-    verdict: str = ""
+    why_untrained: str = ""
     """Why the run cannot have learned anything; empty if it can have."""
     failure: FailureReport | None = None
 
@@ -94,7 +94,7 @@ class RunSummary(Struct, kw_only=True):
         end = "failed" if self.failure else "finished" if self.finished else "stopped"
         facts = {
             "steps": self.steps,
-            "prompts": self.balance,
+            "prompts": self.prompt_counts_text,
             "dropped": _counts(self.groups_dropped),
             "completions": _counts(self.completion_states),
             "totals": describe_totals(self.totals),
@@ -103,7 +103,7 @@ class RunSummary(Struct, kw_only=True):
             "tokens per second": self.tokens_per_second,
             "seconds": self.seconds,
             "failure": self.failure.message if self.failure else "",
-            "verdict": self.verdict,
+            "why untrained": self.why_untrained,
         }
         return html_facts(f"the run {end}", facts)
 
@@ -113,8 +113,8 @@ class RunSummary(Struct, kw_only=True):
         return self.fed == self.groups_trained + sum(self.groups_dropped.values()) + self.dead + self.outstanding
 
     @property
-    def balance(self) -> str:
-        """The balance as an equation in words."""
+    def prompt_counts_text(self) -> str:
+        """The prompts by outcome, as an equation in words."""
         return (
             f"{self.fed} fed {'=' if self.is_balanced else '≠'} {self.groups_trained} trained + "
             f"{sum(self.groups_dropped.values())} dropped + {self.dead} dead + {self.outstanding} outstanding"
@@ -122,12 +122,12 @@ class RunSummary(Struct, kw_only=True):
 
 
 def summarize(
-    view: RunStatus, before: Progress, after: Progress, seconds: float, failure: RunFailedError | None = None
+    status: RunStatus, before: Progress, after: Progress, seconds: float, failure: RunFailedError | None = None
 ) -> RunSummary:
     """Summarize a run.
 
     Args:
-        view: the run's last status.
+        status: the run's last status.
         before: progress in the latest checkpoint when the run was last started.
         after: progress in the latest checkpoint now.
         seconds: wall time since that start.
@@ -137,17 +137,17 @@ def summarize(
     staleness = Staleness(after.staleness_sum / count, after.staleness_max) if count else Staleness()
     return RunSummary(
         steps=after.step,
-        groups_trained=view.balance["trained"],
-        groups_dropped=view.dropped,
+        groups_trained=status.prompt_counts["trained"],
+        groups_dropped=status.dropped,
         completion_states=after.completion_states,
         staleness=staleness,
         tokens_per_second=round(max(0, after.tokens - before.tokens) / seconds, 1),
         seconds=round(seconds, 3),
-        fed=view.balance["fed"],
-        outstanding=view.balance["outstanding"],
-        dead=view.balance["dead"],
-        duplicates=view.counts.get("duplicates", 0),
-        rejected_rows=int(view.feed.get("rejected_rows", 0)),
+        fed=status.prompt_counts["fed"],
+        outstanding=status.prompt_counts["outstanding"],
+        dead=status.prompt_counts["dead"],
+        duplicates=status.counts.get("duplicates", 0),
+        rejected_rows=int(status.feed.get("rejected_rows", 0)),
         totals=after.totals,
         causes=after.causes,
         failure=FailureReport(message=str(failure), cause=failure.cause) if failure is not None else None,
@@ -187,7 +187,7 @@ def _read(file: Path) -> _Manifest | None:
     return manifest if whole else None
 
 
-def nothing_learned(totals: GroupTotals, trained: int, settings: Settings) -> str:
+def why_untrained(totals: GroupTotals, trained: int, settings: Settings) -> str:
     """Return why a run cannot have learned anything; empty if it can have, or if `train.learning_rate` is 0.
 
     Args:

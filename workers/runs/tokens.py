@@ -29,18 +29,18 @@ class TokenColumns(Struct, frozen=True, kw_only=True):
     """The rule that rejected the token."""
 
 
-def token_columns(row: Row, annotated: TrainedRow | None) -> TokenColumns:
+def token_columns(row: Row, trained: TrainedRow | None) -> TokenColumns:
     """Return the columns of a row.
 
     Args:
         row: the row.
-        annotated: what the step did with its sampled tokens; None if that is not recorded.
+        trained: what the step did with its sampled tokens; None if that is not recorded.
     """
     count = len(row.tokens)
     versions: list[int | None] = [None] * count
     for span in row.spans:
         versions[span.start : span.end] = [span.version] * (span.end - span.start)
-    known = annotated if annotated is not None and _fits(annotated, row.sampled_count) else None
+    known = trained if trained is not None and _fits(trained, row.sampled_count) else None
     return TokenColumns(
         token_ids=row.tokens.tolist(),
         sampled_mask=_spread(row, [1] * row.sampled_count, 0),
@@ -53,7 +53,7 @@ def token_columns(row: Row, annotated: TrainedRow | None) -> TokenColumns:
     )
 
 
-def annotated_row(trained: TrainedCompletion | None, number: int) -> TrainedRow | None:
+def trained_row(trained: TrainedCompletion | None, number: int) -> TrainedRow | None:
     """Return what the step did with a row of a completion; None if that is not recorded."""
     return trained.rows[number] if trained is not None and number < len(trained.rows) else None
 
@@ -82,37 +82,37 @@ def _spread(row: Row, values: Sequence[Any], fill: Any) -> list[Any]:
     return spread
 
 
-def _fits(annotated: TrainedRow, count: int) -> bool:
+def _fits(trained: TrainedRow, count: int) -> bool:
     """Whether the arrays have the length that this number of sampled tokens needs."""
     return (
-        len(annotated.loss_mask) in (0, count)
-        and len(annotated.advantages) in (0, 4, 4 * count)
-        and len(annotated.logprob_differences) in (0, 4 * count)
-        and len(annotated.rejected_by) in (0, count)
-        and max(annotated.rejected_by, default=0) <= len(annotated.rules)
+        len(trained.loss_mask) in (0, count)
+        and len(trained.advantages) in (0, 4, 4 * count)
+        and len(trained.logprob_differences) in (0, 4 * count)
+        and len(trained.rejected_by) in (0, count)
+        and max(trained.rejected_by, default=0) <= len(trained.rules)
     )
 
 
-def _mask(annotated: TrainedRow, row: Row) -> list[int]:
-    return list(annotated.loss_mask) or [1] * row.sampled_count
+def _mask(trained: TrainedRow, row: Row) -> list[int]:
+    return list(trained.loss_mask) or [1] * row.sampled_count
 
 
-def _advantages(annotated: TrainedRow, row: Row) -> list[float | None]:
-    values = _floats(annotated.advantages)
+def _advantages(trained: TrainedRow, row: Row) -> list[float | None]:
+    values = _floats(trained.advantages)
     if len(values) <= 1:
         values = (values or [math.nan]) * row.sampled_count
-    pairs = zip(values, _mask(annotated, row), strict=True)
+    pairs = zip(values, _mask(trained, row), strict=True)
     return [value if bears_loss and math.isfinite(value) else None for value, bears_loss in pairs]
 
 
-def _differences(annotated: TrainedRow, row: Row) -> list[float | None]:
-    values = _floats(annotated.logprob_differences) or [math.nan] * row.sampled_count
+def _differences(trained: TrainedRow, row: Row) -> list[float | None]:
+    values = _floats(trained.logprob_differences) or [math.nan] * row.sampled_count
     return [value if math.isfinite(value) else None for value in values]
 
 
-def _rules(annotated: TrainedRow, row: Row) -> list[str | None]:
-    names = (None, *annotated.rules)
-    return [names[code] for code in annotated.rejected_by] or [None] * row.sampled_count
+def _rules(trained: TrainedRow, row: Row) -> list[str | None]:
+    names = (None, *trained.rules)
+    return [names[code] for code in trained.rejected_by] or [None] * row.sampled_count
 
 
 def _floats(data: bytes) -> list[float]:

@@ -16,7 +16,7 @@ from stream.validity import DropReason, Measured, Reward, Unmeasured
 from workers.runs.tokens import logprob_differences, rejected_tokens
 
 MAX_CHARACTERS: Final = 2000
-"""Of one message on a page; the middle of a longer one is loaded when it is asked for."""
+"""Length of a message on a page; the middle of a longer one is loaded when it is asked for."""
 _TAB = "    "
 _HARMLESS_FORMAT: Final = frozenset("\u200c\u200d")  # joiners of emoji and of several scripts
 _ESCAPED_CATEGORIES: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})

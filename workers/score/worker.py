@@ -80,7 +80,7 @@ async def score(context: WorkerContext) -> None:
             background.start_soon(in_flight.run)
             background.start_soon(evaluation_in_flight.run)
             async with anyio.create_task_group() as loops:
-                loop = partial(work_loop, stopping=context.stopping, isolation=SharedExclusiveLock(), describe=describe)
+                loop = partial(work_loop, stopping=context.stopping, lock=SharedExclusiveLock(), describe=describe)
                 loops.start_soon(partial(loop, stage, work, concurrency=limit))
                 if settings.eval.source:
                     await create_evaluation_streams(context.connection)
@@ -105,7 +105,7 @@ async def score_group(
 
 
 _MAX_BYTES: Final = 1_000_000
-"""Of one group: the results of all prompts are in memory at once."""
+"""Largest group that is stored with an evaluation's results: the results of all prompts are in memory at once."""
 
 
 def evaluate_group(group: Group, version: int, settings: Settings) -> PromptEvaluation:

@@ -153,7 +153,7 @@ class AlgorithmSettings(Section, frozen=True):
 
 
 class FilterSettings(Section, frozen=True):
-    """`[filter]`: groups to drop before training. They free their place and are counted by reason."""
+    """`[filter]`: groups to drop before training. They free their capacity and are counted by reason."""
 
     min_valid_rows: NonNegativeInt = 0
     """Drop groups with fewer valid completions; 0: max(2, half the group size, rounded up), or 1 with estimators that

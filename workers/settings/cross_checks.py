@@ -217,7 +217,7 @@ def check_lora(s: Settings) -> Iterator[str]:
 Check = Callable[[Settings], Iterator[str]]
 
 ENGINE_CHECKS: Final[tuple[Check, ...]] = (check_engines, check_weights, check_lora)
-"""Of the keys that an engine reads."""
+"""Checks of the keys that an engine reads."""
 RUN_CHECKS: Final[tuple[Check, ...]] = (
     check_rewards,
     check_datasets,

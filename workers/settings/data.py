@@ -8,7 +8,7 @@ from workers.settings.section import NonNegativeFloat, NonNegativeInt, PositiveI
 
 GENERATED: Final = "rows:"
 """Start of the source of a data set without a file."""
-OWN_ROWS: Final = "environment:"
+ENVIRONMENT_ROWS: Final = "environment:"
 """Start of the path of rows that an environment's `rows()` returned; the file is in the run's folder."""
 
 

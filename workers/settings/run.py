@@ -106,9 +106,9 @@ class ArchiveSettings(Section, frozen=True):
     """`[archive]`: trained and dropped groups, stored in the run's folder."""
 
     keep: Literal["all", "none"] | PositiveInt = 1024
-    """Megabytes of groups to keep, and a quarter of it for their annotations (advantage, mask and log-prob difference
-    of each sampled token); the oldest are removed first. `"all"`: keep everything, which `penstock replay` needs;
-    `"none"`: store nothing."""
+    """Megabytes of groups to keep, and a quarter of it for their trained tokens (advantage, mask and log-prob
+    difference of each sampled token); the oldest are removed first. `"all"`: keep everything, which `penstock replay`
+    needs; `"none"`: store nothing."""
 
     @property
     def max_group_bytes(self) -> int | None:
@@ -116,8 +116,8 @@ class ArchiveSettings(Section, frozen=True):
         return None if isinstance(self.keep, str) else self.keep * 1_000_000
 
     @property
-    def max_annotation_bytes(self) -> int | None:
-        """Bytes of annotations to keep; None: all."""
+    def max_trained_token_bytes(self) -> int | None:
+        """Bytes of trained tokens to keep; None: all."""
         return None if self.max_group_bytes is None else self.max_group_bytes // 4
 
 

@@ -12,7 +12,7 @@ from msgspec import field
 from stream.errors import SettingsError
 from stream.validity import TruncationReason
 from workers.settings.algorithm import AlgorithmSettings, CorrectionSettings, FilterSettings, TruncationPolicy
-from workers.settings.data import OWN_ROWS, DatasetSettings, DataSettings, EnvironmentSettings, RewardSettings
+from workers.settings.data import ENVIRONMENT_ROWS, DatasetSettings, DataSettings, EnvironmentSettings, RewardSettings
 from workers.settings.estimator_options import Estimator, Grpo
 from workers.settings.loss_options import Clipped, Loss
 from workers.settings.rollout import EvalSettings, PacingSettings, RolloutSettings
@@ -87,7 +87,7 @@ class Settings(Section, frozen=True, kw_only=True):
         if not sets and (data.path or data.rows):
             sets = (DatasetSettings(path=data.path, rows=data.rows),)
         sets = sets or tuple(DatasetSettings(environment=name) for name in self.environments)
-        return tuple(each if each.path or each.rows else self._own_rows(each) for each in sets)
+        return tuple(each if each.path or each.rows else self._environment_rows(each) for each in sets)
 
     @property
     def max_model_len(self) -> int:
@@ -187,7 +187,7 @@ class Settings(Section, frozen=True, kw_only=True):
         """Return a copy that samples the held-out prompts of `[eval]`; everything else is as in training."""
         replace, count = msgspec.structs.replace, self.eval.rows
         own = [DatasetSettings(environment=name, name=f"{name}-eval") for name in self.environments if count]
-        sets = tuple(self._own_rows(each, f"-{count}") for each in own)
+        sets = tuple(self._environment_rows(each, f"-{count}") for each in own)
         return replace(
             self,
             data=replace(self.data, path=self.eval.path, rows=0, sets=sets, epochs=1, shuffle=False),
@@ -200,11 +200,11 @@ class Settings(Section, frozen=True, kw_only=True):
         made_by = (self.eval.source, self.eval.group_size, self.data, self.run.seed, list(self.environments))
         return hashlib.blake2b(msgspec.json.encode(made_by), digest_size=8).hexdigest()
 
-    def _own_rows(self, dataset: DatasetSettings, suffix: str = "") -> DatasetSettings:
+    def _environment_rows(self, dataset: DatasetSettings, suffix: str = "") -> DatasetSettings:
         """Return a data set whose path is the file with the rows that its environment returned."""
         name = dataset.name or dataset.environment
         file = Path(self.run.folder or f"runs/{self.run.name}") / "rows" / f"{name}{suffix}.jsonl"
-        return msgspec.structs.replace(dataset, name=name, path=f"{OWN_ROWS}{file}")
+        return msgspec.structs.replace(dataset, name=name, path=f"{ENVIRONMENT_ROWS}{file}")
 
     def evaluation_groups_in_flight(self, groups_in_flight: int) -> int:
         """Groups of an evaluation that one worker processes concurrently, out of all its groups in flight."""

@@ -68,6 +68,6 @@ def _table(report: AuditReport) -> Table:
         table.add_row(name, f"{n:,}")
     if report.unsaved:
         table.add_row("(ended, in no checkpoint yet)", f"{report.unsaved:,}", style="bright_black")
-    if report.junk:
-        table.add_row("(entries that are not prompts of this run)", f"{report.junk:,}", style="bright_black")
+    if report.foreign_entries:
+        table.add_row("(entries that are not prompts of this run)", f"{report.foreign_entries:,}", style="bright_black")
     return table

@@ -25,7 +25,7 @@ _ALL: Final = LetterChoice()
 
 
 def list_dead(run: Run, chosen: LetterChoice = _ALL, *, as_json: bool = False) -> None:
-    """Print stage, reason and error of each dead letter."""
+    """Print time, stage, reason, prompt and error of each dead letter."""
     letters = run.call(lambda connection: select_letters(connection, chosen))
     if as_json:
         print_json([describe_letter(letter) for letter in letters])
@@ -48,7 +48,7 @@ def list_dead(run: Run, chosen: LetterChoice = _ALL, *, as_json: bool = False) -
 
 
 def show_dead(run: Run, chosen: LetterChoice = _ALL, *, as_json: bool = False) -> None:
-    """Print dead letters with their decoded content."""
+    """Print dead letters as JSON with their decoded content; one that cannot be decoded is printed as a hex dump."""
     letters = run.call(lambda connection: select_letters(connection, chosen))
     contents = [describe_letter(letter) | read_payload(letter) for letter in letters]
     if as_json:

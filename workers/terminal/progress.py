@@ -40,8 +40,8 @@ class SupervisorState(Struct, kw_only=True):
 class ProgressDisplay(Protocol):
     """Shows the progress of a run; a context manager."""
 
-    def show(self, view: RunStatus | None, state: SupervisorState) -> None:
-        """Show the current status; `view` is None if the run's status is not available."""
+    def show(self, status: RunStatus | None, state: SupervisorState) -> None:
+        """Show the current status; `status` is None if the run's status is not available."""
 
     def print_lines(self, lines: Sequence[Text]) -> None:
         """Print lines that stay on the screen."""
@@ -70,7 +70,7 @@ class SilentDisplay:
         """No columns: nothing is printed."""
         return 0
 
-    def show(self, view: RunStatus | None, state: SupervisorState) -> None:
+    def show(self, status: RunStatus | None, state: SupervisorState) -> None:
         """Show nothing."""
 
     def print_lines(self, lines: Sequence[Text]) -> None:
@@ -96,13 +96,13 @@ class LineDisplay(SilentDisplay):
         """Columns of a line that does not go to a terminal."""
         return _LINE_WIDTH
 
-    def show(self, view: RunStatus | None, state: SupervisorState) -> None:
+    def show(self, status: RunStatus | None, state: SupervisorState) -> None:
         """Print a line if it is due."""
-        now, tells = time.monotonic(), (state.phase, view and view.paused)
+        now, tells = time.monotonic(), (state.phase, status and status.paused)
         if now < self._next and tells == self._told:
             return
         self._next, self._told = now + self._every_s, tells
-        print(format_line(view, state), file=sys.stderr, flush=True)  # noqa: T201  (this is the command's output)
+        print(format_line(status, state), file=sys.stderr, flush=True)  # noqa: T201  (this is the command's output)
 
     def print_lines(self, lines: Sequence[Text]) -> None:
         """Print plain lines."""
@@ -119,12 +119,12 @@ class TableDisplay:
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._rewards: dict[int, float] = {}
 
-    def show(self, view: RunStatus | None, state: SupervisorState) -> None:
+    def show(self, status: RunStatus | None, state: SupervisorState) -> None:
         """Redraw the table."""
-        if view is not None and (reward := metric_value(view.metrics, "reward")) is not None:
-            self._rewards[int(view.policy.get("step", 0))] = reward
+        if status is not None and (reward := metric_value(status.metrics, "reward")) is not None:
+            self._rewards[int(status.policy.get("step", 0))] = reward
         recent = {step: self._rewards[step] for step in sorted(self._rewards)[-_HISTORY:]}
-        self._live.update(render_table(view, state, recent), refresh=True)
+        self._live.update(render_table(status, state, recent), refresh=True)
 
     def print_lines(self, lines: Sequence[Text]) -> None:
         """Print lines above the table."""
@@ -144,53 +144,53 @@ class TableDisplay:
         self._live.stop()
 
 
-def format_line(view: RunStatus | None, state: SupervisorState) -> str:
+def format_line(status: RunStatus | None, state: SupervisorState) -> str:
     """Format the run's status as one line."""
     parts = [f"{state.run} {format_duration(state.seconds)}", state.phase, *state.disk]
-    if view is not None:
-        report, balance = queue_report(state.run, view), view.balance
+    if status is not None:
+        report, counts = queue_report(state.run, status), status.prompt_counts
         depths = " ".join(f"{name} {stage.depth}" for name, stage in report.stages.items())
         parts += [
-            *([str(view.paused)] if view.paused else []),
-            f"step {view.policy.get('step', 0)}",
-            f"version {max(view.version, 0)}",
-            *(f"{name} {value}" for name, value in _metric_values(view)),
+            *([str(status.paused)] if status.paused else []),
+            f"step {status.policy.get('step', 0)}",
+            f"version {max(status.version, 0)}",
+            *(f"{name} {value}" for name, value in _metric_values(status)),
             depths,
             *_evaluation_parts(report),
-            " ".join(f"{name} {balance[name]}" for name in ("trained", "dropped", "dead", "outstanding", "fed")),
+            " ".join(f"{name} {counts[name]}" for name in ("trained", "dropped", "dead", "outstanding", "fed")),
         ]
     if state.restarts:
         parts.append("restarts " + " ".join(f"{name} {count}" for name, count in sorted(state.restarts.items())))
     return " | ".join(parts)
 
 
-def render_table(view: RunStatus | None, state: SupervisorState, rewards: Mapping[int, float]) -> RenderableType:
+def render_table(status: RunStatus | None, state: SupervisorState, rewards: Mapping[int, float]) -> RenderableType:
     """Return the run's status as a terminal table; `rewards` are the last ones, by step."""
     head = Text.assemble(
         (state.run, "bold"), "  ", (state.phase, _QUIET), "  ", (format_duration(state.seconds), _QUIET)
     )
     disk = [Text(text, _ALARM) for text in state.disk]
-    if view is None:
+    if status is None:
         return Padding(Group(head, *disk), (1, 2))
     head.append_text(
         Text.assemble(
-            ("   step ", _QUIET), (str(view.policy.get("step", 0)), "bold"),
-            ("  version ", _QUIET), (str(view.version) if view.version >= 0 else "-", "bold"),
+            ("   step ", _QUIET), (str(status.policy.get("step", 0)), "bold"),
+            ("  version ", _QUIET), (str(status.version) if status.version >= 0 else "-", "bold"),
         )
     )  # fmt: skip
-    report = queue_report(state.run, view)
+    report = queue_report(state.run, status)
     paused = [Text(report.paused, _ALARM)] if report.paused else []
     parts = [
         head,
         *paused,
         *disk,
-        *_bar(view),
+        *_bar(status),
         Text(),
         stage_table(report),
         Text(),
-        _metric_text(view, rewards),
+        _metric_text(status, rewards),
         *evaluation_lines(report),
-        balance_text(report),
+        prompt_counts_text(report),
     ]
     if state.restarts:
         restarts = ", ".join(f"{name} {count}x" for name, count in sorted(state.restarts.items()))
@@ -225,8 +225,8 @@ def evaluation_lines(report: QueueReport) -> list[RenderableType]:
     return [Text.assemble((f"{name} ", _QUIET), what) for name, what in texts.items() if what]
 
 
-def balance_text(report: QueueReport) -> Text:
-    """Return the balance of fed prompts: trained, dropped, dead and outstanding."""
+def prompt_counts_text(report: QueueReport) -> Text:
+    """Return the fed prompts by outcome: trained, dropped, dead and outstanding."""
     text = Text.assemble(("fed ", _QUIET), f"{report.fed:,}")
     for sign, name in (("=", "trained"), ("+", "dropped"), ("+", "dead"), ("+", "outstanding")):
         count = getattr(report, name)
@@ -249,23 +249,23 @@ def format_duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def _bar(view: RunStatus) -> list[RenderableType]:
+def _bar(status: RunStatus) -> list[RenderableType]:
     """Return a progress bar over all prompts; empty if their total is unknown."""
-    total = int(view.feed.get("total", 0))
+    total = int(status.feed.get("total", 0))
     if not total:
         return []
-    balance = view.balance
-    ended = balance["trained"] + balance["dropped"] + balance["dead"]
+    counts = status.prompt_counts
+    ended = counts["trained"] + counts["dropped"] + counts["dead"]
     row = Table.grid(padding=(0, 2, 0, 0))
     bar = ProgressBar(total=total, completed=ended, width=_BAR, complete_style=_ACCENT, finished_style=_ACCENT)
     row.add_row(bar, Text.assemble(f"{ended:,}", (f" of {total:,} prompts", _QUIET), f"  {ended / total:.0%}"))
     return [Text(), row]
 
 
-def _metric_text(view: RunStatus, rewards: Mapping[int, float]) -> Text:
+def _metric_text(status: RunStatus, rewards: Mapping[int, float]) -> Text:
     """Return the last step's metrics as text."""
     text = Text()
-    for name, value in _metric_values(view):
+    for name, value in _metric_values(status):
         text.append(f"{name} ", _QUIET)
         text.append(value, "bold" if name == "reward" else "")
         if name == "reward":
@@ -292,9 +292,9 @@ def describe_scale(values: Mapping[int, float]) -> str:
     return f"{heights}, steps {min(values)} to {max(values)}"
 
 
-def _metric_values(view: RunStatus) -> list[tuple[str, str]]:
+def _metric_values(status: RunStatus) -> list[tuple[str, str]]:
     """Return names and formatted values of the available metrics."""
-    metrics, items = view.metrics, []
+    metrics, items = status.metrics, []
     if (reward := metric_value(metrics, "reward")) is not None:
         items.append(("reward", f"{reward:.3f}"))
     if (distance := metric_value(metrics, "off_policy")) is not None:

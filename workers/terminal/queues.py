@@ -21,7 +21,7 @@ from workers.runs.status import Activity, QueueReport, activities, count_stuck, 
 from workers.runs.summary import has_finished
 from workers.runs.transcript import escape_controls
 from workers.terminal.output import make_console, print_json
-from workers.terminal.progress import balance_text, evaluation_lines, format_duration, stage_table
+from workers.terminal.progress import evaluation_lines, format_duration, prompt_counts_text, stage_table
 
 if TYPE_CHECKING:  # a command that reads one status does not load a Redis client
     from stream.connection.run_connection import RunConnection
@@ -227,7 +227,7 @@ def render_queues(report: QueueReport) -> RenderableType:
         Text(),
         *_consumer_table(report),
         *evaluation_lines(report),
-        balance_text(report),
+        prompt_counts_text(report),
         paced,
         *last,
     )

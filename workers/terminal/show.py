@@ -140,7 +140,7 @@ def show_difference(
         print_note(note)
     if not groups:
         raise PenstockError(f"run {run.name!r} has {groups.why_empty()}")
-    left, right = (groups.archived.annotate(_completion(groups[0], index)) for index in pair)
+    left, right = (groups.archived.with_trained_tokens(_completion(groups[0], index)) for index in pair)
     if as_json:
         print_json(
             {

@@ -1,8 +1,8 @@
 """Watches for completions that become invalid while the reward rises: a policy may have found a way to be left out.
 
-What cannot be measured is left out of the mean reward, so a policy that fails to be measured where it would have lost
-looks better. The share of completions without a reward that counts, and the mean of those that do, are compared for
-each environment: its first groups against its last ones.
+The mean reward leaves out completions whose reward was not measured. A policy therefore looks better if it learns to
+make its bad completions unmeasurable. For each environment two figures of its first groups are compared with those of
+its last groups: the share of completions without a reward that counts, and the mean reward of the others.
 """
 
 import math
@@ -16,22 +16,22 @@ from stream.validity import Measured
 from workers.settings import Settings
 
 MIN_GROUPS: Final = 16
-"""Groups of an environment that are compared, at least."""
+"""Minimum number of first groups, and of last groups, of an environment that are compared."""
 MIN_RISE: Final = 0.05
-"""Of the share, so that a rare failure is no warning."""
+"""Smallest rise of the share that is a warning; rare failures stay below it."""
 MIN_SHARE_ERRORS: Final = 4.0
 MIN_REWARD_ERRORS: Final = 2.0
-"""How many standard errors, of groups, a rise must exceed: a run looks at hundreds of windows."""
+"""Standard errors over groups by which share and mean reward must rise; many, as a run compares hundreds of windows."""
 
 
 class _GroupShare(NamedTuple):
-    """One group."""
+    """The invalid completions of one group, and the mean reward of its others."""
 
     completions: int
     invalid: Counter[str]
     """Completions without a reward that counts, by reason."""
     reward: float | None
-    """Mean of the others; None if there is none."""
+    """Mean reward of the other completions; None if there are none."""
 
     @property
     def share(self) -> float:
@@ -39,28 +39,30 @@ class _GroupShare(NamedTuple):
 
 
 class _Rise(NamedTuple):
+    """A mean that is higher in the last groups than in the first ones."""
+
     before: float
     now: float
     errors: float
-    """The difference in standard errors."""
+    """The rise in standard errors."""
 
     @classmethod
     def between(cls, before: Sequence[float], now: Sequence[float]) -> "_Rise | None":
-        """Return the rise of a mean over groups; None if it does not rise, or is not known."""
+        """Return the rise of the mean over groups; None if it does not rise, or if there are fewer than two groups."""
         if len(before) < 2 or len(now) < 2:
             return None
-        one, two = fmean(before), fmean(now)
-        if two <= one:
+        mean_before, mean_now = fmean(before), fmean(now)
+        if mean_now <= mean_before:
             return None
         error = math.sqrt(variance(before) / len(before) + variance(now) / len(now))
-        return cls(one, two, (two - one) / error if error else math.inf)
+        return cls(mean_before, mean_now, (mean_now - mean_before) / error if error else math.inf)
 
 
 class InvalidShares:
     """Compares the first groups of each environment with its last ones.
 
     Args:
-        settings: of the run.
+        settings: the run's settings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -71,12 +73,14 @@ class InvalidShares:
 
     def add(self, group: Group) -> None:
         """Count one group, trained or dropped."""
-        completions = [each for each in group.completions if not each.greedy]
+        completions = [completion for completion in group.completions if not completion.greedy]
         if not completions:
             return
-        reasons = Counter(reason for each in completions if (reason := self._reason(each)))
+        reasons = Counter(reason for completion in completions if (reason := self._reason(completion)))
         rewards = [
-            each.reward.value for each in completions if isinstance(each.reward, Measured) and not self._reason(each)
+            completion.reward.value
+            for completion in completions
+            if isinstance(completion.reward, Measured) and not self._reason(completion)
         ]
         counted = _GroupShare(len(completions), reasons, fmean(rewards) if rewards else None)
         environment = group.prompt.environment or ""
@@ -87,7 +91,7 @@ class InvalidShares:
             self._last.setdefault(environment, deque(maxlen=self._window)).append(counted)
 
     def texts(self) -> dict[str, str]:
-        """Return the text of the warning for each environment; empty if there is no trouble."""
+        """Return the text of the warning for each environment; an empty text if there is nothing to warn of."""
         return {name: self._text(name, self._first[name], last) for name, last in self._last.items()}
 
     def _text(self, environment: str, first: Sequence[_GroupShare], last: Sequence[_GroupShare]) -> str:
@@ -101,9 +105,9 @@ class InvalidShares:
             return ""
         before, now = _shares(first), _shares(last)
         reason = max(now, key=lambda name: now[name] - before.get(name, 0.0))
-        of = f"environment {environment}" if environment else "the run"
+        where = f"environment {environment}" if environment else "the run"
         return (
-            f"the share of completions of {of} without a reward that counts rose from {share.before:.1%} to "
+            f"the share of completions of {where} without a reward that counts rose from {share.before:.1%} to "
             f"{share.now:.1%}, while the mean reward of the others rose from {reward.before:.3g} to {reward.now:.3g}. "
             f"{reason} grew most, from {before.get(reason, 0.0):.1%} to {now[reason]:.1%}: look at what these "
             "completions did (`penstock show --invalid`). What the model's own text causes must be measured"
@@ -124,7 +128,7 @@ def _rewards(groups: Iterable[_GroupShare]) -> list[float]:
 
 
 def _shares(groups: Sequence[_GroupShare]) -> dict[str, float]:
-    """Return the share of each reason."""
+    """Return for each reason its share of all completions."""
     completions = sum(group.completions for group in groups)
     counts = sum((group.invalid for group in groups), Counter[str]())
     return {reason: count / completions for reason, count in counts.items()}

@@ -159,7 +159,7 @@ class Trainer:
         committed = time.monotonic()
         await self._published.wait()
         waited_s = time.monotonic() - committed
-        self._collector.observe_step(groups, report.no_loss)
+        self._collector.observe_step(groups, report.without_loss)
         await self._evaluation.end_if_complete()
         elapsed = time.monotonic() - started
         metrics = {

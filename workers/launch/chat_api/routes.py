@@ -1,4 +1,4 @@
-"""The route of chat completions."""
+"""The route `/v1/chat/completions` of an engine, with OpenAI's requests and answers."""
 
 import secrets
 import time
@@ -23,14 +23,16 @@ from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import Settings
 
 _MAX_TOOL_SETS = 16
-"""Distinct lists of tools whose chat templates are kept ready."""
+"""Lists of tools whose chat setup is cached; one more empties the cache."""
 
 
 class ChatRoutes:
-    """Handlers of the chat API. The tokenizer is loaded by the first request, so an engine of a run does without.
+    """Handlers of the chat API.
+
+    The first request loads the tokenizer. The engine of a run gets token ids instead of such requests: it loads none.
 
     Args:
-        settings: name the model's folder, its format of tool calls, and arguments of its chat template.
+        settings: of these are used the model's folder, its tool-call format, and the arguments of its chat template.
         engine: samples the turns.
     """
 
@@ -45,12 +47,12 @@ class ChatRoutes:
         return [web.post("/v1/chat/completions", self.complete)]
 
     async def complete(self, http: web.Request) -> web.StreamResponse:
-        """Sample an assistant's messages, as OpenAI's API does: whole, or as server-sent events."""
+        """Sample the assistant's messages; answer with one JSON object, or with a stream of server-sent events."""
         request = decode_chat_request(await http.read())
         if request.model not in (None, self._engine.model_name):
             return _not_found(str(request.model), self._engine.model_name)
-        if (full := self._engine.overload_response()) is not None:
-            return full
+        if (overload := self._engine.overload_response()) is not None:
+            return overload
         prompt = await self._prompt(request)
         requests = request.generate_requests(prompt.ids, prompt.chat.stop_token_ids)
         changed = _Signal()
@@ -61,7 +63,7 @@ class ChatRoutes:
             while not all(generation.is_finished for generation in generations):
                 await changed.wait()
         _raise_errors(choices)
-        body = self._head("chat.completion") | {"choices": [_whole(choice) for choice in choices]}
+        body = self._head("chat.completion") | {"choices": [_choice_body(choice) for choice in choices]}
         return _json(body | {"usage": _usage(choices)})
 
     async def _prompt(self, request: ChatRequest) -> ChatPrompt:
@@ -76,19 +78,19 @@ class ChatRoutes:
             ids = await setup.chat.encode_prompt(messages)
         except (DataError, PenstockError) as error:
             raise EngineRefusedError(str(error)) from error
-        parses = tools is not None and request.tool_choice != "none"
+        parses_calls = tools is not None and request.tool_choice != "none"
         return ChatPrompt(
             chat=setup.chat,
             messages=messages,
             ids=ids,
-            tool_format=setup.tool_format if parses else None,
+            tool_format=setup.tool_format if parses_calls else None,
             stops=request.stops,
             one_call=request.parallel_tool_calls is False,
             with_logprobs=bool(request.logprobs),
         )
 
     async def _setup(self, tools: list[dict[str, Any]] | None) -> ChatSetup:
-        """Return the chat tokenizer and the format of calls for a list of tools."""
+        """Return the chat tokenizer and the tool-call format for a list of tools, cached by the list."""
         key = msgspec.json.encode(tools)
         async with self._loading:
             if key not in self._setups:
@@ -109,7 +111,7 @@ class ChatRoutes:
     async def _stream(
         self, http: web.Request, request: ChatRequest, choices: list[ChatChoice], changed: "_Signal"
     ) -> web.StreamResponse:
-        """Send each choice's text as it is sampled; text that may be the beginning of a call waits."""
+        """Send each choice's text as it is sampled, but hold back text that may be the beginning of a tool call."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(http)
         head = self._head("chat.completion.chunk")
@@ -123,7 +125,7 @@ class ChatRoutes:
                 for choice in choices:
                     for delta in () if choice.is_ended else choice.deltas():
                         await _send(response, head | {"choices": [delta]})
-        except EngineError as error:  # the status was sent already
+        except EngineError as error:  # the HTTP status was sent already, so the error is an event
             await _send(response, {"error": {"message": str(error), "type": "server_error", "code": None}})
         else:
             if request.stream_options is not None and request.stream_options.include_usage:
@@ -142,7 +144,7 @@ class ChatRoutes:
 
 
 class _Signal:
-    """Wakes one waiting task; a signal that comes while it does not wait is kept."""
+    """Wakes one waiting task; a signal that comes while the task does not wait ends its next wait at once."""
 
     def __init__(self) -> None:
         self._event = anyio.Event()
@@ -152,12 +154,12 @@ class _Signal:
         self._event.set()
 
     async def wait(self) -> None:
-        """Wait for a signal since the last call."""
+        """Wait until there has been a signal since the last call."""
         await self._event.wait()
         self._event = anyio.Event()
 
 
-def _whole(choice: ChatChoice) -> dict[str, Any]:
+def _choice_body(choice: ChatChoice) -> dict[str, Any]:
     message, reason = choice.message()
     return {"index": choice.index, "message": message, "finish_reason": reason, "logprobs": choice.logprobs()}
 
@@ -169,7 +171,7 @@ def _usage(choices: list[ChatChoice]) -> dict[str, int]:
 
 
 def _raise_errors(choices: list[ChatChoice]) -> None:
-    """Raise the error of a choice, if there is one.
+    """Raise the first error of a choice, if there is one.
 
     Raises:
         EngineError: sampling failed, or a pause of the engine aborted it.

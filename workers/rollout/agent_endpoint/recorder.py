@@ -26,7 +26,7 @@ from workers.rollout.agent_endpoint.openai_messages import Reply, parse_messages
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampling import end_after_error
-from workers.rollout.episode import EpisodeContext, timed
+from workers.rollout.episode import EpisodeContext, measure_time
 from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.rows import RowBuilder
 from workers.rollout.tool_formats.parsing import ParsedTurn
@@ -172,7 +172,7 @@ class Recorder:
         prompt_length, starts_in_reasoning = len(prompt_ids), bool(chat.open_reasoning(prompt_ids))
         context.progress.activity = Activity.SAMPLING
         try:
-            with timed(completion, "engine"), self._clock.engine:
+            with measure_time(completion, "engine"), self._clock.engine:
                 sampled = await context.sampler.sample(
                     prompt_ids, options, min_policy_version=context.min_policy_version
                 )

@@ -1,6 +1,7 @@
 """Load the chat tokenizer and the tool-call format of each environment, and check both when a worker starts.
 
-The folder with the model's tokenizer and chat template: `model.path`, or a copy of what the trainer has.
+`open_model_folder` yields the folder with these files: `model.path`, or, on a machine that does not have it, a copy of
+the files that the trainer uploaded.
 """
 
 import os
@@ -36,10 +37,11 @@ class ChatSetup(NamedTuple):
 def load_chat_setups(
     settings: Settings, model_path: Path, factories: Mapping[str, EnvironmentFactory]
 ) -> dict[str | None, ChatSetup]:
-    """Return one setup per environment, since its tools are part of the prompt; key None without environments. Blocks.
+    """Return the chat setup of each environment, by name; without environments, one setup under None. Blocks.
 
-    If there are tools, the log says which format was chosen, and whether a conversation continues in one row or the
-    template rewrites history, each with the reason.
+    Environments do not share a setup, because the tools of an environment are part of its prompt. If there are tools,
+    the log says which format was chosen, and whether a conversation continues in one row or the template rewrites
+    history, each with the reason.
 
     Raises:
         PenstockError: the folder holds no model with a chat template, or the template ignores tool messages.
@@ -56,12 +58,14 @@ def _for_environment(name: str, factory: EnvironmentFactory, settings: Settings,
     if not factory.tools and not factory.responds:  # single-turn: nothing is parsed, and no conversation continues
         return _without_tools(settings, model_path)
     schemas = [tool.schema for tool in factory.tools]
-    shown = (schemas or None) if settings.data.chat_template_kwargs.get("tools", True) else None
-    chat = ChatTokenizer.load(model_path, template_kwargs(settings), shown)
-    choice = choose_tool_format(settings.model.tool_format if schemas else "hermes", chat.renderer.template, shown)
+    shown_schemas = (schemas or None) if settings.data.chat_template_kwargs.get("tools", True) else None
+    chat = ChatTokenizer.load(model_path, template_kwargs(settings), shown_schemas)
+    choice = choose_tool_format(
+        settings.model.tool_format if schemas else "hermes", chat.renderer.template, shown_schemas
+    )
     history = chat.check_history(with_tools=bool(schemas), with_user_replies=factory.responds)
-    prompt = chat.renderer.render_prompt([{"role": "user", "content": "u"}]) if shown else ""
-    if shown and not all(tool.name in prompt for tool in factory.tools):
+    prompt = chat.renderer.render_prompt([{"role": "user", "content": "u"}]) if shown_schemas else ""
+    if shown_schemas and not all(tool.name in prompt for tool in factory.tools):
         log.warning(
             "template.tools_not_rendered",
             environment=name,
@@ -84,7 +88,7 @@ def _without_tools(settings: Settings, model_path: Path) -> ChatSetup:
 
 
 def _for_own_loop(settings: Settings, model_path: Path) -> ChatSetup:
-    """Load the setup of an environment that runs its own loop; each of its requests names its tools."""
+    """Load the setup of an environment that runs its own agent loop: its tools are unknown until it names them."""
     chat = ChatTokenizer.load(model_path, template_kwargs(settings), None)
     try:
         return ChatSetup(chat, choose_tool_format(settings.model.tool_format, chat.renderer.template, None).format)
@@ -94,7 +98,7 @@ def _for_own_loop(settings: Settings, model_path: Path) -> ChatSetup:
 
 
 def template_kwargs(settings: Settings) -> dict[str, Any]:
-    """Return the extra arguments of the chat template; `tools` says whether schemas are passed, not which."""
+    """Return the extra arguments of the chat template; not among them is `tools`, which only switches schemas on."""
     return {name: value for name, value in settings.data.chat_template_kwargs.items() if name != "tools"}
 
 

@@ -134,7 +134,7 @@ class EngineSampler:
         if capabilities.reports_spans:
             is_known = engine.has_version(min_policy_version)
         else:
-            is_known = engine.has_had_version(min_policy_version, self._connections.continuity(engine.url))
+            is_known = engine.has_had_version(min_policy_version, self._connections.connection_epoch(engine.url))
         return engine.version if is_known else None
 
 

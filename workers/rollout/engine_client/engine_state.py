@@ -213,15 +213,15 @@ class EngineState:
 
     # Policy version
 
-    def record_version(self, version: int, continuity: int | None = None) -> None:
+    def record_version(self, version: int, connection_epoch: int | None = None) -> None:
         """Record a reported version; an engine that lost its version has restarted, perhaps as another server.
 
         Args:
             version: what it reports.
-            continuity: of the connections to it, now (`ConnectionPool.continuity`).
+            connection_epoch: of the connections to it, now (`ConnectionPool.connection_epoch`).
         """
         before = self.version
-        self.version, self._version_seen_at, self._version_seen_over = version, time.monotonic(), continuity
+        self.version, self._version_seen_at, self._version_seen_over = version, time.monotonic(), connection_epoch
         if version == UNVERSIONED < before:
             self.eject(EngineError(f"{self.url} has no policy version after {before}, so it has restarted"))
 
@@ -244,12 +244,12 @@ class EngineState:
         is_fresh = time.monotonic() - self._version_seen_at < _VERSION_FRESH_S
         return (self.version if is_fresh else UNVERSIONED) >= version
 
-    def has_had_version(self, version: int, continuity: int | None) -> bool:
+    def has_had_version(self, version: int, connection_epoch: int | None) -> bool:
         """Whether the engine reported this version or a newer one just now, over connections that are still there.
 
         So no other server has taken over its address since.
         """
-        is_same = continuity is not None and continuity == self._version_seen_over
+        is_same = connection_epoch is not None and connection_epoch == self._version_seen_over
         is_recent = time.monotonic() - self._version_seen_at < _VERSION_KEPT_S
         return is_same and is_recent and self.version >= version
 

@@ -135,7 +135,7 @@ class HealthMonitor:
     async def fetch_version(self, engine: EngineState) -> int:
         """Ask the engine for its policy version."""
         version = version_from_name(await fetch_weight_name(self._connections, engine.url))
-        engine.record_version(version, self._connections.continuity(engine.url))
+        engine.record_version(version, self._connections.connection_epoch(engine.url))
         return engine.version
 
     async def version_after_now(self, engine: EngineState) -> int:

@@ -127,7 +127,7 @@ _UNWATCHED = CompletionProgress()
 _ODD: Final = 0x9E37_79B9_7F4A_7C15
 """Its multiples differ in the lowest 32 bits for the first 2**32 turns, since it is odd."""
 _CACHED_SEEDS: Final = 4096
-"""Of more episodes than a worker has in flight."""
+"""Episodes whose seeds are cached; more than a worker has in flight."""
 _TOO_LONG_MESSAGES = ("maximum context length", "maximum model length")
 """Phrases with which vLLM's routes, and compatible servers, refuse a context that is too long."""
 

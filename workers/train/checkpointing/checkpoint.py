@@ -69,7 +69,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fencing_token: int = 0
     """Fencing token of the trainer that wrote it; a later trainer has a larger one."""
     digest: str = ""
-    """Of all other fields: one altered byte of this file is noticed, as in the files that it lists."""
+    """Digest of all other fields: one altered byte of this file is noticed, as in the files that it lists."""
 
     def with_digest(self) -> "Manifest":
         """Return the manifest with its digest."""

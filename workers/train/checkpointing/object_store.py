@@ -8,7 +8,7 @@
     URL/RUN/latest.json         the pointer: the pieces of every file of the run, as of one checkpoint
     URL/RUN/objects/ID/HASH     a piece of a file, named for its content; ID is the beginning of the run's id
 
-A piece is never changed, and the pointer is written last, so what is in storage is one whole state at every moment.
+A piece is never changed, and the pointer is written last. So at every moment storage holds one complete state.
 """
 
 import hashlib
@@ -39,44 +39,46 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 STAGING: Final = ".restoring"
-"""Folder in the run's folder while it is restored; what was begun with it is begun again."""
+"""Folder in the run's folder while the run is restored; if a start finds it, it restores the run again."""
 RESTORED: Final = "restored.json"
-"""File in the run's folder until a trainer has resumed from what was restored."""
+"""File in the run's folder from a restoration until a trainer has resumed from it."""
 POINTER: Final = "latest.json"
 _PIECE_BYTES: Final = 64_000_000
+"""Size of a piece; the last piece of a file may be smaller."""
 _REQUEST: Final[Any] = {"timeout": "120s", "connect_timeout": "10s"}
 _RETRIES: Final[Any] = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 _ATTEMPTS, _BACKOFF = 10, Backoff(1.0, 60.0)
-"""Of a whole copy; the retries of each request come in addition."""
+"""Attempts to copy a checkpoint, and the waits between them; each request of an attempt has retries of its own."""
 _CLOSE_TIMEOUT_S: Final = 600.0
-"""How long the end of a trainer waits for the last copy."""
+"""Longest time for which a trainer that ends waits for its last copy."""
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 """Environment variables with the address of an S3-compatible server."""
-_FOLDERS: Final = ("groups", "annotations", "rows")
+_FOLDERS: Final = ("groups", "trained_tokens", "rows")
 _FILES: Final = (IDENTITY_FILE, LOCK_FILE, "run.toml", "eval.jsonl")
 _LEDGER, _CHECKPOINTS = "ledger.jsonl", "checkpoints/"
 
 
 class Piece(Struct, frozen=True):
-    """A piece of a file."""
+    """A piece of a file: an object in storage."""
 
     key: str
     size: int
+    """Bytes."""
 
 
 class Copy(Struct, frozen=True, kw_only=True):
-    """Content of the pointer."""
+    """A copy of a run: the content of the pointer."""
 
     run_id: str
     step: int
     fencing_token: int
-    """Of the trainer that wrote it; a later trainer has a larger one."""
+    """The token of the trainer that wrote the pointer; a later trainer has a larger one."""
     files: dict[str, tuple[Piece, ...]]
-    """By path relative to the run's folder."""
+    """The pieces of each file, by its path relative to the run's folder."""
 
 
 class SavedCheckpoint(Struct, frozen=True):
-    """A checkpoint in the run's folder, and the lengths that other files had then."""
+    """A checkpoint in the run's folder, and the bytes that the ledger and the metrics had when it was saved."""
 
     folder: Path
     step: int
@@ -92,8 +94,8 @@ class Bucket:
     """
 
     def __init__(self, settings: Settings) -> None:
-        given = settings.storage.url
-        self.url = f"{given.rstrip('/')}/{settings.run.name}"
+        base_url = settings.storage.url
+        self.url = f"{base_url.rstrip('/')}/{settings.run.name}"
         try:
             import obstore
             from obstore.store import LocalStore, from_url
@@ -101,17 +103,17 @@ class Bucket:
             raise SettingsError(
                 "storage.url needs the library obstore, which is not installed: pip install 'penstock[storage]'"
             ) from error
-        is_plain = next(filter(None, map(os.environ.get, _ENDPOINTS)), "").startswith("http://")
-        client = _REQUEST | {"allow_http": True} if is_plain else _REQUEST
+        is_unencrypted = next(filter(None, map(os.environ.get, _ENDPOINTS)), "").startswith("http://")
+        client = _REQUEST | {"allow_http": True} if is_unencrypted else _REQUEST
         self._obstore = obstore
         try:
             self._store = (
                 LocalStore.from_url(self.url, mkdir=True)
-                if given.startswith("file://")
+                if base_url.startswith("file://")
                 else from_url(self.url, client_options=client, retry_config=_RETRIES)
             )
         except Exception as error:  # the library raises several kinds
-            raise SettingsError(f"storage.url = {given!r}: {error}") from error
+            raise SettingsError(f"storage.url = {base_url!r}: {error}") from error
 
     def put(self, key: str, content: bytes) -> None:
         """Write an object."""
@@ -127,11 +129,11 @@ class Bucket:
         return {each["path"]: each["size"] for page in pages or () for each in page}
 
     def delete(self, key: str) -> None:
-        """Delete an object; one that does not exist does not matter."""
+        """Delete an object, if there is one."""
         self._call("delete", key, lambda: self._obstore.delete(self._store, key))
 
     def read_pointer(self) -> Copy | None:
-        """Return what the copy consists of; None if there is no copy.
+        """Return the content of the pointer; None if storage has no copy of the run.
 
         Raises:
             StorageError: storage does not answer, or the pointer is damaged.
@@ -142,15 +144,15 @@ class Bucket:
             return msgspec.json.decode(content, type=Copy)
         except (ValueError, RecursionError) as error:
             raise StorageError(
-                f"{self.url}/{POINTER} is damaged ({error}): put an earlier version of it there, or remove it: a "
-                "trainer that has the run's folder makes the copy anew, one that has not begins the run anew"
+                f"{self.url}/{POINTER} is damaged ({error}). Replace it with an earlier version of it, or remove it: "
+                "then a trainer that has the run's folder makes a new copy, and one without the folder begins a new run"
             ) from error
 
     def _call(self, verb: str, key: str, call: Callable[[], T]) -> T | None:
-        """Make a call; None if the object does not exist.
+        """Call the library, and return its result; None if the object does not exist.
 
         Raises:
-            StorageError: storage does not answer, or refuses us.
+            StorageError: storage does not answer, or refuses the request.
         """
         try:
             return call()
@@ -165,7 +167,10 @@ class Bucket:
 
 
 class Uploader:
-    """Copies checkpoints to storage in a thread, until it is closed: always the newest; one that waits is replaced."""
+    """Copies checkpoints to storage in a thread of its own, until it is closed.
+
+    Only the newest checkpoint waits: a request replaces one whose copying has not begun.
+    """
 
     def __init__(self, bucket: Bucket, settings: Settings, folder_lock: RunFolderLock) -> None:
         self._bucket, self._folder, self._folder_lock = bucket, settings.folder, folder_lock
@@ -175,9 +180,9 @@ class Uploader:
         self._newest: SavedCheckpoint | None = None
         self._uploading: SavedCheckpoint | None = None
         self._settled: SavedCheckpoint | None = None
-        """The last one that is in storage, or was given up."""
+        """The last checkpoint that was copied, or whose attempts are used up."""
         self._pieces: dict[tuple[str, int, int], tuple[Piece, ...]] = {}
-        """Of files that were read, by name, length and modification time: they are not read again."""
+        """Pieces of files by name, length and modification time, so that an unchanged file is not read again."""
         self._is_closing, self._changed = False, Event()
         self._thread = Thread(target=self._work, name="storage", daemon=True)
         self._thread.start()
@@ -189,7 +194,7 @@ class Uploader:
         return {each.folder for each in waiting if each is not None and each is not self._settled}
 
     def request(self, checkpoint: SavedCheckpoint) -> None:
-        """Have a checkpoint copied; returns immediately."""
+        """Have a checkpoint copied by the thread; returns immediately."""
         self._newest = checkpoint
         self._changed.set()
 
@@ -216,13 +221,13 @@ class Uploader:
             except (FencedError, RunMismatchError) as error:
                 log.error("storage.stopped", url=self._bucket.url, why=str(error))  # noqa: TRY400  (expected)
                 return
-            except Exception as error:  # noqa: BLE001  (whatever it is, the thread must not end without a word)
+            except Exception as error:  # noqa: BLE001  (whatever it is, the thread must not end silently)
                 log.warning("storage.failed", step=checkpoint.step, error=str(error) or repr(error))
                 if (attempt := attempt + 1) < _ATTEMPTS:
                     continue
                 self._warn(checkpoint, f"{error}. The next checkpoint is tried again")
             attempt, self._settled = 0, checkpoint
-            self._changed.set()  # a request or the end may have come before the wait above was over
+            self._changed.set()  # look again: a request or `close` may have set the event just before it was cleared
 
     def _warn(self, checkpoint: SavedCheckpoint, why: str) -> None:
         """Have `penstock run` print that a checkpoint is not in storage."""
@@ -262,7 +267,7 @@ class Uploader:
     def _list_files(self, checkpoint: SavedCheckpoint) -> Iterator[tuple[str, int | None]]:
         """Yield the name of each file, and its length as of the checkpoint; None: all of it.
 
-        The archive comes first: it has the groups of the ledger's part.
+        The archive comes first. It already has every group that this part of the ledger names.
         """
         for folder in _FOLDERS:
             yield from ((f"{folder}/{path.name}", None) for path in sorted((self._folder / folder).glob("[!.]*")))
@@ -274,7 +279,7 @@ class Uploader:
         yield _LEDGER, checkpoint.ledger_bytes
 
     def _upload_file(self, name: str, end: int | None, present: dict[str, int]) -> tuple[Piece, ...] | None:
-        """Upload what storage lacks of a file, and return its pieces; None if it is gone, as old archives are."""
+        """Upload what storage lacks of a file; return its pieces, or None if the file is gone, as old archives are."""
         path, pieces = self._folder / name, list[Piece]()
         if not path.exists() and not end and not name.startswith(_CHECKPOINTS):
             return None
@@ -298,24 +303,24 @@ class Uploader:
 
 
 def find_copy(settings: Settings) -> Copy | None:
-    """Return the copy from which a run has to be restored: its folder holds nothing, and storage has a copy. Blocks.
+    """Return the copy from which a run has to be restored; None if its folder has it, or storage has none. Blocks.
 
     Raises:
         StorageError: storage does not answer, so a lost run looks like a new one; or the folder was restored in part,
             and the rest is not in storage.
         RunMismatchError: storage holds another run of this name.
     """
-    folder, is_in_part = settings.folder, False
+    folder, is_incomplete = settings.folder, False
     if os.path.isdir(folder):  # noqa: PTH112  (`Path.is_dir` raises where a parent is not ours to read)
-        ledger, is_in_part = folder / _LEDGER, (folder / STAGING).exists()
+        ledger, is_incomplete = folder / _LEDGER, (folder / STAGING).exists()
         has_run = (ledger.exists() and ledger.stat().st_size > 0) or any((folder / _CHECKPOINTS).glob("step-*"))
-        if has_run and not is_in_part:
+        if has_run and not is_incomplete:
             return None
     copy = Bucket(settings).read_pointer() if settings.storage.url else None
-    if copy is None and is_in_part:
+    if copy is None and is_incomplete:
         raise StorageError(
-            f"{folder} was restored in part, and the rest is not in storage.url = {settings.storage.url!r}: set it as "
-            "it was, and start again; to begin the run anew, remove the folder"
+            f"{folder} was restored only in part, and storage.url = {settings.storage.url!r} has no copy of the run. "
+            "Set storage.url to what it was, and start again; or remove the folder to begin the run from step 0"
         )
     identity = read_identity(folder) if copy is not None else None
     if copy is not None and identity is not None and identity.id != copy.run_id:
@@ -329,7 +334,7 @@ def find_copy(settings: Settings) -> Copy | None:
 def restore(copy: Copy, settings: Settings) -> str:
     """Write all files of a copy to the run's folder, which the caller has locked. Blocks. Returns the URL of the copy.
 
-    Each piece is verified. The checkpoint gets its name last: until then the run is restored again.
+    Each piece is verified. The checkpoint is moved to its place last: until then, each start restores the run again.
 
     Raises:
         StorageError: storage does not answer, a piece is missing or was altered, or the disk is full.
@@ -338,7 +343,7 @@ def restore(copy: Copy, settings: Settings) -> str:
     try:
         for name, pieces in copy.files.items():
             _download(bucket, pieces, staging / name)
-        for checkpoint in (folder / _CHECKPOINTS).glob("step-*"):  # of an earlier copy, whose restoration was cut off
+        for checkpoint in (folder / _CHECKPOINTS).glob("step-*"):  # left by an interrupted restoration of another copy
             remove_folder(checkpoint)
         for name in sorted(copy.files, key=lambda name: (name.startswith(_CHECKPOINTS), name == _LEDGER)):
             if not name.startswith(_CHECKPOINTS):
@@ -363,7 +368,7 @@ def _download(bucket: Bucket, pieces: tuple[Piece, ...], target: Path) -> None:
                 what = "is missing" if content is None else "was altered: it is not what the trainer uploaded"
                 raise StorageError(
                     f"{bucket.url}/{piece.key} {what}. Start again if a trainer still writes there; else put the "
-                    "object back, or give the run another run.name to begin it anew"
+                    "object back, or give the run another run.name to begin from step 0"
                 )
             file.write(content)
         file.flush()

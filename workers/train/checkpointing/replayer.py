@@ -1,11 +1,11 @@
 """Repeats a finished run: a fresh learner trains on the ledger's groups from the archive, step by step.
 
-The ledger tells which groups were in a step's batch, those that the step itself dropped included; the others were
-dropped on the way to it, and the same checks drop them again. The learner is deterministic, so its weights and
-optimizer state must equal every checkpoint bit for bit.
+The ledger says which groups were in the batch of a step; the step itself may have dropped some of them. All other
+groups were dropped on the way to a step: the replay repeats the checks, which must drop them for the same reasons. The
+learner is deterministic, so its weights and optimizer state must equal every checkpoint bit for bit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -49,7 +49,7 @@ class ReplayMismatch(Struct, frozen=True, kw_only=True):
 
     step: int
     description: str
-    """For people."""
+    """What differs, as a text."""
     checkpoint: str = ""
     tensor: str = ""
     max_difference: float | None = None
@@ -61,11 +61,11 @@ class ReplayReport(Struct, kw_only=True):
 
     is_identical: bool
     steps: int
-    """Steps repeated."""
+    """Number of steps that were repeated."""
     groups: int
-    """Groups in the batches of those steps."""
+    """Number of groups in the batches of these steps."""
     dropped: int
-    """Groups dropped on the way to a step."""
+    """Number of groups that were dropped on the way to a step."""
     matches: list[CheckpointMatch]
     mismatch: ReplayMismatch | None
     notes: list[str]
@@ -106,9 +106,9 @@ class Replayer:
         last = self._checkpoints.latest()
         if last is None:
             raise RunMismatchError(f"{folder}: there is no intact checkpoint that a replay could be compared with")
-        self._last = last.progress.step
+        self._last_step = last.progress.step
         self._checkpoint_steps = {checkpoint.progress.step for checkpoint in self._checkpoints.list_all()}
-        self._lines = _lines(folder, last)
+        self._lines = _ledger_lines(folder, last)
         self._archive = ArchivedGroups(folder / "groups")
         _refuse_gaps(self._lines, self._archive, settings)
         self._learner = make_learner(settings)
@@ -127,7 +127,7 @@ class Replayer:
         try:
             self._compare(0)
             for step, lines in groupby(self._lines, lambda line: line.record.step):
-                self._repeat_step(step, [(w, self._archive.read(w.record.prompt, w.record.hash)) for w in lines])
+                self._repeat_step(step, self._read_groups(lines))
             self._check_end()
         except _MismatchFound as found:
             mismatch = found.mismatch
@@ -138,62 +138,68 @@ class Replayer:
             dropped=self._dropped,
             matches=self._matches,
             mismatch=mismatch,
-            notes=[*self._notes, *_changes(self._folder)],
+            notes=[*self._notes, *_setting_changes(self._folder)],
         )
 
-    def _repeat_step(self, step: int, found: Sequence[tuple[LedgerLine, Group]]) -> None:
+    def _read_groups(self, lines: Iterable[LedgerLine]) -> list[tuple[LedgerLine, Group]]:
+        """Return ledger lines, each with its group from the archive."""
+        return [(line, self._archive.read(line.record.prompt, line.record.hash)) for line in lines]
+
+    def _repeat_step(self, step: int, groups: Sequence[tuple[LedgerLine, Group]]) -> None:
         """Repeat one step from its ledger lines and their groups."""
         expected = self._learner.steps + 1
         if step != expected:
-            raise _ledger_mismatch(found[0][0], expected, f"is of step {step} where one of step {expected} should come")
-        batch = [(written, group) for written, group in found if written.record.in_step]
-        self._check_dropped([(written, group) for written, group in found if not written.record.in_step])
-        self._dropped += len(found) - len(batch)
+            raise _ledger_mismatch(
+                groups[0][0], expected, f"is of step {step}, but a line of step {expected} must come next"
+            )
+        batch = [(line, group) for line, group in groups if line.record.in_step]
+        self._check_dropped([(line, group) for line, group in groups if not line.record.in_step])
+        self._dropped += len(groups) - len(batch)
         self._groups += len(batch)
-        if not batch and step > self._last:
+        if not batch and step > self._last_step:
             return  # dropped on the way to a step that never came
         if not batch:
-            raise _ledger_mismatch(found[-1][0], step, "ends a step in which no group was left to train on")
+            raise _ledger_mismatch(groups[-1][0], step, "ends a step in which no group was left to train on")
         version = batch[0][0].record.version
-        for written, _ in batch:
-            if written.record.version != version:
+        for line, _ in batch:
+            if line.record.version != version:
                 raise _ledger_mismatch(
-                    written, step, f"has version {written.record.version}, others of its step {version}"
+                    line, step, f"has policy version {line.record.version}, but others of its step have {version}"
                 )
         report = self._learner.step(collate([with_bounded_rewards(group) for _, group in batch]), version)
-        for written, _ in batch:
-            end = _outcome(report, written.record.prompt)
-            if written.record.outcome != end:
+        for line, _ in batch:
+            outcome = _outcome(report, line.record.prompt)
+            if line.record.outcome != outcome:
                 raise _ledger_mismatch(
-                    written,
+                    line,
                     step,
-                    f"says {encode_outcome(written.record.outcome)} of {written.record.prompt}, the replay "
-                    f"{encode_outcome(end)}",
+                    f"says that the outcome of {line.record.prompt} is {encode_outcome(line.record.outcome)}, but in "
+                    f"the replay it is {encode_outcome(outcome)}",
                 )
         self._compare(step)
 
     def _check_end(self) -> None:
         """Check, after the last line, that every step up to the newest checkpoint was repeated."""
-        if self._learner.steps < self._last:
-            what = f"the ledger has {self._learner.steps} steps, the checkpoint {self._last}"
-            raise _MismatchFound(ReplayMismatch(step=self._last, description=what))
+        if self._learner.steps < self._last_step:
+            what = f"the ledger has {self._learner.steps} steps, but the newest checkpoint is of step {self._last_step}"
+            raise _MismatchFound(ReplayMismatch(step=self._last_step, description=what))
         if not self._matches:
             raise RunMismatchError(
                 f"{self._checkpoints.folder}: every checkpoint was removed during the replay; replay the run when "
                 "it has stopped"
             )
 
-    def _check_dropped(self, found: Sequence[tuple[LedgerLine, Group]]) -> None:
-        """Check that these groups are dropped on the way to the step for the reasons that the ledger has."""
-        for written, group in found:
-            line = written.record
-            reason = check_group(group, self._settings, line.version, self._learner.vocab_size).drop_reason
-            if reason is None or line.outcome != Dropped(reason):
+    def _check_dropped(self, groups: Sequence[tuple[LedgerLine, Group]]) -> None:
+        """Check that these groups, which never came into a batch, are dropped for the reasons that the ledger names."""
+        for line, group in groups:
+            record = line.record
+            reason = check_group(group, self._settings, record.version, self._learner.vocab_size).drop_reason
+            if reason is None or record.outcome != Dropped(reason):
                 raise _ledger_mismatch(
-                    written,
-                    line.step,
-                    f"says {encode_outcome(line.outcome)} of {line.prompt}, "
-                    + (f"the replay dropped:{reason}" if reason else "the replay would train on it"),
+                    line,
+                    record.step,
+                    f"says that the outcome of {record.prompt} is {encode_outcome(record.outcome)}, but the replay "
+                    + (f"drops it for {reason}" if reason else "would train on it"),
                 )
 
     def _compare(self, step: int) -> None:
@@ -202,16 +208,16 @@ class Replayer:
             return
         try:
             checkpoint = self._checkpoints.at_step(step)
-            agreement = None if checkpoint is None else _compare_with_checkpoint(self._learner, checkpoint)
+            checkpoint_match = None if checkpoint is None else _compare_with_checkpoint(self._learner, checkpoint)
         except FileNotFoundError:
-            agreement = None
-        if agreement is None:
+            checkpoint_match = None
+        if checkpoint_match is None:
             self._notes.append(
                 f"the checkpoint of step {step} was removed during the replay or is damaged; it was not compared"
             )
             return
-        self._matches.append(agreement)
-        self._on_match(agreement)
+        self._matches.append(checkpoint_match)
+        self._on_match(checkpoint_match)
 
 
 def _compare_with_checkpoint(learner: Learner, checkpoint: Checkpoint) -> CheckpointMatch:
@@ -221,25 +227,27 @@ def _compare_with_checkpoint(learner: Learner, checkpoint: Checkpoint) -> Checkp
         _MismatchFound: a tensor differs; names the first one.
         FileNotFoundError: the checkpoint was removed during the comparison.
     """
-    tensors, name_of, step = 0, checkpoint.folder.name, checkpoint.progress.step
-    for kind, ours, theirs in _states(learner, checkpoint):
+    tensors, folder_name, step = 0, checkpoint.folder.name, checkpoint.progress.step
+    for kind, ours, theirs in _tensors_of_both(learner, checkpoint):
         for name in sorted(ours.keys() | theirs.keys()):
             tensors, largest = tensors + 1, None
             if name not in ours or name not in theirs:
-                what = f"is in {'the replay' if name in ours else 'the checkpoint'} alone"
+                what = f"is only in {'the replay' if name in ours else 'the checkpoint'}"
             elif (largest := _max_difference(ours[name], theirs[name])) is not None:
                 what = f"differs by up to {largest:.3g}"
             else:
                 continue
             text = f"{kind} {name} {what}"
             raise _MismatchFound(
-                ReplayMismatch(step=step, description=text, checkpoint=name_of, tensor=name, max_difference=largest)
+                ReplayMismatch(step=step, description=text, checkpoint=folder_name, tensor=name, max_difference=largest)
             )
-    return CheckpointMatch(step=step, checkpoint=name_of, tensors=tensors)
+    return CheckpointMatch(step=step, checkpoint=folder_name, tensors=tensors)
 
 
-def _states(learner: Learner, checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
-    """Yield kind, the learner's tensors and the checkpoint's: weights as written, then all other state."""
+def _tensors_of_both(
+    learner: Learner, checkpoint: Checkpoint
+) -> Iterator[tuple[str, dict[str, Tensor], dict[str, Tensor]]]:
+    """Yield a kind, and the learner's and the checkpoint's tensors of it: weights as saved, then all other state."""
     policy = learner.policy
     whole = policy.parameters if policy.adapter else learner.weights()
     weights = {name: whole[name].detach().cpu().to(policy.saved_dtype).float() for name in policy.parameters}
@@ -257,19 +265,19 @@ def _max_difference(ours: Tensor, theirs: Tensor) -> float | None:
     return float("inf")
 
 
-def _lines(folder: Path, last: Checkpoint) -> list[LedgerLine]:
-    """Return the ledger lines up to a checkpoint's length."""
+def _ledger_lines(folder: Path, last: Checkpoint) -> list[LedgerLine]:
+    """Return the lines with a group that the ledger had when the checkpoint was made."""
     path, end_offset = folder / "ledger.jsonl", last.progress.ledger_bytes
     lines, broken = read_ledger(path)
     if broken:
         raise RunMismatchError(broken[0])
-    lines = [written for written in lines if written.end_offset <= end_offset]
+    lines = [line for line in lines if line.end_offset <= end_offset]
     if not _is_line_end(path, end_offset):  # the last line may be an event, which `read_ledger` leaves out
         raise RunMismatchError(
             f"{path}: no line ends at byte {end_offset}, where it ended when {last.folder.name} was made; it was "
             "altered"
         )
-    return [written for written in lines if written.record.has_group]
+    return [line for line in lines if line.record.has_group]
 
 
 def _is_line_end(path: Path, offset: int) -> bool:
@@ -280,8 +288,8 @@ def _is_line_end(path: Path, offset: int) -> bool:
         return file.read(1) == b"\n"
 
 
-def _changes(folder: Path) -> list[str]:
-    """Return a note for each setting that was changed during the run: the replay knows only the last ones."""
+def _setting_changes(folder: Path) -> list[str]:
+    """Return a note for each setting that was changed during the run; the replay uses the last start's throughout."""
     return [
         f"{event.details.get('name')} was changed at step {event.step}; the replay used the values of the last start"
         for event in read_events(folder / "ledger.jsonl")
@@ -290,15 +298,14 @@ def _changes(folder: Path) -> list[str]:
 
 
 def _refuse_gaps(lines: Sequence[LedgerLine], archive: ArchivedGroups, settings: Settings) -> None:
-    missing = [w for w in lines if (w.record.prompt, w.record.hash) not in archive]
+    missing = [line for line in lines if (line.record.prompt, line.record.hash) not in archive]
     if not missing:
         return
     first, keep = missing[0], settings.archive.keep
     raise RunMismatchError(
-        f"{archive.folder} lacks {len(missing)} of the {len(lines)} groups of the ledger, the first of them line "
-        f"{first.number}, {first.record.prompt} with hash {first.record.hash}. A replay needs all of them, and the "
-        "run has "
-        f"archive.keep = {keep!r}; set it to 'all' from the beginning of a run that is to be replayed"
+        f"{archive.folder} lacks {len(missing)} of the {len(lines)} groups of the ledger; the first is on line "
+        f"{first.number}: {first.record.prompt} with hash {first.record.hash}. A replay needs all of them, but this "
+        f"run has archive.keep = {keep!r}; set it to 'all' before you start a run that you want to replay"
     )
 
 
@@ -309,5 +316,5 @@ def _outcome(report: StepReport, prompt: str) -> LedgerOutcome:
     return Trained() if report.trained else Dropped(report.skipped)
 
 
-def _ledger_mismatch(written: LedgerLine, step: int, what: str) -> _MismatchFound:
-    return _MismatchFound(ReplayMismatch(step=step, description=f"ledger line {written.number} {what}"))
+def _ledger_mismatch(line: LedgerLine, step: int, what: str) -> _MismatchFound:
+    return _MismatchFound(ReplayMismatch(step=step, description=f"ledger line {line.number} {what}"))

@@ -82,7 +82,7 @@ class Collector:
         while True:
             await self.report_warnings()
             polled = time.monotonic()
-            claim = await consumer.poll(self._room)
+            claim = await consumer.poll(self._free_places)
             if consumer.connection.stopping.is_set():
                 return CollectedBatch([])
             halted = claim.paused or is_publishing()
@@ -112,15 +112,15 @@ class Collector:
             RunFailedError: too many completions are invalid.
         """
         consumer = self.consumer
-        while self._room > 0 and not consumer.connection.stopping.is_set():
+        while self._free_places > 0 and not consumer.connection.stopping.is_set():
             with anyio.CancelScope(shield=True):  # a poll cut short would leave groups leased and not buffered
-                claim = await consumer.poll(self._room)
+                claim = await consumer.poll(self._free_places)
             if not claim.leases:
                 await consumer.wait(claim)
             await anyio.sleep(_PREFETCH_INTERVAL_S)
 
     @property
-    def _room(self) -> int:
+    def _free_places(self) -> int:
         """How many more groups may be buffered.
 
         A trainer that waits for stragglers must see everything that has arrived, so it buffers up to the limit of

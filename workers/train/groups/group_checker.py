@@ -17,7 +17,7 @@ from stream.trainer.leased_group import DroppedGroup
 from stream.validity import DropReason, Measured, Unmeasured
 from workers.runs.progress import Progress
 from workers.settings import Settings
-from workers.train.groups.no_loss_monitor import InvalidFractionMonitor
+from workers.train.groups.invalid_fraction_monitor import InvalidFractionMonitor
 from workers.train.step.group_checks import CheckedGroup, GroupRewards, check_group, unusable_greedy
 from workers.train.training_warnings import TrainingWarnings
 
@@ -31,7 +31,7 @@ class DroppedGroups(NamedTuple):
     reasons: dict[DropReason, int]
     """Number of groups by reason."""
     rewards: list[GroupRewards]
-    """Of the last of them."""
+    """Rewards of the last of the groups."""
     counters: Counter[str]
     """Their completions by the names of step metrics: `rows/STATE`, where `valid` is one that had no fault of its own,
     and `truncated/REASON`."""
@@ -69,7 +69,7 @@ class GroupChecker:
         self._reward_log.observe(group)
         if checked.drop_reason is None:
             return checked
-        self._observe(group, checked.no_loss)
+        self._observe(group, checked.without_loss)
         self._progress.totals.add(group)
         self.warnings.observe_group(group)
         self._dropped[checked.drop_reason] += 1
@@ -80,12 +80,12 @@ class GroupChecker:
         states = (f"dropped:{checked.drop_reason}" if state == "valid" else state for state in checked.states)
         return DroppedGroup(checked.drop_reason, [TrainedCompletion(state, None, 0) for state in states])
 
-    def observe_step(self, groups: Sequence[Group], no_loss: Mapping[str, Mapping[str, int]]) -> None:
+    def observe_step(self, groups: Sequence[Group], without_loss: Mapping[str, Mapping[str, int]]) -> None:
         """Count completions that bore no loss in a step, where correction may have rejected more than `check` did.
 
         Args:
             groups: of the step.
-            no_loss: by prompt id and reason (`StepReport.no_loss`).
+            without_loss: by prompt id and reason (`StepReport.without_loss`).
 
         Raises:
             RunFailedError: too many completions bear no loss for one reason.
@@ -93,7 +93,7 @@ class GroupChecker:
         for group in groups:
             self._progress.totals.add(group)
             self.warnings.observe_group(group)
-            self._observe(group, no_loss.get(group.prompt.id, {}))
+            self._observe(group, without_loss.get(group.prompt.id, {}))
 
     def pop_dropped(self) -> DroppedGroups:
         """Return the groups dropped since the previous call."""
@@ -102,8 +102,8 @@ class GroupChecker:
         self._filtered.clear()
         return dropped
 
-    def _observe(self, group: Group, no_loss: Mapping[str, int]) -> None:
-        counts = Counter(no_loss)
+    def _observe(self, group: Group, without_loss: Mapping[str, int]) -> None:
+        counts = Counter(without_loss)
         counts.update(unusable_greedy(group, self._settings))
         causes = failure_causes(group)
         self._progress.causes.update(causes)
@@ -111,7 +111,7 @@ class GroupChecker:
 
 
 TOOL_ERROR = "tool_error"
-"""Key of the cause of a tool's error, which the model reads and which makes no completion invalid."""
+"""Key of the cause of a tool's error. The model reads such an error, and the completion stays valid."""
 
 
 def failure_causes(group: Group) -> dict[str, ErrorCause]:

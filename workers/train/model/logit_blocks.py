@@ -44,7 +44,7 @@ class LogitConfig(NamedTuple):
 
     transform: LogitTransform
     dtype: torch.dtype
-    """Of the inputs of products."""
+    """Data type of the inputs of matrix products."""
     block: int
     """Number of logits that exist at a time."""
 

@@ -37,7 +37,7 @@ class CreateLearner(Struct, frozen=True, tag=True):
 
     settings: Settings
     dtype: str
-    """Of weights and optimizer state, as torch names it."""
+    """Data type of weights and optimizer state, as torch names it."""
 
 
 class TrainStep(Struct, frozen=True, tag=True):
@@ -59,7 +59,7 @@ class Restore(Struct, frozen=True, tag=True):
     """Restore a checkpoint that rank 0 has read."""
 
     names: list[str]
-    """Of the checkpoint's tensors."""
+    """Names of the checkpoint's tensors."""
     steps: int
     skipped_steps: int
 

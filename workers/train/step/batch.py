@@ -64,9 +64,9 @@ class Batch:
     completion_ids_R: Tensor
     """int64, the completion that each row belongs to; rows of one completion share it."""
     facts: CompletionFacts
-    """Of the completions."""
+    """What is known of each completion."""
     prompt_ids: tuple[str, ...]
-    """Of the groups."""
+    """Prompt id of each group."""
     greedy_rewards_G: Tensor
     """float64, reward of the group's greedy completion; 0 unless `greedy_measured_G`."""
     greedy_measured_G: Tensor

@@ -54,8 +54,8 @@ class CheckedGroup:
     rewards: GroupRewards
     states: Sequence[str]
     """State of each completion, as in the metrics `rows/*`."""
-    no_loss: Counter[str]
-    """Number of completions that bear no loss, as `count_no_loss`."""
+    without_loss: Counter[str]
+    """Number of completions that bear no loss, as `count_without_loss`."""
 
 
 def check_group(group: Group, settings: Settings, version: int, vocab_size: int) -> CheckedGroup:
@@ -73,7 +73,7 @@ def check_group(group: Group, settings: Settings, version: int, vocab_size: int)
         drop_reason=filter_reasons(batch, masks, settings)[0],
         rewards=GroupRewards(masks.rewards_C, masks.baseline_C, batch.parts),
         states=_states(batch.facts, masks),
-        no_loss=count_no_loss(batch, masks).get(group.prompt.id, Counter()),
+        without_loss=count_without_loss(batch, masks).get(group.prompt.id, Counter()),
     )
 
 
@@ -140,7 +140,7 @@ def count_states(facts: CompletionFacts, masks: Masks) -> Counter[str]:
     return Counter(_states(facts, masks))
 
 
-def count_no_loss(batch: Batch, masks: Masks) -> dict[str, Counter[str]]:
+def count_without_loss(batch: Batch, masks: Masks) -> dict[str, Counter[str]]:
     """Count completions that bear no loss, by prompt id and reason.
 
     A valid completion of a group that was dropped does not count: the reasons of its siblings do.

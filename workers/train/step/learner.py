@@ -23,7 +23,7 @@ from workers.train.model.lm_head import Critic, hidden_size
 from workers.train.model.trainable_model import TrainableModel
 from workers.train.ranks import Ranks, gather_full
 from workers.train.step.batch import Batch
-from workers.train.step.group_checks import GroupRewards, count_no_loss, describe_completions
+from workers.train.step.group_checks import GroupRewards, count_without_loss, describe_completions
 from workers.train.step.model_runner import ModelRunner
 from workers.train.step.optimizer import Optimizer
 from workers.train.step.prepared_batch import CompleteComparison, PreparedBatch, prepare
@@ -72,7 +72,7 @@ class Learner:
         self.steps = 0
         """Batches passed to `step`, including skipped ones."""
         self.skipped_steps = 0
-        """Of those, batches with an optimizer step omitted because of a gradient that is not finite."""
+        """Those among them whose optimizer step was omitted because of a gradient that is not finite."""
         if settings.train.schedule != "constant" and not settings.train.max_steps:
             raise SettingsError(
                 f"train.schedule is {settings.train.schedule!r}, but the number of steps is unknown; set "
@@ -92,7 +92,7 @@ class Learner:
             self.policy.logprob_model, reference, self.critic, settings, self.ranks, as_reference=as_reference
         )
         self.optimizer = Optimizer(self.parameters, self.critic_parameters, settings)
-        self._annotates = self.ranks.is_rank0 and settings.archive.keep != "none"
+        self._keeps_trained_tokens = self.ranks.is_rank0 and settings.archive.keep != "none"
 
     @property
     def vocab_size(self) -> int:
@@ -152,7 +152,7 @@ class Learner:
             dropped=prepared.drop_reasons,
             loss=float(metrics["loss"]),
             metrics=finite,
-            no_loss=count_no_loss(prepared.batch, prepared.masks),
+            without_loss=count_without_loss(prepared.batch, prepared.masks),
             completions=self._describe(prepared, trained=trained),
         )
 
@@ -234,7 +234,7 @@ class Learner:
         self.steps, self.skipped_steps = steps, skipped_steps
 
     def _describe(self, prepared: PreparedBatch, *, trained: bool) -> dict[str, list[TrainedCompletion]]:
-        rows = trained_rows(prepared, trained=trained) if self._annotates else None
+        rows = trained_rows(prepared, trained=trained) if self._keeps_trained_tokens else None
         return describe_completions(prepared.batch, prepared.masks, prepared.advantages.values_C, rows)
 
     def _train(self, prepared: PreparedBatch, accumulator: StepAccumulator) -> str:

@@ -1,6 +1,6 @@
 """The optimizer: AdamW over the policy's trained parameters and the critic, with its state as tensors by name.
 
-A learning-rate schedule is a factor for each optimizer step.
+A learning-rate schedule multiplies the peak learning rates with a factor of its own for each step.
 """
 
 import math
@@ -23,7 +23,7 @@ class Optimizer:
     Args:
         policy: the policy's trained parameters, by name.
         critic: the critic's parameters; empty without a critic.
-        settings: of the run.
+        settings: the run's settings.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class Optimizer:
         )
 
     def set_learning_rate(self, step: int) -> float:
-        """Set the learning rates of a step, counted from 0; return the policy's."""
+        """Set the learning rates for a step (counted from 0), and return the policy's."""
         train = self.settings
-        now = learning_rate_factor(
+        factor = learning_rate_factor(
             step, schedule=train.schedule, warmup_steps=train.warmup_steps, total_steps=train.max_steps
         )
         for group in self.adamw.param_groups:
-            group["lr"] = group["peak"] * now
-        return train.learning_rate * now
+            group["lr"] = group["peak"] * factor
+        return train.learning_rate * factor
 
     def zero_grad(self) -> None:
         """Clear all gradients."""
         self.adamw.zero_grad(set_to_none=True)
 
     def clip_gradients(self) -> tuple[Tensor, bool]:
-        """Clip policy and critic gradients separately; return the policy's norm before, and whether all are finite."""
+        """Clip policy and critic gradients separately; return the policy's norm before, and whether both are finite."""
         norm = clip_grad_norm(self.policy.values(), self.settings.max_grad_norm)
         finite = torch.isfinite(norm)
         if self.critic:
@@ -73,7 +73,7 @@ class Optimizer:
         self.adamw.step()
 
     def state(self) -> dict[str, Tensor]:
-        """Return its tensors by kind and parameter, `exp_avg.NAME`; sharded like the parameter."""
+        """Return AdamW's tensors by kind and parameter, as `exp_avg.NAME`; moments are sharded like their parameter."""
         return {
             f"{kind}.{name}": value
             for name, parameter in (*self.policy.items(), *self.critic.items())
@@ -81,12 +81,12 @@ class Optimizer:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], names: Collection[str], ranks: Ranks) -> None:
-        """Set parameters and optimizer state; each rank takes its shard.
+        """Set parameters and optimizer state from rank 0's tensors; every rank calls this, and keeps its shard.
 
         Args:
             tensors: `master.NAME` of every parameter, and the tensors of `state`; rank 0 only.
-            names: of these, on every rank.
-            ranks: all of them call this.
+            names: the names of all these tensors; every rank needs them.
+            ranks: the ranks of the trainer.
         """
         self.adamw.state.clear()
         for name, parameter in (*self.policy.items(), *self.critic.items()):

@@ -151,7 +151,7 @@ class PreparedBatch:
     sequences: Sequences
     """Completions over the tokens that bear loss."""
     statistics: ForwardStatistics | None
-    """Of a pass without gradient; None if nothing needs one."""
+    """Statistics of a forward pass without gradient; None if nothing needs them."""
     rejection: Rejection | None
     """None without rejection rules."""
     drop_reasons: dict[str, DropReason]

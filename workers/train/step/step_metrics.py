@@ -131,7 +131,7 @@ class StepReport:
     """Mean over updates; 0.0 if nothing was valid; may be NaN if the step was skipped."""
     metrics: Metrics
     """By the names in `STEP_METRICS`."""
-    no_loss: dict[str, Counter[str]] = field(default_factory=dict)
+    without_loss: dict[str, Counter[str]] = field(default_factory=dict)
     """Completions of the batch that bore no loss, by prompt id and reason."""
     completions: dict[str, list[TrainedCompletion]] = field(default_factory=dict)
     """What the step did with each completion of the batch, by prompt id; greedy ones are not in it."""

@@ -1,4 +1,4 @@
-"""What a step did with every sampled token, as bytes for the run's annotations."""
+"""What a step did with every sampled token, as bytes for `stream.trainer.trained_tokens`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Set resource limits, then run another program: `python -I -S confine.py LIMITS PROGRAM...`, LIMITS as JSON.
+"""Set resource limits, then run another program: `python -I -S resource_limits.py LIMITS PROGRAM...`, LIMITS as JSON.
 
 Runs by path, without this project's packages. Standard output is a pipe to the parent and carries one message:
 `begun` right before the program starts, or the error that prevented it. The program writes both of its output streams

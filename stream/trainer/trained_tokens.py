@@ -1,15 +1,15 @@
-"""Annotations: what the trainer decided about every sampled token, one file per step in the run's folder.
+"""Trained tokens: what the trainer decided about every sampled token, one file per step in the run's folder.
 
 ::
 
-    annotations/
-    ├── 000011.annotations
-    └── 000012.annotations     b"PSan", size of the index (4 bytes, little-endian), the index (`StepIndex`, msgpack),
-                               then for each group a list of `stream.records.TrainedCompletion` (msgpack)
+    trained_tokens/
+    ├── 000011.trained_tokens
+    └── 000012.trained_tokens   b"PStt", size of the index (4 bytes, little-endian), the index (`StepIndex`, msgpack),
+                                then for each group a list of `stream.records.TrainedCompletion` (msgpack)
 
 A file appears complete, before the ledger has its step. A step that is repeated after a crash replaces the file of the
-lost one. Until then a reader is not misled: a policy version is used by one trainer only, and annotations hold for
-a group only if their step and version equal the ones in its ledger record.
+lost one. Until then a reader is not misled: a policy version is used by one trainer only, and a file holds for a group
+only if its step and version equal the ones in the group's ledger record.
 """
 
 import os
@@ -30,10 +30,10 @@ from stream.errors import RunFailedError
 from stream.records import TrainedCompletion
 from stream.trainer.ledger_records import LedgerRecord
 
-FOLDER: Final = "annotations"
-_MAGIC: Final = b"PSan"
+FOLDER: Final = "trained_tokens"
+_MAGIC: Final = b"PStt"
 _SIZE: Final = struct.Struct("<I")
-_SUFFIX: Final = ".annotations"
+_SUFFIX: Final = ".trained_tokens"
 
 Completions = Mapping[str, Sequence[TrainedCompletion]]
 """The completions of a group that are not greedy, in the order of the group, by prompt id."""
@@ -49,8 +49,8 @@ class StepIndex(Struct, frozen=True):
     """Offset after the index in bytes, size in bytes, and crc32, by prompt id."""
 
 
-class AnnotationFiles:
-    """Writes annotations; for the trainer. Readers use `read_annotations`.
+class TrainedTokenFiles:
+    """Writes what a step did with each token; for the trainer. Readers use `read_trained_tokens`.
 
     Args:
         folder: of the files; created with the first one.
@@ -88,7 +88,7 @@ class AnnotationFiles:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise RunFailedError(
-                f"the annotations of step {step} could not be written to {self.folder}: {error}. Free space on that "
+                f"the trained tokens of step {step} could not be written to {self.folder}: {error}. Free space on that "
                 "disk, or store less (archive.keep), and run again: the run resumes from its last checkpoint"
             ) from error
         return temporary
@@ -108,7 +108,7 @@ class AnnotationFiles:
             total -= self._sizes.pop(oldest)
 
 
-def read_annotations(folder: Path, record: LedgerRecord) -> list[TrainedCompletion] | None:
+def read_trained_tokens(folder: Path, record: LedgerRecord) -> list[TrainedCompletion] | None:
     """Return what the step of a ledger record did with the completions of its group that are not greedy.
 
     Args:
@@ -116,7 +116,7 @@ def read_annotations(folder: Path, record: LedgerRecord) -> list[TrainedCompleti
         record: of the group.
 
     Returns:
-        None if there are no annotations: they are switched off, were removed to make room, or are damaged.
+        None if there is no such file: none was to be kept, it was removed to make room, or it is damaged.
     """
     try:
         with (folder / FOLDER / f"{record.step:06d}{_SUFFIX}").open("rb") as file:

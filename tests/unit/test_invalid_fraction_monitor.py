@@ -3,7 +3,7 @@
 import pytest
 
 from stream.errors import RunFailedError
-from workers.train.groups.no_loss_monitor import InvalidFractionMonitor
+from workers.train.groups.invalid_fraction_monitor import InvalidFractionMonitor
 
 TIMEOUT, RAISED = "reward:timeout", "reward:raised"
 

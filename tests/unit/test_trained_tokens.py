@@ -1,4 +1,4 @@
-"""Annotations on disk: what is read of them, and what is never believed."""
+"""Trained tokens on disk: what is read of them, and what is never believed."""
 
 import math
 import resource
@@ -9,9 +9,9 @@ import pytest
 
 from stream.errors import RunFailedError
 from stream.records import TrainedCompletion, TrainedRow
-from stream.trainer.annotations import AnnotationFiles, read_annotations
 from stream.trainer.archive import Archive, scan_archive
 from stream.trainer.ledger_records import LedgerRecord, Trained
+from stream.trainer.trained_tokens import TrainedTokenFiles, read_trained_tokens
 from tests.cases.rows import sampled_row
 from workers.runs.tokens import logprob_differences, rejected_tokens, token_columns
 
@@ -35,73 +35,73 @@ def record(prompt="a", step=1, version=7):
 
 
 def write(folder, step, version, *prompts, max_bytes=1_000_000, done=DONE):
-    files = AnnotationFiles(folder / "annotations", max_bytes)
+    files = TrainedTokenFiles(folder / "trained_tokens", max_bytes)
     files.publish(step, files.write_unpublished(step, version, dict.fromkeys(prompts, done)))
 
 
 def test_what_a_step_did_with_each_token_is_read_by_its_ledger_record(tmp_path):
     write(tmp_path, 1, 7, "a", "b")
     write(tmp_path, 2, 8, "c", done=DONE[1:])
-    assert read_annotations(tmp_path, record("a")) == read_annotations(tmp_path, record("b")) == DONE
-    assert read_annotations(tmp_path, record("c", 2, 8)) == DONE[1:]
-    assert read_annotations(tmp_path, record("c", 1, 7)) is None
-    assert read_annotations(tmp_path, record("a", 3, 9)) is None
+    assert read_trained_tokens(tmp_path, record("a")) == read_trained_tokens(tmp_path, record("b")) == DONE
+    assert read_trained_tokens(tmp_path, record("c", 2, 8)) == DONE[1:]
+    assert read_trained_tokens(tmp_path, record("c", 1, 7)) is None
+    assert read_trained_tokens(tmp_path, record("a", 3, 9)) is None
 
 
 def test_a_step_that_was_lost_is_not_believed_and_its_repetition_replaces_it(tmp_path):
     write(tmp_path, 1, 7, "a")
     again = record(version=9)  # the resumed trainer published another version first
-    assert read_annotations(tmp_path, again) is None
+    assert read_trained_tokens(tmp_path, again) is None
     write(tmp_path, 1, 9, "a", done=DONE[1:])
-    assert read_annotations(tmp_path, again) == DONE[1:]
-    assert read_annotations(tmp_path, record()) is None
+    assert read_trained_tokens(tmp_path, again) == DONE[1:]
+    assert read_trained_tokens(tmp_path, record()) is None
 
 
 def test_the_oldest_steps_are_removed_and_the_newest_never(tmp_path):
     for step in range(1, 5):
         write(tmp_path, step, step, "a")
-    size = (tmp_path / "annotations" / "000001.annotations").stat().st_size
-    (tmp_path / "annotations" / ".000005-5.tmp").touch()  # a trainer was killed
+    size = (tmp_path / "trained_tokens" / "000001.trained_tokens").stat().st_size
+    (tmp_path / "trained_tokens" / ".000005-5.tmp").touch()  # a trainer was killed
     write(tmp_path, 5, 5, "a", max_bytes=2 * size)
-    assert sorted(path.name for path in (tmp_path / "annotations").iterdir()) == [
-        "000004.annotations",
-        "000005.annotations",
+    assert sorted(path.name for path in (tmp_path / "trained_tokens").iterdir()) == [
+        "000004.trained_tokens",
+        "000005.trained_tokens",
     ]
     write(tmp_path, 6, 6, "a", max_bytes=1)
-    assert read_annotations(tmp_path, record(step=6, version=6)) == DONE
+    assert read_trained_tokens(tmp_path, record(step=6, version=6)) == DONE
 
 
-def test_a_damaged_file_has_no_annotations(tmp_path):
+def test_a_damaged_file_has_no_trained_tokens(tmp_path):
     write(tmp_path, 1, 7, "a")
-    path = tmp_path / "annotations" / "000001.annotations"
+    path = tmp_path / "trained_tokens" / "000001.trained_tokens"
     content = path.read_bytes()
     for at in range(len(content)):
         for damaged in (content[:at], content[:at] + bytes([content[at] ^ 255]) + content[at + 1 :]):
             path.write_bytes(damaged)
-            assert read_annotations(tmp_path, record()) is None
+            assert read_trained_tokens(tmp_path, record()) is None
 
 
 def test_a_full_disk_is_an_error_that_says_what_to_do(tmp_path):
-    files = AnnotationFiles(tmp_path / "annotations", 1_000_000)
+    files = TrainedTokenFiles(tmp_path / "trained_tokens", 1_000_000)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # file size limit: the disk seems full
     try:
-        with pytest.raises(RunFailedError, match=r"annotations of step 1.*archive\.keep"):
+        with pytest.raises(RunFailedError, match=r"trained tokens of step 1.*archive\.keep"):
             files.write_unpublished(1, 7, {"a": DONE})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list((tmp_path / "annotations").iterdir()) == []
+    assert list((tmp_path / "trained_tokens").iterdir()) == []
 
 
 def test_the_archive_keeps_the_summary_and_passes_the_tokens_on(tmp_path):
-    archive = Archive(tmp_path / "groups", annotations=AnnotationFiles(tmp_path / "annotations", 1_000_000))
+    archive = Archive(tmp_path / "groups", trained_tokens=TrainedTokenFiles(tmp_path / "trained_tokens", 1_000_000))
     archive.write([(record("dropped"), b"payload")])
-    assert not (tmp_path / "annotations").exists()
+    assert not (tmp_path / "trained_tokens").exists()
     archive.write([(record(), b"payload")], {"a": DONE})
     archive.close()
     _, (_, offset) = scan_archive(tmp_path / "groups")
     assert offset.read_completions() == [msgspec.structs.replace(each, rows=()) for each in DONE]
-    assert read_annotations(tmp_path, record()) == DONE
+    assert read_trained_tokens(tmp_path, record()) == DONE
 
 
 def test_columns_have_one_value_for_each_token_after_the_prompt():

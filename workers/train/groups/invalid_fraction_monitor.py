@@ -46,7 +46,7 @@ class InvalidFractionMonitor:
         self,
         environment: str | None,
         completions: int,
-        no_loss: Mapping[str, int],
+        without_loss: Mapping[str, int],
         causes: Mapping[str, ErrorCause] = MappingProxyType({}),
     ) -> None:
         """Count one group.
@@ -54,7 +54,7 @@ class InvalidFractionMonitor:
         Args:
             environment: of the group.
             completions: their number.
-            no_loss: completions that bear no loss, by reason.
+            without_loss: completions that bear no loss, by reason.
             causes: exceptions behind them, by reason.
 
         Raises:
@@ -63,7 +63,7 @@ class InvalidFractionMonitor:
         environment = environment or "no environment"
         self._causes.update({(environment, reason): cause for reason, cause in causes.items()})
         recent = self._recent.setdefault(environment, deque(maxlen=self._window))
-        recent.append((completions, Counter(no_loss)))
+        recent.append((completions, Counter(without_loss)))
         if len(recent) == self._window:
             self._check(environment, recent)
 
