@@ -65,17 +65,12 @@ def compare(config: Any, given: argparse.Namespace) -> dict[str, dict[str, float
         steps: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
         for number in range(given.steps + 1):
             for way, process in processes.items():
-                assert process.stdin is not None and process.stdout is not None
-                process.stdin.write("step\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
+                print("step", file=process.stdin, flush=True)
+                line = next(iter(process.stdout or ()), "")
                 if not line:
                     raise SystemExit(f"the process for {way} ended; its output says why")
                 if number:  # the first step warms up
                     steps[way].append(json.loads(line))
-        for process in processes.values():
-            assert process.stdin is not None
-            process.stdin.close()
     return {
         way: {
             "seconds": round(statistics.median(step["seconds"] for step in found), 3),
