@@ -14,9 +14,9 @@ from stream.codec import decode, encode
 from stream.errors import EngineUnavailableError
 from stream.records import Group, Prompt
 from stream.validity import Measured, RolloutReason
-from tests.chaos.project import END, write_project
 from tests.scripted_engine.answers import Fault
 from tests.scripted_engine.engine import ScriptedEngine
+from tests.soak.project import END, write_project
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.client import EngineClient

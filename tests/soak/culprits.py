@@ -1,7 +1,7 @@
 """Runs with one culprit each: user code that kills or stops its process at some prompts, or a full disk.
 
-    python tests/chaos/culprits.py --runs 60 --seed S
-    python tests/chaos/culprits.py --runs 4 --seed S --only tool --parallel 2
+    python -m tests.soak.culprits --runs 60 --seed S
+    python -m tests.soak.culprits --runs 4 --seed S --only tool --parallel 2
 
 Each run is a whole `penstock run` at default settings, except sizes, with the demo's model and tools. Of each is
 checked that it ends by itself, that its last lines name the culprit, that only the culprit's rows are lost, and that a
@@ -27,15 +27,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
+from tests.cases.disks import BALLAST, fill, small_disk
 from tests.e2e.harness import Project, balanced
 from workers.demo.base_models import write_base_model
 from workers.demo.task import training_rows
@@ -43,7 +41,7 @@ from workers.demo.task import training_rows
 KINDS = ("reward", "environment", "tool", "disk-server", "disk-run", "disk-both")
 ROWS = {"reward": 24, "environment": 24, "tool": 16}
 DISK_ROWS = 96
-DISK_MB = 96
+DISK_SIZE = "96m"
 _LAST_LINES = 14
 _SECOND_START_S = 60.0
 _NAME_WITHIN_S = 60.0
@@ -198,15 +196,16 @@ def judge(case: Case, folder: Path, limit_s: float) -> None:
     project, began = write_project(case, folder), time.monotonic()
     source = "reward function culprit" if case.kind == "reward" else "environment culprit"
     with ExitStack() as disks:
-        fill = mount(case, project.run_folder, disks)
-        needles = [(f"prompts:0:{row}", source) for row in case.rows] or [("disk", str(fill))]
+        disk = mount(case, project.run_folder, disks)
+        needles = [(f"prompts:0:{row}", source) for row in case.rows] or [("disk", str(disk))]
         terminal = start(project, needles, "run", str(project.write()), "--no-check")
         fault_at = None
-        if fill is not None:
+        if disk is not None:
             _wait_for_ledger(project, terminal)
             fault_at = time.time()
-            with ballast(fill):
-                terminal.named.wait(_NAME_WITHIN_S)
+            fill(disk)
+            terminal.named.wait(_NAME_WITHIN_S)
+            (disk / BALLAST).unlink()
         if not terminal.end(limit_s):
             case.problems.append(f"it did not end within {limit_s:g} s")
         case.seconds = time.monotonic() - began
@@ -282,24 +281,8 @@ def mount(case: Case, run_folder: Path, disks: ExitStack) -> Path | None:
     server = run_folder / "redis"
     folders = {"disk-server": [server], "disk-run": [run_folder, server], "disk-both": [run_folder]}[case.kind]
     for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)]
-        subprocess.run(command, check=True, capture_output=True)
-        disks.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=False, capture_output=True)
+        disks.enter_context(small_disk(folder, DISK_SIZE))
     return folders[0]
-
-
-@contextmanager
-def ballast(folder: Path) -> Iterator[None]:
-    """Leave no room on a disk while the context is open."""
-    path = folder / "ballast"
-    with path.open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    try:
-        yield
-    finally:
-        path.unlink()
 
 
 def _wait_for_ledger(project: Project, terminal: Terminal) -> None:

@@ -1,6 +1,6 @@
-"""A second count of a chaos run, which shares no code with Penstock: JSON lines, raw tensors, no server.
+"""A second count of a soak run, which shares no code with Penstock: JSON lines, raw tensors, no server.
 
-python tests/chaos/recount.py FOLDER GROUPS
+python -m tests.soak.recount FOLDER GROUPS
 """
 
 import json

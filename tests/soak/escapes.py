@@ -1,6 +1,6 @@
 """Give answers that were written to escape or to break to everything that judges or runs them.
 
-    python tests/fuzz/escapes.py --answers 1000 --seed S --json
+    python -m tests.soak.escapes --answers 1000 --seed S --json
 
 A finding is: a file outside of the sandboxes that was made, changed or removed; a secret of the worker in what a reward
 or a tool says; an answer that is not measured; an answer without the solution that is paid like one with it. The exit
@@ -23,12 +23,9 @@ from typing import Any
 
 import anyio
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 from envs.sandboxes.process import sandbox_problem
-from tests.fuzz.answers import Answers, Attack
-from tests.fuzz.targets import DATASETS, NAMES, Judged, Target, is_paid, open_targets, unmeasured
+from tests.soak.escape_answers import Answers, Attack
+from tests.soak.escape_targets import DATASETS, NAMES, Judged, Target, is_paid, open_targets, unmeasured
 from workers.role import log_setup as logs
 
 _AT_ONCE = 4
@@ -169,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logs.configure_logging("escapes", level="critical")
     report = attack(options.answers, options.seed, options.targets)
-    print(json.dumps(report) if options.json else json.dumps(report, indent=4), flush=True)
+    print(json.dumps(report, indent=None if options.json else 4), flush=True)
     return 1 if report["counted"] or report["changed_files"] else 0
 
 

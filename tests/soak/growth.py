@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from tests.hygiene.samples import Sample
-
+Sample = dict[str, float]
+"""Quantities by `WHAT.KIND`: `server.memory`, `rollout-0.rss`, ..."""
 WARM_UP, WARM_UP_GROUPS = 0.15, 500
 """Fraction of a run's groups, but at least this many groups, during which imports, pools, caches and the allocator
 settle; a short run has fewer.
@@ -49,7 +49,7 @@ BY_DESIGN = ("folder.ledger", "folder.metrics", "folder.logs", "server.rss")
 """One line per group, one line per step; the server's resident memory follows the rewrites of its file."""
 
 
-class Verdict(Struct, kw_only=True):
+class Growth(Struct, kw_only=True):
     """One quantity over a run."""
 
     first: float
@@ -63,7 +63,7 @@ class Verdict(Struct, kw_only=True):
     well: bool
 
 
-def judge(samples: Sequence[tuple[int, Sample]], groups: int, at_most: dict[str, float]) -> dict[str, Verdict]:
+def judge(samples: Sequence[tuple[int, Sample]], groups: int, at_most: dict[str, float]) -> dict[str, Growth]:
     """Judge every quantity.
 
     Args:
@@ -78,7 +78,7 @@ def judge(samples: Sequence[tuple[int, Sample]], groups: int, at_most: dict[str,
     return {name: _judge(name, [(x, f[name]) for x, f in warm if name in f], limits) for name in names}
 
 
-def _judge(name: str, points: Sequence[tuple[int, float]], limits: dict[str, float]) -> Verdict:
+def _judge(name: str, points: Sequence[tuple[int, float]], limits: dict[str, float]) -> Growth:
     third = max(1, len(points) // 3)
     begun, ended = points[:third], points[-third:]
     first, last = (statistics.fmean(y for _, y in part) for part in (begun, ended))
@@ -96,4 +96,4 @@ def _judge(name: str, points: Sequence[tuple[int, float]], limits: dict[str, flo
         bound = {"train-0.rss": LEDGER, "train-0.objects": HELD}.get(name, BOUNDS[kind])
         allowed = bound.floor + bound.per_group * between
         well = last - first <= allowed
-    return Verdict(first=first, last=last, per_1000=slope * 1000, largest=largest, allowed=allowed, well=well)
+    return Growth(first=first, last=last, per_1000=slope * 1000, largest=largest, allowed=allowed, well=well)

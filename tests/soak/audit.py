@@ -1,4 +1,4 @@
-"""Determine where each prompt of a chaos run ended: by the weights, then by ledger, dead letters and counters."""
+"""Where each prompt of a soak run ended: by the weights, then by ledger, dead letters and counters."""
 
 from collections import Counter
 from pathlib import Path
@@ -9,8 +9,8 @@ from stream.connection.run_connection import RunConnection
 from stream.operator.dead_letters import DeadLetter, list_dead_letters
 from stream.operator.status import RunStatus, read_status
 from stream.trainer.ledger_records import decode_event, encode_outcome, record_or_none
-from tests.chaos.ends import intended
-from tests.chaos.witness import row_of, testimony
+from tests.soak.ends import intended
+from tests.soak.witness import row_of, testimony
 from workers.runs.find import open_run
 from workers.train.checkpointing.checkpoint import CheckpointStore
 

@@ -16,7 +16,7 @@ from envs.rewards import RewardBatch, RewardFunction
 from envs.rewards.loading import CallOptions
 from stream.errors import EnvironmentFailure
 from stream.validity import Measured, Reward, RewardReason, Unmeasured
-from tests.fuzz.answers import Attack
+from tests.soak.escape_answers import Attack
 from workers.engine_api.http_server import listen
 
 DATASETS = (

@@ -1,7 +1,15 @@
-"""Varied valid records: several completions, rows, turns, failures, snapshots, and values at every limit."""
+"""Varied valid records: several completions, rows, turns, failures, snapshots, and values at every limit.
+
+The snapshots are of a diary: an environment with attributes of every kind that a snapshot holds.
+"""
 
 import datetime as dt
 from array import array
+from collections import Counter, deque
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from random import Random
 from typing import Any
 
@@ -10,9 +18,8 @@ import msgspec
 from envs.snapshot import freeze
 from stream.records import Completion, Failure, Group, Message, Prompt, RewardPart, Row, Span
 from stream.validity import Measured, Reward, RewardReason, RolloutReason, TruncationReason, Unmeasured
-from tests.fuzz.diary import Diary, Entry, Mood
+from tests.soak.ends import VOCABULARY
 
-VOCABULARY = 64
 _TEXTS = (
     "",
     "Say 7.",
@@ -26,6 +33,56 @@ _TEXTS = (
 )
 _SOME_DAY = dt.datetime(2026, 11, 21, tzinfo=dt.UTC)
 _NUMBERS = (0, 1, -1, 2**31, 2**63, 2**64 - 1, -(2**63), 0.0, -0.0, 1e308, float("inf"), float("nan"))
+
+
+class Mood(Enum):
+    """Mood of a day."""
+
+    GOOD = "good"
+    BAD = "bad"
+
+
+@dataclass
+class Entry:
+    """One line of the diary."""
+
+    text: str
+    mood: Mood
+
+
+class Diary:
+    """Records its entries in attributes of many types."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.begun = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
+        self.pages = {1: "one", (2, 3): {"a", "b"}}
+        self.last = deque([1, 2.5, "three"], maxlen=5)
+        self.words = Counter("abracadabra")
+        self.price = Decimal("1.10")
+        self.share = Fraction(1, 3)
+        self.huge = 2**200
+        self.raw = b"\x00\xff"
+        self.handle = lambda: None
+
+    def reset(self, **_row):
+        """Begin a new diary."""
+        self.entries = [Entry("first", Mood.GOOD)]
+        return "Dear diary,"
+
+    def write(self, text: str) -> str:
+        """Add an entry.
+
+        Args:
+            text: what happened.
+        """
+        self.entries.append(Entry(text, Mood.BAD))
+        return "Noted."
+
+
+def pages(environments, completions):
+    """Read everything that is left of the diaries."""
+    return [float(len(repr(vars(diary))) % 7) for diary in environments]
 
 
 class Samples:

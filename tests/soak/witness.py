@@ -2,9 +2,11 @@
 
 It has one parameter per prompt, the loss is minus the sum of a batch's parameters, plain SGD has learning rate 1.
 A prompt's parameter therefore counts the batches that contained the prompt. No bookkeeping is involved, and checkpoints
-hold it as they hold any weights.
+hold it as they hold any weights. `role.py` makes it the learner of a trainer; subclasses add what single tests need.
 """
 
+import json
+import resource
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,22 +15,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stream.durable import create_folder_atomically
-from tests.chaos.ends import VOCABULARY
 from workers.datasets.sources import open_source
 from workers.settings import Settings
 from workers.train.step.batch import Batch
 from workers.train.step.step_metrics import StepReport
 
 FILE = "model.safetensors"
+FULL_AFTER = "full_after"
+"""File in the run's folder: the last step whose checkpoint still finds space, of a heavy witness."""
+STOP_AT, FIFO = "stop_at", "fifo"
+"""Files beside the run's folder: where a stopping witness blocks, and the pipe whose other end lets it go on."""
+_BALLAST = 1 << 18
 
 
 class Witness:
     """Implements the trainer's `Learner` interface, with one parameter for each row of the prompt file."""
 
-    vocab_size = VOCABULARY
-
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(1)
+        self.vocab_size = json.loads((Path(settings.model.path) / "config.json").read_text())["vocab_size"]
         self._max_staleness = settings.pacing.max_staleness
         self.steps = 0
         self.skipped_steps = 0
@@ -80,6 +85,47 @@ class Witness:
         with torch.no_grad():
             self.counts.copy_(testimony(folder))
         self.steps, self.skipped_steps = steps, skipped_steps
+
+
+class HeavyWitness(Witness):
+    """A witness with an optimizer state, the only thing that does not fit on a disk that fills up."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._full_after = settings.folder / FULL_AFTER
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state that needs disk space."""
+        if self._full_after.exists() and self.steps > int(self._full_after.read_text()):
+            _soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (_BALLAST, hard))
+        return {"ballast": torch.zeros(_BALLAST)}
+
+
+class StoppingWitness(Witness):
+    """A witness that blocks once: at `step:N`, where step N is trained and nothing of it recorded, or at `weights:N` or
+    `model:N`, where the weights of a version or of a checkpoint are written but not yet renamed to their final name.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._point = (settings.folder.parent / STOP_AT).read_text()
+        self._fifo = settings.folder.parent / FIFO
+
+    def step(self, batch: Batch, version: int, **dropped: object) -> StepReport:
+        """Train on one batch."""
+        report = super().step(batch, version, **dropped)
+        self._stop("step", self.steps)
+        return report
+
+    def write_copy(self, folder: Path, counts: Tensor, steps: int) -> None:
+        """Write the weights of a step into an existing folder."""
+        super().write_copy(folder, counts, steps)
+        self._stop("model" if folder.name == "model" else "weights", steps)
+
+    def _stop(self, what: str, step: int) -> None:
+        if f"{what}:{step}" == self._point:
+            self._fifo.read_bytes()
 
 
 def testimony(folder: Path) -> Tensor:

@@ -1,6 +1,6 @@
 """Damage files of a stopped run's folder at random, resume the run, and check that nothing was lost.
 
-    python tests/chaos/faults.py --faults 500 --seed S
+    python -m tests.soak.damaged_folder --faults 500 --seed S
 
 A fault flips a byte, truncates or removes a file, fills its end with zeros, or puts an older version in its place. Then
 the run either ends as it would have without the fault, or is refused with a message that names the place, and its
@@ -25,20 +25,15 @@ from pathlib import Path
 import anyio
 import msgspec
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-
-from stream.connection.run_connection import connect
 from stream.errors import PenstockError
 from stream.operator.control import stop
-from stream.operator.status import read_status
-from tests.chaos import project
-from tests.chaos.audit import acquitted, audit
-from tests.chaos.ends import intended
-from tests.chaos.recount import recount
 from tests.preload.fixtures import is_used, start_fork_server
+from tests.soak.audit import acquitted, audit
+from tests.soak.ends import intended
+from tests.soak.project import commands, write_project
+from tests.soak.recount import recount
+from tests.soak.run import connected, wait_ended
 from workers.launch.start import raise_for_failure, supervise
-from workers.runs.live_run import read_live
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
 
@@ -91,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_used():  # trainer and engine import torch, which takes longer than the rest of a short run
         sys.executable = start_fork_server()
     home = Path(tempfile.mkdtemp(prefix="penstock-faults-")).resolve()
-    settings = project.write_project(home, options.groups, options.seed)
+    settings = write_project(home, options.groups, options.seed)
     folder, older, newer = settings.folder, home / "older", home / "newer"
     for stage, fraction in ((older, 0.3), (newer, 0.6)):
         resume(settings, int(fraction * options.groups))
@@ -161,7 +156,7 @@ def resume(settings: Settings, stop_at: int | None = None) -> PenstockError | No
         threading.Thread(target=anyio.run, args=(_stop_at, settings.folder, stop_at), daemon=True).start()
     stored = settings.folder / "run.toml"
     current = load_settings(stored) if stored.exists() else settings
-    with project.commands(current):
+    with commands(current):
         result = supervise(current, quiet=True)
     try:
         if stop_at is None:
@@ -173,19 +168,10 @@ def resume(settings: Settings, stop_at: int | None = None) -> PenstockError | No
     return result.outcome.failure
 
 
-async def _stop_at(folder: Path, ended: int) -> None:
-    while (live := read_live(folder)) is None or not live.engines:
-        await anyio.sleep(0.02)
-    async with connect(live.redis, live.run, create=False) as connection:
-        while True:
-            try:
-                counts = (await read_status(connection)).prompt_counts
-            except PenstockError:  # no role has started
-                counts = {}
-            if sum(n for name, n in counts.items() if name in {"trained", "dropped", "dead"}) >= ended:
-                break
-            await connection.wait_for_change("$", 0.2)
-        await stop(connection, "faults")
+async def _stop_at(folder: Path, prompts: int) -> None:
+    async with connected(folder) as connection:
+        await wait_ended(connection, prompts)
+        await stop(connection, "damage")
 
 
 def _records(folder: Path) -> dict[str, str]:
