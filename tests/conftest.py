@@ -104,6 +104,12 @@ def plain_logging() -> Iterator[None]:
     structlog.contextvars.clear_contextvars()
 
 
+@pytest.fixture
+def silent_logs() -> None:
+    """Logs go to stderr, as a command sends them there, so that stdout has only its output."""
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+
+
 @pytest.fixture(scope="session", autouse=True)
 def blockbuster() -> Iterator[BlockBuster]:
     """Fail a test that makes a blocking call on the event loop anywhere below the project's packages."""

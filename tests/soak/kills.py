@@ -139,7 +139,7 @@ class RoleKiller:
     looks: int = 0
     """How often the run's account was read."""
     unbalanced: list[dict[str, int]] = field(default_factory=list)
-    """Accounts that were read and did not counts."""
+    """Accounts that were read and did not balance."""
 
     @property
     def kept(self) -> bool:
@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = "the run came to its end before everybody was killed who was to be; feed more with --groups"
     has_lost = not acquitted(verdict, options.groups) or second["lost"] or second["twice"]
     if not problem and (has_lost or role_killer.unbalanced):
-        problem = "a prompt does not have its intended end once, or an account did not counts"
+        problem = "a prompt does not have its intended end once, or an account did not balance"
     return conclude(options, folder, report, problem)
 
 

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,17 +22,6 @@ def text_of(folder, ids):
 
 def ids_of(folder, text):
     return Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-
-
-def test_importing_and_loading_a_chat_loads_no_torch(folder):
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from workers.rollout.chat.history_check import check_history\n"
-        "from workers.rollout.chat.chat_tokenizer import ChatTokenizer; assert 'torch' not in sys.modules\n"
-        f"check_history(ChatTokenizer.load(Path({str(folder)!r}), {{}}, None).renderer); assert 'torch' not in "
-        "sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_prompt_ends_where_the_assistant_begins(folder):
