@@ -6,32 +6,6 @@ estimated.
 
 in other projects                                 test, by a part of its name        in more detail
 ================================================  ==================================  ==================================
-a verifier's exception or timeout is reward 0.0   a_verifiers_exception_or_timeout   unit/test_rewards
-the verifier raises in 1 of 4: [1, 0, 1, 1]       raises_in_1_of_4                   unit/test_reward_calling
-a scoring timeout gives ok, reward 0              scoring_timeout                    unit/test_processes
-a 500 of the model server is scored               failed_rollouts_are_not_scored     integration/test_engine_faults
-a context overflow on the first call is scored    failed_rollouts_are_not_scored     unit/test_episode
-one NaN reward makes its whole group NaN          one_nan_reward                     property/estimators, P1
-inf; inf clipped to 20                            infinite_reward                    unit/test_shaping
-masked completions count in the baseline          masked_completions                 property/masks, P15
-an invalid 0 rescaled to -1                       after_rescaling                    unit/test_shaping
-the std of four 0.9s is not 0                     four_equal_rewards                 unit/test_filters
-leave-one-out with std cancels to -2075           leave_one_out_with_std             property/twins_advantages
-a rejected row's NaN advantage in every gradient  rejected_rows_nan                  property/twins_losses
-rejected tokens stay in the denominator           in_the_denominator                 property/the_path, P14
-weights normalized before rejection               normalized_after_rejection         property/twins_correction
-"no EOS" guessed from the padded width            longest_row                        unit/test_episode, P11
-one group of one gets its raw reward              single_completion                  property/estimators, P5
-a ratio cap that the code lacks: 4.8e8            ratio_cap                          property/twins_correction
-1172 of 1280 failed in reset, trained as 0        failed_resets                      unit/test_invalid_fraction_monitor
-`[nan,0,1,1]` earns 1000, a reversed box 1        an_invalid_box                     unit/test_vlm
-results of the wrong shape                        wrong_shape                        unit/test_rewards
-functions with and without validity, mixed        with_and_without_validity
-one invalid step reward in a sum                  one_unmeasured_turn                unit/test_episode
-math-verify's traps; its name left out                                               unit/test_math_verifier
-================================================  ==================================  ==================================
-=======
-================================================  ==================================  ==================================
 in other projects                                 test here, by a part of its name    in detail
 ================================================  ==================================  ==================================
 a verifier's exception or timeout is reward 0.0   a_verifiers_exception_or_timeout    unit/test_rewards
