@@ -4,7 +4,6 @@ Every row names its test here by a part of the name, or the file that tests it i
 whole path: reward functions called by the scoring stage, parts merged, groups collated, masks derived, advantages
 estimated.
 
-in other projects                                 test, by a part of its name        in more detail
 ================================================  ==================================  ==================================
 in other projects                                 test here, by a part of its name    in detail
 ================================================  ==================================  ==================================
