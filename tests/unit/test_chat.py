@@ -177,6 +177,15 @@ def test_cached_prompts_are_neither_confused_nor_shared(folder):
     assert chat.prompt_ids([USER]) == first[:-1]
 
 
+async def test_completions_of_a_group_do_not_share_the_context_that_grows_from_their_prompt(folder):
+    import anyio
+
+    chat = await anyio.to_thread.run_sync(ChatTokenizer.load, folder, {}, None)
+    contexts = [await chat.encode_prompt([USER]) for _ in range(2)]
+    contexts[0].extend([0])
+    assert contexts[1].tolist() == chat.prompt_ids([USER])
+
+
 class WatchedTemplate(ChatTemplate):
     """Records the rendering thread."""
 
