@@ -81,8 +81,8 @@ def run(tmp_path):
 
 def scanned_segments(monkeypatch) -> list[str]:
     """Return a list that gets the name of each segment that is scanned whole."""
-    scanned, scan = [], ArchivedGroups._scan
-    monkeypatch.setattr(ArchivedGroups, "_scan", lambda self, path: (scanned.append(path.name), scan(self, path)))
+    scanned, scan = [], ArchivedGroups._index
+    monkeypatch.setattr(ArchivedGroups, "_index", lambda self, path: (scanned.append(path.name), scan(self, path)))
     return scanned
 
 
