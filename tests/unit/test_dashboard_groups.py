@@ -214,7 +214,7 @@ def letters(token_ids: bytes, start: int, end: int) -> str:
 ANNOTATED = TrainedRow(
     loss_mask=b"\1\1\0\0",
     advantages=array("f", [1.0, -0.2, 0.0, 0.0]).tobytes(),
-    logprob_differences=array("f", [0.06, -1.5, 0.0, math.nan]).tobytes(),
+    logprob_differences=array("f", [0.06, -1.0, 0.0, math.nan]).tobytes(),
     rejected_by=b"\0\0\1\0",
     rules=("token_k1",),
 )
@@ -251,7 +251,7 @@ def test_a_tokens_tooltip_has_everything_that_is_recorded_of_it():
     assert titles[0] == [
         *("'a'", "token 0, id 5", "engine's log-prob -0.010", "trainer's +0.060", "advantage +1", "version 7")
     ]
-    assert titles[1][3:5] == ["trainer's -1.500", "advantage -0.2"]
+    assert titles[1][3:5] == ["trainer's -1.000", "advantage -0.2"]
     assert titles[2] == ["'c'", "token 2, id 7", "not sampled"]
     assert titles[3][3:] == ["trainer's +0.000", "no loss: rejected by token_k1", "version 8"]
     assert titles[4][2:] == ["engine's log-prob -2.000", "no loss", "version 8"]

@@ -152,20 +152,21 @@ def test_the_process_of_a_call_ends(program):
 
 
 async def test_calls_in_order_wake_one_thread_and_each_has_its_own_deadline():
-    seen = []
+    seen, limiter = [], anyio.CapacityLimiter(1)
 
     def note(number: int, seconds: float) -> int:
         time.sleep(seconds)
-        seen.append((number, threading.get_ident()))
+        seen.append((number, threading.get_ident(), limiter.statistics().borrowers))
         return number
 
-    runner = CallRunner(anyio.CapacityLimiter(1))
+    runner = CallRunner(limiter)
     calls = [(note, {"number": number, "seconds": 0.2}) for number in range(4)]
     outcomes = await runner.call_in_order(calls, 0.6)
     assert [outcome for outcome, _ in outcomes] == [Ok(number) for number in range(4)]
     assert all(seconds >= 0.2 for _, seconds in outcomes)
-    assert [number for number, _ in seen] == [0, 1, 2, 3]
-    assert len({thread for _, thread in seen}) == 1
+    assert [number for number, *_ in seen] == [0, 1, 2, 3]
+    assert len({thread for _, thread, _ in seen}) == 1
+    assert len({borrowers for *_, borrowers in seen}) == 1  # one wait for a thread, for all of them
 
 
 async def test_calls_after_a_late_one_or_an_awaitable_are_made_nevertheless():
