@@ -17,7 +17,7 @@ from stream.validity import DropReason, RewardReason, TruncationReason, Unmeasur
 from tests.cases import groups
 from tests.cases.models import loaded_once, write_small_qwen3
 from workers.local_engine.weights import load_weights
-from workers.runs.tokens import trained_row, token_columns
+from workers.runs.tokens import token_columns, trained_row
 from workers.settings.toml_file import parse_settings
 from workers.train.model.logprobs import token_logprobs
 from workers.train.step.batch import collate
