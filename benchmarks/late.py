@@ -3,13 +3,12 @@
     python -m benchmarks.late [--groups 480] [--seed 1] [--json]
 
 Real processes; the engine is scripted (`late_engine.py`: lognormal lengths, sigma 1, 2 ms per token), the learner is
-the one of the chaos tests. `cancel` runs twice: once another attempt at a prompt has the same lengths (hard prompts
+the one of the soak tests. `cancel` runs twice: once another attempt at a prompt has the same lengths (hard prompts
 stay hard), once lengths are drawn again, which favours short completions.
 """
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -23,18 +22,13 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from benchmarks.late_engine import length
-from stream.connection.run_connection import connect
-from stream.errors import PenstockError
-from stream.operator.status import RunStatus, read_status
-from tests.chaos import project
-from tests.chaos.ends import GROUP_SIZE, TRAINED, intended
-from workers.launch.specs import ENGINE
-from workers.launch.supervisor import RunOutcome, Supervisor
-from workers.role import log_setup as logs
-from workers.runs.folder import lock_folder, write_settings
-from workers.runs.live_run import read_live
+from stream.connection.run_connection import RunConnection
+from stream.operator.status import RunStatus
+from tests.soak.ends import GROUP_SIZE, TRAINED, numbers_with
+from tests.soak.project import write_project
+from tests.soak.run import status_of, supervise
+from workers.launch.supervisor import RunOutcome
 from workers.settings import Settings
-from workers.terminal.progress import SilentDisplay
 
 Late = Literal["train", "wait", "cancel"]
 
@@ -52,28 +46,23 @@ def describe(
     batch_size: int = 8,
     save_every: int = 50,
 ) -> Settings:
-    """Settings of a run whose prompts are these numbers; `tests.chaos.ends` defines each number's outcome."""
-    base = project.write_project(folder, 0, 1)
-    with (folder / "prompts.jsonl").open("w") as file:
-        for number in numbers:
-            file.write(json.dumps({"prompt": [{"role": "user", "content": str(number)}], "number": number}) + "\n")
-    settings = replace(
-        base,
-        pacing=replace(base.pacing, stale_policy=late, max_staleness=max_staleness),
-        train=replace(base.train, batch_size=batch_size, save_every=save_every),
-        queue=replace(base.queue, lease_s=15.0),
-        abort=replace(base.abort, max_invalid_fraction=1.0),
+    """Settings of a run whose prompts are these numbers; `tests.soak.ends` defines each number's outcome."""
+    settings = write_project(
+        folder,
+        numbers,
+        pacing={"stale_policy": late, "max_staleness": max_staleness},
+        train={"batch_size": batch_size, "save_every": save_every},
+        rollout={"max_tokens": 1 << 16, "max_tokens_per_turn": 1 << 16},
+        queue={"lease_s": 15.0},
+        abort={"max_invalid_fraction": 1.0},
     )
     in_flight = -(-settings.capacity // WORKERS)
-    return replace(
-        settings,
-        rollout=replace(base.rollout, groups_in_flight=in_flight, max_tokens=1 << 16, max_tokens_per_turn=1 << 16),
-    )
+    return replace(settings, rollout=replace(settings.rollout, groups_in_flight=in_flight))
 
 
 def trained_numbers(count: int) -> list[int]:
     """Return numbers whose prompts are trained."""
-    return [number for number in range(3 * count) if intended(number) == TRAINED][:count]
+    return numbers_with(count, TRAINED)
 
 
 LATE_ENGINE = str(Path(__file__).with_name("late_engine.py"))
@@ -96,43 +85,22 @@ def run(settings: Settings, *engine: str, limit_s: float = 600.0) -> Observed:
 
     Args:
         settings: settings of the run.
-        engine: Python's arguments that start its engine; none: the scripted one of the chaos runs.
+        engine: Python's arguments that start its engine; none: the scripted one of the soak runs.
         limit_s: seconds until the run counts as hanging.
     """
-    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     watched = Observed()
-    (settings.folder / "logs").mkdir(parents=True)
 
-    async def main() -> None:
-        with anyio.move_on_after(limit_s):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_watch, settings, watched)
-                with project.commands(settings, **({ENGINE: engine} if engine else {})):
-                    watched.outcome = await Supervisor(settings, file, SilentDisplay()).run()
-                tasks.cancel_scope.cancel()
-
-    with lock_folder(settings.folder), logs.log_to_file("late", settings.folder / "logs" / "supervisor.log"):
-        file = write_settings(settings)
-        began = time.monotonic()
-        anyio.run(main)
-        watched.seconds = time.monotonic() - began
-    return watched
-
-
-async def _watch(settings: Settings, watched: Observed) -> None:
-    while True:
-        live = await anyio.to_thread.run_sync(read_live, settings.folder)
-        if live is not None and live.engines:
-            break
-        await anyio.sleep(POLL_S)
-    async with connect(live.redis, live.run, create=False) as connection:
+    async def watch(connection: RunConnection) -> None:
         while True:
-            try:
-                status = watched.last = await read_status(connection)
+            if (status := await status_of(connection)) is not None:
+                watched.last = status
                 watched.looks.append((sum(status.dropped.values()), status.outstanding))
-            except PenstockError:  # nobody has begun
-                pass
             await anyio.sleep(POLL_S)
+
+    began = time.monotonic()
+    watched.outcome = supervise(settings, watch, limit_s=limit_s, **({"engine": engine} if engine else {}))
+    watched.seconds = time.monotonic() - began
+    return watched
 
 
 def steps(settings: Settings) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ import anyio
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from tests.chaos.project import END
 from tests.scripted_engine.engine import ScriptedEngine
+from tests.soak.project import END
 from workers.engine_api.wire import GenerateRequest
 
 SIGMA = 1.0

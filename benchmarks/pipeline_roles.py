@@ -74,7 +74,7 @@ def make_learner(settings: Any, *, seconds: float, has_model: bool) -> Any:
 
         learner: Any = Learner(settings)
     else:
-        from tests.chaos.witness import Witness
+        from tests.soak.witness import Witness
 
         learner = Witness(settings)
     learner.step = paced(learner.step, seconds)

@@ -26,6 +26,7 @@ from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
+from tests.cases.disks import skip_without_disk
 from tests.cases.rows import sampled_row
 from tests.preload.fixtures import (  # noqa: F401  (a fixture and hooks)
     preloaded,
@@ -101,6 +102,12 @@ def plain_logging() -> Iterator[None]:
     yield
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
+
+
+@pytest.fixture
+def silent_logs() -> None:
+    """Logs go to stderr, as a command sends them there, so that stdout has only its output."""
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -267,13 +274,4 @@ def pipe_on() -> type[Pipe]:
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    try:
-        subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=True, capture_output=True
-        )
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        pytest.skip("this user may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    yield from skip_without_disk(tmp_path / "disk", "64k")

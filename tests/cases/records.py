@@ -1,4 +1,4 @@
-"""Who owns the records of groups on a server."""
+"""What stands on a server: all of a run's keys, and who owns the records of groups."""
 
 from stream.connection.keys import EVALUATION_STAGES, PROMPT_STAGES, STAGES
 from stream.connection.run_connection import RunConnection
@@ -19,3 +19,9 @@ async def assert_records_are_owned(connection: RunConnection) -> int:
     assert records <= owned, records - owned
     assert not {key for key in found if b":incoming:" in key}
     return len(records)
+
+
+async def dumped(connection: RunConnection) -> dict[bytes, bytes | None]:
+    """Return each key of this run with its serialized value."""
+    keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
+    return {key: await connection.redis.dump(key) for key in keys}

@@ -16,6 +16,7 @@ from aiohttp import web
 from examples.reward_model.make_models import make_reward_model
 from stream.operator.status import read_status
 from tests.cases.models import write_small_qwen3
+from tests.cases.run_folders import write_run
 from tests.unit.test_episode import Scripted
 from tests.unit.test_recorder import recorder_of
 from workers.dashboard.access import Access
@@ -178,10 +179,7 @@ async def _weights(folder: Path) -> AsyncIterator[Served]:
 @asynccontextmanager
 async def _dashboard(access: Access, folder: Path, pipe: Any, redis_url: str) -> AsyncIterator[Served]:
     """Serve the dashboard of a run that has a dead letter."""
-    (folder / "run.toml").write_text(
-        f'[run]\nname = "{pipe.connection.run}"\nfolder = "{folder}"\nredis = "{redis_url}"\n'
-        '[model]\npath = "none"\n[data]\npath = "none"\n[[rewards]]\nref = "a:b"\n'
-    )
+    write_run(folder, pipe.connection.run, redis=redis_url)
     await pipe.feed("dies")
     (lease,) = (await pipe.stage("prompts", "rollout-1", data_attempts=1).claim(1)).leases
     await pipe.stage("prompts", "rollout-1", data_attempts=1).release(lease, "data", "no image")

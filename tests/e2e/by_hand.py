@@ -1,11 +1,13 @@
 """Start roles one by one, without a supervisor, so that a test decides which of them run, and when they are stopped."""
 
+import json
 import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 from anyio.abc import Process
@@ -72,6 +74,17 @@ class Role:
                 if any(word in text for word in words):
                     return
                 assert self.process.returncode is None, text
+                await anyio.sleep(0.05)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return what the process has logged."""
+        return [json.loads(line) for line in self.said().splitlines()]
+
+    async def logs(self, event: str, within_s: float = 60, **details: object) -> None:
+        """Wait until the process has logged `event` with these details; fail if it exits before."""
+        with anyio.fail_after(within_s):
+            while not any({"event": event, **details}.items() <= line.items() for line in self.events()):
+                assert self.process.returncode is None, self.said()
                 await anyio.sleep(0.05)
 
 

@@ -1,7 +1,7 @@
 """A role of the next version of Penstock: its records have one more field, and SCHEMA is higher by `--schema-step`.
 
 next_version.py STEP rollout FILE --redis URL --engine URL
-next_version.py STEP trainer FILE --redis URL --engine URL      with the witness of tests/evaluation
+next_version.py STEP trainer FILE --redis URL --engine URL      with the witness of tests/soak
 """
 
 import sys
@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.__main__ import main
 from stream import codec
-from tests.evaluation import trainer
+from tests.soak import role
 
 
 class Encoder:
@@ -39,6 +39,5 @@ def become_next_version(schema_step: int) -> None:
 if __name__ == "__main__":
     become_next_version(int(sys.argv.pop(1)))
     if sys.argv[1] == "trainer":
-        sys.argv.pop(1)
-        sys.exit(trainer.main())
+        sys.exit(role.main(["train", *sys.argv[2:]]))
     sys.exit(main())

@@ -1,11 +1,42 @@
-"""Random SIGKILLs lose nothing and train nothing twice; the witness's weights are the evidence (`tests/chaos`)."""
+"""Random SIGKILLs lose nothing and train nothing twice; the weights are the evidence (`tests/soak/kills.py`)."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tests.chaos.schedule import SERVER, SLOTS, schedule
-from tests.chaos.survival import survives
+from tests.soak.ends import intended
+from tests.soak.kills import SLOTS, schedule
+from tests.soak.run import SERVER
 
 pytestmark = pytest.mark.usefixtures("preloaded")
+
+ROOT = Path(__file__).parents[2]
+
+
+def survives(
+    *, kills: int, groups: int, seed: int, limit_s: float, server_kills: int = 0, fsync: str = "everysec"
+) -> None:
+    """Assert that a run with these kills ends as it would without them."""
+    command = [sys.executable, "-m", "tests.soak.kills", "--kills", str(kills), "--groups", str(groups)]
+    command += ["--server-kills", str(server_kills), "--fsync", fsync, "--seed", str(seed), "--limit", str(limit_s)]
+    result = subprocess.run(
+        [*command, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=limit_s + 30, check=False
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-3000:]}"
+    report = json.loads(result.stdout)
+    meant = Counter(intended(row) for row in range(groups))
+    dropped = {end.partition(":")[2]: n for end, n in meant.items() if end.startswith("dropped:")}
+    assert report["fed"] == groups
+    assert report["trained"] == meant["trained"]
+    assert report["dropped"] == dropped
+    assert report["dead"] == meant["dead:prompts"] + meant["dead:scored"]
+    assert report["lost"] == report["twice"] == report["contradicted"] == 0
+    assert sum(report["kills"].values()) == kills + server_kills
+    assert report["kills"].get("server", 0) == server_kills
 
 
 @pytest.mark.timeout(150)
@@ -18,6 +49,20 @@ def test_fifteen_kills_of_roles_and_three_of_the_server_lose_nothing_and_train_n
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_hundred_kills_lose_nothing_and_train_nothing_twice(seed):
     survives(kills=100, groups=2000, seed=seed, limit_s=900)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("fsync", ["always", "everysec"])
+def test_three_kills_of_the_server_lose_nothing_and_train_nothing_twice(fsync):
+    survives(kills=4, server_kills=3, fsync=fsync, groups=250, seed=4, limit_s=110)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("fsync", ["always", "everysec"])
+def test_ten_kills_of_the_server_and_a_hundred_of_roles_lose_nothing(fsync):
+    survives(kills=100, server_kills=10, fsync=fsync, groups=2000, seed=1, limit_s=900)
 
 
 @pytest.mark.parametrize("seed", range(20))

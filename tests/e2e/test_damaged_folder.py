@@ -1,4 +1,4 @@
-"""One damaged file in a stopped run's folder loses nothing, whichever it is (`tests/chaos/faults.py`)."""
+"""One damaged file in a stopped run's folder loses nothing, whichever it is (`tests/soak/damaged_folder.py`)."""
 
 import subprocess
 import sys
@@ -7,13 +7,22 @@ from pathlib import Path
 
 import pytest
 
-_TOOL = Path(__file__).parents[1] / "chaos" / "faults.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("which", [("--every-file",), ("--faults", "500")], ids=["one in every file", "500 at random"])
 def test_a_run_with_a_damaged_file_is_resumed_or_refused_by_name(which):
-    command = [sys.executable, str(_TOOL), *which, "--groups", "60", "--seed", str(int(time.time()))]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=7000, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.soak.damaged_folder",
+        *which,
+        "--groups",
+        "60",
+        "--seed",
+        str(int(time.time())),
+    ]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=7000, check=False)
     assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"

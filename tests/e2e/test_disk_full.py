@@ -3,9 +3,9 @@
 import pytest
 
 from stream.trainer.ledger_records import read_contents, read_ledger
-from tests.chaos.audit import acquitted
-from tests.faults import heavy_trainer
-from tests.faults.journey import again, begin, travel
+from tests.soak.audit import acquitted
+from tests.soak.faulty_connections import again, begin, travel
+from tests.soak.witness import FULL_AFTER, HeavyWitness
 from workers.runs.find import open_run
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
@@ -13,16 +13,14 @@ pytestmark = pytest.mark.usefixtures("preloaded")
 
 
 GROUPS = 60
-
-
-HEAVY = (str(heavy_trainer.__file__),)
+HEAVY = HeavyWitness.__name__
 
 
 @pytest.mark.timeout(150)
 def test_a_full_disk_at_a_checkpoint_stops_the_run_and_acknowledges_nothing(tmp_path):
     settings = begin(tmp_path, GROUPS)
-    (settings.folder / heavy_trainer.FULL_AFTER).write_text("3")
-    journey = travel(settings, train=HEAVY, limit_s=100)
+    (settings.folder / FULL_AFTER).write_text("3")
+    journey = travel(settings, learner=HEAVY, limit_s=100)
     assert "checkpoint step-000006 could not be written" in str(journey.outcome.failure), journey.logs
     assert "step-000003 stands. Make room on that disk and run again" in str(journey.outcome.failure)
     checkpoint = CheckpointStore(settings.folder / "checkpoints").latest()
@@ -37,8 +35,8 @@ def test_a_full_disk_at_a_checkpoint_stops_the_run_and_acknowledges_nothing(tmp_
     marked = open_run(settings.folder).call(lambda connection: connection.read_hash("scored:marked"))
     assert behind <= set(marked.values())
 
-    (settings.folder / heavy_trainer.FULL_AFTER).unlink()
-    journey = travel(again(tmp_path), train=HEAVY, limit_s=100)
+    (settings.folder / FULL_AFTER).unlink()
+    journey = travel(again(tmp_path), learner=HEAVY, limit_s=100)
     assert journey.outcome.failure is None, journey.logs
     verdict = journey.verdict
     assert acquitted(verdict, GROUPS), f"{verdict}\n{journey.logs}"

@@ -16,11 +16,11 @@ import pytest
 
 from stream.operator.dead_letters import list_dead_letters
 from tests.cases.evaluations import read_evaluations
-from tests.chaos.kills import processes
 from tests.e2e.harness import summary_of
-from tests.evaluation.engine import scripted
-from tests.evaluation.project import describe, ended, ledger, run
 from tests.scripted_engine.engine import ScriptedEngine
+from tests.soak.evaluation import describe, ended, ledger, run, scripted
+from tests.soak.project import ENGINE_PROGRAM, ROLE_PROGRAM
+from tests.soak.run import processes
 from workers.evaluate.evaluate import evaluate
 from workers.runs.find import open_run
 
@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("preloaded")]
 
 GROUPS, HELD_OUT = 24, 10
 ROOT = Path(__file__).parents[2]
-ENGINE = ROOT / "tests" / "evaluation" / "engine.py"
 
 
 def scores(settings):
@@ -147,7 +146,7 @@ def test_publication_waits_until_the_evaluation_is_sampled(tmp_path):
 @contextmanager
 def engines(settings, count, *options):
     """Start engines outside the run; yields their URLs."""
-    command = [sys.executable, str(ENGINE), "--port", "0", "--model", settings.model.path, *options]
+    command = [sys.executable, ENGINE_PROGRAM, "--port", "0", "--evaluated", settings.model.path, *options]
     with ExitStack() as stack:
         urls = []
         for _ in range(count):
@@ -173,10 +172,9 @@ def test_with_several_engines_an_evaluation_has_one_version(tmp_path):
 
 
 @pytest.mark.full
-def test_a_stalled_evaluation_delays_publication_for_a_bounded_time_and_its_rest_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAINER_WAIT_S", "0.3")
+def test_a_stalled_evaluation_delays_publication_for_a_bounded_time_and_its_rest_is_missing(tmp_path):
     settings = describe(tmp_path / "a", groups=24, held_out=4, eval={"every": 2, "group_size": 2})
-    ended(settings, run(settings, "--delay", "1.5"))
+    ended(settings, run(settings, "--delay", "1.5", train=(ROLE_PROGRAM, "train", "--trainer-wait", "0.3")))
     lines = read_evaluations(settings.folder)
     assert lines[0].overall.mixed + lines[0].overall.invalid.get("missing", 0) > 0
     for line in lines:

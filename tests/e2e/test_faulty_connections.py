@@ -1,13 +1,13 @@
 """The whole path with faulty connections to engine and Redis: nothing is lost, nothing is trained twice.
 
-The chaos runs' witness and audit verify that every prompt has its intended end.
+The soak runs' witness and audit verify that every prompt has its intended end.
 """
 
 import pytest
 
-from tests.chaos.audit import acquitted
-from tests.faults.journey import Journey, begin, travel
-from tests.faults.proxy import Fault, at_random, first_of
+from tests.soak.audit import acquitted
+from tests.soak.faulty_connections import Journey, begin, travel
+from tests.soak.proxy import Fault, at_random, first_of
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 

@@ -1,4 +1,4 @@
-"""Only the ledger grows with the number of groups in a run: server, processes and files do not (`tests/hygiene`)."""
+"""Only the ledger grows with the number of groups in a run: server, processes and files do not (`tests/soak`)."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
-RUN = Path(__file__).parents[1] / "hygiene" / "run.py"
+ROOT = Path(__file__).parents[2]
 SEEN = {
     "server": {"memory", "elements", "keys", "aof", "clients"},
     "folder": {"files", "archive"},
@@ -24,8 +24,9 @@ SEEN = {
 
 def report(groups: int, limit_s: float, *options: str) -> dict:
     """Run the measurement with `groups` groups and return the report it prints."""
-    command = [sys.executable, str(RUN), "--groups", str(groups), "--limit", str(limit_s), "--json", *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + 30, check=False)
+    command = [sys.executable, "-m", "tests.soak.hygiene", "--groups", str(groups), "--limit", str(limit_s), "--json"]
+    command += options
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s + 30, check=False)
     assert result.stdout, result.stderr[-3000:]
     output = json.loads(result.stdout)
     assert output["ended"] == groups, f"{output}\n{result.stderr[-3000:]}"

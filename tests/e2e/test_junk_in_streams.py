@@ -1,6 +1,6 @@
 """Corrupt entries in every stream of a run become one dead letter each; no role crashes and no prompt is affected.
 
-`tests/fuzz/streams.py` adds them; the weights show that each good group was trained once.
+`tests/soak/foreign_entries.py` adds them; the weights show that each good group was trained once.
 """
 
 import json
@@ -13,13 +13,14 @@ import pytest
 pytestmark = pytest.mark.usefixtures("preloaded")
 
 
-STREAMS = Path(__file__).parents[1] / "fuzz" / "streams.py"
+ROOT = Path(__file__).parents[2]
 
 
 def strewn(entries: int, groups: int, limit_s: float) -> dict:
-    command = [sys.executable, str(STREAMS), "--entries", str(entries), "--groups", str(groups)]
+    command = [sys.executable, "-m", "tests.soak.foreign_entries", "--entries", str(entries), "--groups", str(groups)]
     result = subprocess.run(
         [*command, "--seed", "1", "--limit", str(limit_s), "--json"],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=limit_s + 30,

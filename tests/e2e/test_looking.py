@@ -15,7 +15,7 @@ from stream.connection.keys import CONSUMER_GROUP, RESERVED_CONSUMERS, STAGES
 from stream.operator.control import pause, resume
 from tests.e2e.harness import environment, stop
 from tests.e2e.test_metrics import free_ports
-from tests.evaluation.project import describe, ended, ledger, run
+from tests.soak.evaluation import describe, ended, ledger, run
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300), pytest.mark.usefixtures("preloaded")]
 

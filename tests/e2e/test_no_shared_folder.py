@@ -14,12 +14,14 @@ import msgspec
 import pytest
 
 from stream.connection.run_connection import connect
-from tests.chaos import project
-from tests.chaos.audit import acquitted, audit
-from tests.chaos.engine import reply
+from tests.e2e.by_hand import cast
 from tests.e2e.harness import trained
-from tests.e2e.test_late_start import Watched, ended, with_one_of_each
+from tests.e2e.test_late_start import with_one_of_each
 from tests.scripted_engine.engine import ScriptedEngine
+from tests.soak import project
+from tests.soak.audit import acquitted, audit
+from tests.soak.engine import reply
+from workers.launch.specs import ProcessSpec
 from workers.runs.find import open_run
 from workers.runs.folder import write_settings
 from workers.settings import Settings
@@ -65,13 +67,9 @@ def served(text: str):
         server.server_close()
 
 
-def with_file(role: Watched, file: str) -> Watched:
-    """Return the role with another settings file as its argument."""
-    command = role.spec.command
-    at = next(i for i, part in enumerate(command) if part.endswith(".toml"))
-    return Watched(
-        msgspec.structs.replace(role.spec, command=(*command[:at], file, *command[at + 1 :])), role.log.parent
-    )
+def with_file(spec: ProcessSpec, file: str) -> list[str]:
+    """Return the role's command line with another settings file as its argument."""
+    return [file if part.endswith(".toml") else part for part in spec.command]
 
 
 @pytest.mark.full
@@ -86,33 +84,27 @@ async def test_light_roles_work_without_a_folder_and_after_the_server_was_emptie
     feeder_file = tmp_path / "feeder.toml"  # the feeder alone has the prompts
     feeder_file.write_text(dump_settings(elsewhere))
     data = msgspec.structs.replace(elsewhere.data, path=f"{NOWHERE}/prompts.jsonl")
-    async with ScriptedEngine(reply) as engine, AsyncExitStack() as stack:
+    async with ScriptedEngine(reply) as engine, cast(tmp_path) as roles, AsyncExitStack() as stack:
         url = stack.enter_context(served(dump_settings(msgspec.structs.replace(elsewhere, data=data))))
-        specs = project.roles(settings, file, server.url, (engine.url,))
-        feed, rollout, score, train = roles = [Watched(spec, tmp_path) for spec in specs]
-        roles = [with_file(feed, str(feeder_file)), with_file(rollout, url), with_file(score, url), train]
-        connection = await stack.enter_async_context(connect(server.url, "chaos"))
+        feed, rollout, score, train = project.roles(settings, file, server.url, (engine.url,))
+        commands = [with_file(feed, str(feeder_file)), with_file(rollout, url), with_file(score, url), train.command]
+        connection = await stack.enter_async_context(connect(server.url, settings.run.name))
 
-        for role in roles[:3]:
-            await role.start()
-        async with ended(roles):
-            await roles[1].said("trainer.waiting")  # for the tokenizer
-            await train.start()
-            with anyio.fail_after(60):
-                while await trained(connection) < GROUPS // 3:
-                    await anyio.sleep(0.02)
-            for role in roles:
-                os.kill(role.pid, signal.SIGKILL)
-                await role.process.wait()
+        first = [await roles.start(command) for command in commands[:3]]
+        await first[1].logs("trainer.waiting")  # for the tokenizer
+        first.append(await roles.start(commands[3]))
+        with anyio.fail_after(60):
+            while await trained(connection) < GROUPS // 3:
+                await anyio.sleep(0.02)
+        for role in first:
+            os.kill(role.pid, signal.SIGKILL)
+            await role.process.wait()
         assert (await anyio.Path(settings.folder / "ledger.jsonl").stat()).st_size
         await connection.redis.flushall()
 
-        for role in roles:
-            await role.start()
-        async with ended(roles):
-            with anyio.fail_after(90):
-                for role in roles:
-                    assert await role.process.wait() == 0, role.log.read_text()
+        second = [await roles.start(command) for command in commands]
+        for role in second:
+            assert await role.ended(90) == 0, role.said()
         verdict = await anyio.to_thread.run_sync(audit, settings.folder, GROUPS)
         # Prompts that had ended were passed by. A dead letter that was lost with the server is of another stage now.
         assert verdict.forgotten == 0

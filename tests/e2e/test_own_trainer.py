@@ -14,11 +14,11 @@ import pytest
 from stream.connection.run_connection import connect
 from stream.operator.status import read_status
 from stream.trainer.ledger_records import read_contents
-from tests.chaos import ends, project
-from tests.chaos.engine import reply
 from tests.e2e.dying_trainer import EXAMPLE, MOMENTS
 from tests.e2e.harness import environment
 from tests.scripted_engine.engine import ScriptedEngine
+from tests.soak import ends, project
+from tests.soak.engine import reply
 from workers.launch.specs import role_specs
 from workers.runs.folder import write_settings
 

@@ -3,8 +3,9 @@
 import anyio
 import pytest
 
-from tests.chaos.audit import acquitted
-from tests.faults.journey import Journey, begin, travel
+from tests.soak.audit import acquitted
+from tests.soak.faulty_connections import Journey, begin, travel
+from tests.soak.run import count_events
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -44,7 +45,7 @@ def test_roles_wait_through_a_redis_outage(tmp_path, make_server, how, seconds):
     )
     assert away == [how]
     assert journey.outcome.failure is None, journey.logs
-    assert journey.told("role.restarted") == 0
-    assert journey.told("redis.waiting") <= MOST_LINES
+    assert count_events(journey.folder, "role.restarted") == 0
+    assert count_events(journey.folder, "redis.waiting") <= MOST_LINES
     verdict = journey.verdict
     assert acquitted(verdict, GROUPS), f"{verdict}\n{journey.logs}"

@@ -16,9 +16,9 @@ from stream.records import SCHEMA, Group
 from stream.trainer.archive import scan_archive
 from tests.e2e.by_hand import cast, until
 from tests.scripted_engine.engine import ScriptedEngine
+from tests.soak.project import ROLE_PROGRAM
 
 HERE = Path(__file__).parent
-TRAINER = HERE.parent / "evaluation" / "trainer.py"
 PROMPTS = 24
 
 pytestmark = [pytest.mark.usefixtures("preloaded"), pytest.mark.timeout(150)]
@@ -44,7 +44,7 @@ async def test_two_versions_work_in_one_run(project, connection, redis_url, run_
         def theirs(role: str) -> list[str]:
             return [sys.executable, str(HERE / "next_version.py"), str(step), role, *addresses]
 
-        trainer = await roles.start(theirs("trainer") if step else [sys.executable, str(TRAINER), *addresses])
+        trainer = await roles.start(theirs("trainer") if step else [sys.executable, ROLE_PROGRAM, "train", *addresses])
         await roles.start(ours("feed"))
         old = {role: await roles.start(ours(role)) for role in ("rollout", "score")}
         new = {"rollout": await roles.start(theirs("rollout"))}

@@ -7,9 +7,9 @@ import signal
 import anyio
 import pytest
 
-from tests.chaos.audit import acquitted
-from tests.chaos.kills import processes
-from tests.faults.journey import Journey, begin, travel
+from tests.soak.audit import acquitted
+from tests.soak.faulty_connections import Journey, begin, travel
+from tests.soak.run import processes
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from benchmarks.late import LATE_ENGINE, describe, run, steps, trained_numbers
-from tests.chaos import witness
-from tests.chaos.ends import NO_SIGNAL, TRAINED, intended
+from tests.soak import witness
+from tests.soak.ends import NO_SIGNAL, TRAINED, intended, numbers_with
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -26,10 +26,9 @@ def ended_well(settings, watched, numbers):
     return status
 
 
-def numbers_with(dropped, trained):
+def numbers_of(dropped, trained):
     """Return the sorted row numbers of `dropped` prompts that will be dropped and `trained` that will be trained."""
-    of = {end: [n for n in range(25 * max(dropped, trained)) if intended(n) == end] for end in (NO_SIGNAL, TRAINED)}
-    return sorted(of[NO_SIGNAL][:dropped] + of[TRAINED][:trained])
+    return sorted(numbers_with(dropped, NO_SIGNAL) + numbers_with(trained, TRAINED))
 
 
 def run_within_capacity(settings, numbers, *engine):
@@ -49,7 +48,7 @@ def straggler_seconds_without_staleness(settings):
 
 @pytest.mark.timeout(120)
 def test_wait_trains_nothing_too_old_discards_nothing_and_respects_the_capacity(tmp_path):
-    numbers = numbers_with(dropped=10, trained=60)
+    numbers = numbers_of(dropped=10, trained=60)
     settings = describe(tmp_path, numbers, late="wait", max_staleness=1, batch_size=4)
     watched = run_within_capacity(settings, numbers, LATE_ENGINE, "--median", "16")
     assert straggler_seconds_without_staleness(settings) > 0
@@ -61,7 +60,7 @@ def test_wait_trains_nothing_too_old_discards_nothing_and_respects_the_capacity(
 @pytest.mark.parametrize("late", ["train", "wait", "cancel"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
 def test_a_thousand_dropped_groups_do_not_change_the_capacity(tmp_path, max_staleness, late):
-    numbers = numbers_with(dropped=1200, trained=800)
+    numbers = numbers_of(dropped=1200, trained=800)
     settings = describe(tmp_path, numbers, late=late, max_staleness=max_staleness, batch_size=4, save_every=50)
     watched = run_within_capacity(settings, numbers)
     if late == "wait":

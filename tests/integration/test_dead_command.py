@@ -1,11 +1,9 @@
 """`penstock dead`: list, show, retry and drop entries that no worker could finish."""
 
 import json
-from collections.abc import Iterator
 
 import anyio
 import pytest
-import structlog
 
 from stream.errors import PenstockError
 from stream.operator.dead_letters import list_dead_letters
@@ -20,15 +18,9 @@ from workers.runs.find import open_run
 from workers.terminal import dead_letters
 from workers.terminal.dead_letters import drop_dead, list_dead, retry_dead, show_dead
 
+pytestmark = pytest.mark.usefixtures("silent_logs")
+
 TERMS = RetryPolicy(data_attempts=1)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Log to stderr, as the command does, so that stdout has only its output."""
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
-    yield
-    structlog.reset_defaults()
 
 
 async def dead_letter_prompt(connection, name: str = "a", error: str = "its image does not decode") -> str:

@@ -1,19 +1,17 @@
 """The engine client against a scripted engine with each of its faults."""
 
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import anyio
 import msgspec
 import pytest
 
-from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
+from stream.errors import EngineRefusedError, EngineUnavailableError
 from stream.records import Span
+from tests.cases.engines import client_of
 from tests.cases.ports import free_port
 from tests.scripted_engine.answers import scripted_logprob
 from tests.scripted_engine.engine import ScriptedEngine
-from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampling import SamplingOptions
 from workers.rollout.engine_client.sampling_apis import GenerateApi
 
@@ -22,16 +20,6 @@ SAMPLING = SamplingOptions(temperature=1.0, max_tokens=8, stop_token_ids=(2,), s
 
 def reply(token_ids: list[int], _request) -> list[int]:
     return [token_ids[-1] + 1, token_ids[-1] + 2, 2]
-
-
-@asynccontextmanager
-async def client_of(
-    *urls: str, attempts: int = 3, timeout_s: float = 5, reconnect_s: float = 5
-) -> AsyncIterator[EngineClient]:
-    async with EngineClient(
-        urls, request_timeout_s=timeout_s, max_attempts=attempts, unavailable_timeout_s=reconnect_s
-    ) as client:
-        yield client
 
 
 async def test_a_sample_has_logprobs_finish_reason_and_versions():
@@ -104,25 +92,6 @@ async def test_a_request_that_every_engine_refuses_for_long_is_given_back():
         with anyio.fail_after(5), pytest.raises(EngineUnavailableError, match=r"refused requests \(429 or 503\)"):
             await client.sample([5], SAMPLING)
     assert engine.request_count == 1
-
-
-@pytest.mark.parametrize("fault", ["500", "reset", "garbage", "count_mismatch", "nan_logprob", "abort", "empty"])
-async def test_a_request_that_always_fails_does_not_affect_others(fault: str):
-    async with ScriptedEngine(reply, version="0") as engine, client_of(engine.url) as client:
-        engine.faults = lambda _, request: fault if request.token_ids == [66] else None
-        outcomes: dict[int, object] = {}
-
-        async def ask(prompt: int) -> None:
-            try:
-                outcomes[prompt] = (await client.sample([prompt], SAMPLING)).token_ids
-            except EngineError as error:
-                outcomes[prompt] = type(error)
-
-        async with anyio.create_task_group() as tasks:
-            for prompt in (65, 66, 67):
-                tasks.start_soon(ask, prompt)
-    assert outcomes == {65: [66, 67, 2], 66: EngineError, 67: [68, 69, 2]}
-    assert engine.request_count == 2 + 3
 
 
 async def test_a_refusal_is_not_retried_and_has_the_engines_message():
@@ -224,18 +193,6 @@ async def test_cancelling_the_caller_ends_the_request_at_the_engine():
     assert (engine.request_count, engine.aborted_count) == (1, 1)
 
 
-async def test_a_failed_request_goes_to_the_other_engine():
-    async with (
-        ScriptedEngine(reply, version="0") as good,
-        ScriptedEngine(reply, version="0") as bad,
-        client_of(bad.url, good.url) as client,
-    ):
-        bad.faults = lambda *_: "500"
-        for _ in range(5):
-            assert (await client.sample([1], SAMPLING)).token_ids == [2, 3, 2]
-    assert good.request_count == 5
-
-
 async def test_an_engine_whose_health_check_fails_gets_no_request():
     async with (
         ScriptedEngine(reply, version="0") as healthy,
@@ -259,10 +216,3 @@ async def test_requests_spread_over_engines():
             for _ in range(20):
                 tasks.start_soon(client.sample, [1], SAMPLING)
     assert (one.request_count, other.request_count) == (10, 10)
-
-
-def test_an_answer_without_logprobs_is_not_a_sample():
-    choice = b'{"index": 0, "token_ids": [1], "finish_reason": "stop"}'
-    payload = b'{"request_id": "", "choices": [' + choice + b'], "weight_versions": []}'
-    with pytest.raises(EngineError, match="1 tokens with 0 log-probs"):
-        GenerateApi().decode(200, payload, "http://x", version=0)

@@ -1,7 +1,7 @@
 """Each fault of an engine: its effect on the completion, on the other completions of the group, and on the log."""
 
 import sys
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import get_args
 
 import anyio
@@ -14,9 +14,10 @@ from stream.codec import decode, encode
 from stream.errors import EngineUnavailableError
 from stream.records import Group, Prompt
 from stream.validity import Measured, RolloutReason
-from tests.chaos.project import END, write_project
+from tests.cases import engines
 from tests.scripted_engine.answers import Fault
 from tests.scripted_engine.engine import ScriptedEngine
+from tests.soak.project import END, write_project
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.client import EngineClient
@@ -47,13 +48,7 @@ class Numbered:
         return 1.0
 
 
-@asynccontextmanager
-async def client_of(*engines: ScriptedEngine, timeout_s: float = 0.3, reconnect_s: float = 5.0):
-    urls = [engine.url for engine in engines]
-    async with EngineClient(
-        urls, request_timeout_s=timeout_s, max_attempts=ATTEMPTS, unavailable_timeout_s=reconnect_s
-    ) as client:
-        yield client
+client_of = partial(engines.client_of, attempts=ATTEMPTS, timeout_s=0.3)
 
 
 async def group_of(client: EngineClient, folder, size: int, name: str = "d:0:0") -> Group:

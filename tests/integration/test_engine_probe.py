@@ -3,6 +3,7 @@
 import gc
 import socket
 from contextlib import suppress
+from functools import partial
 
 import aiohttp
 import anyio
@@ -13,6 +14,7 @@ from structlog.testing import capture_logs
 
 from stream.errors import EngineError, EngineUnavailableError
 from stream.records import Span
+from tests.cases import engines
 from tests.cases.ports import free_port
 from tests.integration.test_engine_client import reply
 from tests.integration.test_local_engine import models, serving  # noqa: F401  (a fixture)
@@ -31,16 +33,7 @@ WARM = SamplingOptions(temperature=0.7, max_tokens=8)
 PLAIN = SamplingOptions(temperature=1.0, max_tokens=8)
 
 
-def client_of(
-    *urls: str, samplings=(), attempts: int = 1, timeout_s: float = 5, reconnect_s: float = 0.5
-) -> EngineClient:
-    return EngineClient(
-        urls,
-        request_timeout_s=timeout_s,
-        max_attempts=attempts,
-        unavailable_timeout_s=reconnect_s,
-        sampling_options=samplings,
-    )
+client_of = partial(engines.client_of, attempts=1, reconnect_s=0.5)
 
 
 @pytest.mark.parametrize(("closed", "route"), [(set(), GenerateApi), ({GenerateApi.path}, CompletionsApi)])
@@ -75,14 +68,14 @@ async def test_generate_is_used_if_it_is_open_and_completions_otherwise(closed, 
 async def test_raw_logprobs_are_accepted_only_if_they_match_the_sampling_distribution(sampling, fit, closed):
     async with ScriptedEngine(reply, version="0") as engine:
         engine.missing_routes, engine.reports_raw_logprobs = closed, True
-        async with client_of(engine.url, samplings=[PLAIN, sampling]) as client:
+        async with client_of(engine.url, sampling_options=[PLAIN, sampling]) as client:
             if fit:
                 await client.wait_until_ready()
             else:
                 with pytest.raises(EngineError, match=rf"{engine.url}.*--logprobs-mode processed_logprobs"):
                     await client.wait_until_ready()
         engine.reports_raw_logprobs = False
-        async with client_of(engine.url, samplings=[PLAIN, sampling]) as client:
+        async with client_of(engine.url, sampling_options=[PLAIN, sampling]) as client:
             await client.wait_until_ready()
             assert (await client.sample([5], sampling)).token_ids == [6, 7, 2]
 
@@ -93,7 +86,7 @@ async def test_logits_are_refused_although_their_gaps_look_processed(sampling, c
     async with ScriptedEngine(reply, version="0") as engine:
         engine.missing_routes, engine.reports_logits = closed, True
         with anyio.fail_after(5):
-            async with client_of(engine.url, samplings=[sampling], reconnect_s=60) as client:
+            async with client_of(engine.url, sampling_options=[sampling], reconnect_s=60) as client:
                 with pytest.raises(EngineError, match=rf"{engine.url}.*above 0.*--logprobs-mode processed_logprobs"):
                     await client.wait_until_ready()
 
@@ -103,7 +96,7 @@ async def test_an_engine_with_a_short_context_is_reported():
     async with ScriptedEngine(reply, version="0") as engine:
         for samplings, warnings in (([PLAIN], 0), ([PLAIN, longest], 1)):
             with capture_logs() as lines:
-                async with client_of(engine.url, samplings=samplings) as client:
+                async with client_of(engine.url, sampling_options=samplings) as client:
                     await client.wait_until_ready()
             assert [line["event"] for line in lines].count("engine.context_too_short") == warnings
 
@@ -122,7 +115,7 @@ async def test_a_client_probes_what_the_run_and_its_evaluations_need():
 async def test_the_local_engine_passes_the_same_probe(models):  # noqa: F811
     async with serving(models["llama-untied", "A"]) as engine:
         samplings = [WARM, SamplingOptions(temperature=0.7, max_tokens=8, top_k=3, logit_bias={5: 2.0}, min_tokens=2)]
-        async with client_of(engine.url, samplings=samplings) as client:
+        async with client_of(engine.url, sampling_options=samplings) as client:
             await client.wait_until_ready()
             assert len((await client.sample([5, 6], samplings[1], min_policy_version=-1)).token_ids) >= 2
 
@@ -161,7 +154,7 @@ async def test_a_server_that_is_not_vllm_is_refused(answers, message):
 
 async def test_another_server_at_the_same_address_is_probed_again():
     port = free_port()
-    async with client_of(f"http://127.0.0.1:{port}", samplings=[WARM], attempts=3, reconnect_s=3) as client:
+    async with client_of(f"http://127.0.0.1:{port}", sampling_options=[WARM], attempts=3, reconnect_s=3) as client:
         async with ScriptedEngine(reply, version="1", port=port):
             await client.sample([5], WARM)
         async with ScriptedEngine(reply, version="1", port=port) as engine:

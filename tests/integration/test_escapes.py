@@ -1,9 +1,9 @@
-"""A slice of `tests/fuzz/escapes.py`: answers that were written to escape or to break do neither."""
+"""A slice of `tests/soak/escapes.py`: answers that were written to escape or to break do neither."""
 
 import pytest
 
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
-from tests.fuzz.escapes import attack
+from tests.soak.escapes import attack
 
 pytest.importorskip("reasoning_gym", reason='needs pip install "penstock[reasoning-gym]"')
 

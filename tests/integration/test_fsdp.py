@@ -1,6 +1,5 @@
 """A sharded model trains like a whole one on the same ledger; any number of ranks resumes a checkpoint of several."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from stream.codec import encode
-from stream.records import Completion, Group, Prompt
+from stream.records import Group
 from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
-from stream.validity import Measured
+from tests.cases.groups import random_group
 from tests.cases.models import write_small_qwen3
 from tests.cases.ports import free_port
 from tests.cases.ranks import run_ranks
-from tests.cases.rows import sampled_row
 from tests.ranks_on_a_ledger import Crew, Job, steps, work
 from workers.settings.toml_file import dump_settings, parse_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
@@ -57,14 +55,7 @@ OTHERS = ("2", "1 on", "3 on")
 
 
 def group(number: int, version: int) -> Group:
-    """Make four completions of different lengths."""
-    chance = random.Random(number)
-    completions = []
-    for index in range(4):
-        tokens = [chance.randrange(1, VOCABULARY) for _ in range(chance.randrange(2, 12))]
-        row = sampled_row(tokens, [chance.uniform(-4.5, -3) for _ in tokens], version=version)
-        completions.append(Completion(index=index, rows=[row], reward=Measured(chance.random())))
-    return Group(prompt=Prompt(id=f"prompts:0:{number}", messages=[]), completions=completions)
+    return random_group(number, version, vocabulary=VOCABULARY, rewards=(0.9, 0.1, 0.4, 0.7))
 
 
 def make_run(folder: Path, name: str) -> Path:

@@ -79,6 +79,8 @@ class Run:
                 await path.write_bytes(content.replace(b'"trained"', b'"trainedb', 1))
             case "a flipped digit":
                 await path.write_bytes(content.replace(b'"step":2', b'"step":3', 1))
+            case "another name":
+                await path.write_bytes(content.replace(b'"prompt":"a"', b'"prompt":"x"', 1))
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ async def empty(connection):
     await connection.redis.delete(*keys)
 
 
-HARMS = ["zeroed tail", "all zeros", "truncated", "missing", "a flipped bit", "a flipped digit"]
+HARMS = ["zeroed tail", "all zeros", "truncated", "missing", "a flipped bit", "a flipped digit", "another name"]
 
 
 @pytest.mark.parametrize("harm", HARMS)

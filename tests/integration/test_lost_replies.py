@@ -12,7 +12,7 @@ from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, r
 from stream.operator.status import read_status
 from stream.trainer.ledger_records import Dropped, Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
-from tests.faults.proxy import Fault, Proxy, address_of
+from tests.soak.proxy import Fault, Proxy, address_of
 
 
 async def feed(pipe, lose, folder):

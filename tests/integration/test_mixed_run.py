@@ -7,10 +7,10 @@ from collections import Counter
 import anyio
 
 from stream.operator.status import read_status
-from tests.chaos.project import END, write_project
 from tests.e2e.harness import environment
 from tests.integration.test_recycling import worker
 from tests.scripted_engine.engine import ScriptedEngine
+from tests.soak.project import END, write_project
 from workers.datasets.mix import open_dataset_mix
 from workers.feed import worker as feeding
 from workers.feed.worker import feed

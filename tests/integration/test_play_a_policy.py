@@ -4,7 +4,11 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from workers.demo.base_models import write_base_model
+
+pytestmark = pytest.mark.usefixtures("preloaded")
 
 
 def test_a_single_episode_is_played_although_no_run_could_train_groups_of_one(tmp_path):

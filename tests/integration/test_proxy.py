@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, suppress
 import anyio
 import pytest
 
-from tests.faults.proxy import Fault, Proxy, address_of, at_random
+from tests.soak.proxy import Fault, Proxy, address_of, at_random
 
 ANSWER = b"0123456789"
 

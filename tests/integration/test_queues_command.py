@@ -4,13 +4,11 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
-import structlog
 from redis import Redis
 
 from stream.connection.keys import key_prefix
@@ -31,6 +29,8 @@ from workers.settings.toml_file import dump_settings, parse_settings
 from workers.terminal.dead_letters import drop_dead, retry_dead
 from workers.terminal.queues import show_queues, watch
 
+pytestmark = pytest.mark.usefixtures("silent_logs")
+
 TERMS = RetryPolicy()
 STAGE_KEYS = {"depth", "claimed", "delayed", "lag", "oldest_age_s", "rate", "consumers"}
 KEYS = {
@@ -38,14 +38,6 @@ KEYS = {
     "groups_outstanding", "capacity", "version", "step", "dead_letters", "duplicates", "cancelled", "finished",
     "paused_by", "paused_at", "evaluation", "rows", "truncated", "status_id", "bottleneck", "disk",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Log to stderr, as the command does, so that stdout has only its output."""
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
-    yield
-    structlog.reset_defaults()
 
 
 def make_folder(folder: Path, name: str, redis: str = "") -> Path:

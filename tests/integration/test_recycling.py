@@ -11,11 +11,11 @@ import pytest
 from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.records import Group, Prompt
-from tests.chaos.project import END, write_project
 from tests.e2e.by_hand import send
 from tests.e2e.harness import environment
 from tests.integration.test_supervisor import FINISH, Pipeline
 from tests.scripted_engine.engine import ScriptedEngine
+from tests.soak.project import END, write_project
 from workers.launch import children, restarts
 from workers.role.exit_codes import ExitCode
 

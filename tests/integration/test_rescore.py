@@ -14,6 +14,7 @@ from stream.trainer.archive import Archive
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import Dropped, LedgerOutcome, LedgerRecord, Trained, content_hash
 from stream.validity import Measured, RewardReason, RolloutReason, Unmeasured
+from tests.cases.run_folders import write_run
 from workers.cli import penstock
 from workers.evaluate.rescore import RewardComparison, correlation, order_agreement, summarize
 
@@ -53,14 +54,10 @@ class Run:
     """Make a finished run: settings, ledger, archive."""
 
     def __init__(self, folder) -> None:
-        self.folder = folder / "run"
-        self.folder.mkdir()
         self.world = folder / "world.py"
         self.world.write_text(WORLD)
-        (self.folder / "run.toml").write_text(
-            f'[run]\nname = "r"\nfolder = "{self.folder}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
-            f'[environments]\ntill = "{self.world}:Till"\n[[rewards]]\nref = "{self.world}:total"\n'
-        )
+        environments = f'till = "{self.world}:Till"'
+        self.folder = write_run(folder / "run", environments=environments, reward=f"{self.world}:total")
         self.factory = EnvironmentFactory.load(f"{self.world}:Till")
         self.ledger = Ledger(self.folder / "ledger.jsonl")
         self.archive = Archive(self.folder / "groups")

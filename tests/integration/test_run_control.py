@@ -3,11 +3,9 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import anyio
 import pytest
-import structlog
 from redis import Redis
 
 from stream.connection.run_connection import connect
@@ -33,15 +31,9 @@ from workers.terminal.queues import show_queues
 from workers.train.groups.collector import Collector
 from workers.train.groups.group_checker import GroupChecker
 
+pytestmark = pytest.mark.usefixtures("silent_logs")
+
 ANN = "ann@box"
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Log to stderr, as the command does, so that stdout has only its output."""
-    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
-    yield
-    structlog.reset_defaults()
 
 
 def settings_in(folder, run, **tables):

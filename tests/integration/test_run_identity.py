@@ -31,6 +31,8 @@ from workers.runs.summary import RunSummary, Staleness
 from workers.settings import Settings
 from workers.settings.toml_file import dump_settings, parse_settings
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 TABLE = {"model": {"path": "m"}, "rollout": {"group_size": 4}, "queue": {"lease_s": 1.0}}
 
 

@@ -10,11 +10,7 @@ from stream.operator.status import groups_in_flight, read_status
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from stream.trainer.ledger_records import Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
-
-
-async def dump(connection) -> dict[bytes, bytes]:
-    keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
-    return {key: await connection.redis.dump(key) for key in keys}
+from tests.cases.records import dumped
 
 
 async def busy_run(pipe, tmp_path) -> None:
@@ -49,18 +45,18 @@ async def test_the_status_has_every_state(pipe, tmp_path):
 
 async def test_reading_the_status_changes_nothing(pipe, tmp_path, redis_url):
     await busy_run(pipe, tmp_path)
-    before = await dump(pipe.connection)
+    before = await dumped(pipe.connection)
     async with connect(redis_url, pipe.connection.run, create=False) as visitor:
         for _ in range(3):
             await read_status(visitor)
-    assert await dump(pipe.connection) == before
+    assert await dumped(pipe.connection) == before
 
 
 async def test_an_unknown_run_is_an_error_and_is_not_created(redis_url):
     async with connect(redis_url, "nobody-ran-this", create=False) as visitor:
         with pytest.raises(PenstockError, match="nobody-ran-this"):
             await read_status(visitor)
-        assert await dump(visitor) == {}
+        assert await dumped(visitor) == {}
 
 
 async def test_rates_are_completed_entries_per_second(pipe):

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from stream.errors import EngineUnavailableError
 from stream.records import Span
+from tests.cases import engines
 from tests.scripted_engine.engine import ScriptedEngine
 from tests.scripted_engine.routes import ScriptedRoutes
 from workers.engine_api.discovery import EngineDiscovery
@@ -32,16 +33,8 @@ def port_of(engine: ScriptedEngine) -> int:
 
 
 @asynccontextmanager
-async def client_of(
-    *engines, attempts: int = 3, timeout_s: float = 30, reconnect_s: float = 20, **more
-) -> AsyncIterator:
-    urls = (
-        engines[0]
-        if isinstance(engines[0], EngineDiscovery)
-        else [getattr(engine, "url", engine) for engine in engines]
-    )
-    options = {"request_timeout_s": timeout_s, "max_attempts": attempts, "unavailable_timeout_s": reconnect_s, **more}
-    async with EngineClient(urls, **options) as client:
+async def client_of(*reached, timeout_s: float = 30, reconnect_s: float = 20, **more) -> AsyncIterator:
+    async with engines.client_of(*reached, timeout_s=timeout_s, reconnect_s=reconnect_s, **more) as client:
         await client.wait_until_ready()
         yield client
 

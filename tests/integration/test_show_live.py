@@ -17,13 +17,10 @@ from stream.records import Group
 from stream.trainer.archive import Archive
 from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
+from tests.cases.records import dumped
+from tests.cases.run_folders import write_run
 from workers.cli import penstock
 from workers.launch.watch import SampleSchedule
-
-
-async def content(connection) -> dict[bytes, bytes]:
-    keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
-    return {key: await connection.redis.dump(key) for key in keys}
 
 
 def archive(folder: Path, group: Group) -> None:
@@ -39,11 +36,8 @@ async def test_unfinished_groups_are_shown_and_the_server_stays_as_it_is(pipe, r
     trainer: Stage = pipe.stage("scored", "trainer")
     (taken,) = (await trainer.claim(1)).leases
     await lease.commit(trainer, [EndedGroup(taken, Trained())], release_version=1)
-    (tmp_path / "run.toml").write_text(
-        f'[run]\nname = "{run_name}"\nfolder = "{tmp_path}"\nredis = "{redis_url}"\n[model]\npath = "none"\n[data]\n'
-        'path = "none"\n[[rewards]]\nref = "a:b"\n'
-    )
-    before = await content(pipe.connection)
+    write_run(tmp_path, run_name, redis=redis_url)
+    before = await dumped(pipe.connection)
     options = ["show", str(tmp_path), "--json", "-n", "9"]
     result = await anyio.to_thread.run_sync(CliRunner().invoke, penstock, options)
     assert result.exit_code == 0, result.output
@@ -66,7 +60,7 @@ async def test_unfinished_groups_are_shown_and_the_server_stays_as_it_is(pipe, r
         lines = await samples.next_sample(pipe.connection, status, 80)
         shown += [(step, lines[0].plain[:43])] if lines else []
     assert shown == [(step, f"── sample at step {step}: waiting #0, reward 1 ─") for step in (1, 6)]
-    assert await content(pipe.connection) == before
+    assert await dumped(pipe.connection) == before
 
 
 async def test_a_killed_runs_own_server_is_read_if_nothing_is_archived(run_name, pipe_on, tmp_path):

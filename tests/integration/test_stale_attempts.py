@@ -18,8 +18,8 @@ from stream.records import Group, Prompt
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import Dropped, Duplicate, Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
-from tests.chaos.project import END, write_project
 from tests.scripted_engine.engine import ScriptedEngine
+from tests.soak.project import END, write_project
 from workers.role.context import WorkerContext
 from workers.rollout.worker import StaleCanceller, rollout, should_cancel
 from workers.runs.status import queue_report

@@ -11,6 +11,7 @@ from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, r
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import Dropped, Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
+from tests.cases.records import dumped
 
 
 @pytest.fixture
@@ -27,12 +28,6 @@ def ledgers(tmp_path) -> Iterator[list[Ledger]]:
     yield made
     for ledger in made:
         ledger.close()
-
-
-async def everything(connection: RunConnection) -> dict[bytes, bytes | None]:
-    """Return each key of this run with its serialized value."""
-    keys = sorted([key async for key in connection.redis.scan_iter(f"{{{connection.run}}}*")])
-    return {key: await connection.redis.dump(key) for key in keys}
 
 
 def names(keys: dict[bytes, bytes | None]) -> list[bytes]:
@@ -73,8 +68,8 @@ async def live(pipe, folder, ledger: Ledger) -> None:
 
 async def test_a_second_run_on_the_same_server_leaves_the_first_one_untouched(pipe, second, pipe_on, tmp_path, ledgers):
     await live(pipe, tmp_path, ledgers[0])
-    before = await everything(pipe.connection)
+    before = await dumped(pipe.connection)
     assert len(before) >= 10
     await live(pipe_on(second), tmp_path, ledgers[1])
-    assert await everything(pipe.connection) == before
-    assert names(await everything(second)) == [key.replace(b"}", b"-too}", 1) for key in names(before)]
+    assert await dumped(pipe.connection) == before
+    assert names(await dumped(second)) == [key.replace(b"}", b"-too}", 1) for key in names(before)]

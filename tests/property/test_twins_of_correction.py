@@ -215,11 +215,12 @@ def test_junk_outside_the_mask_changes_nothing(
 
 
 @given(cases(), RULES, OPTIONS, st.booleans())
-def test_a_masked_row_affects_no_metric(case: Case, names: list[str], options: dict[str, Any], stranger: bool) -> None:
+def test_a_masked_row_affects_no_other(case: Case, names: list[str], options: dict[str, Any], stranger: bool) -> None:
     owner = 10**7 if stranger or not case.rows else case.rows[0][0]
     more = replace(case, rows=[*case.rows, (owner, [None] * case.width)])
     result, before = run(more, names, options), run(case, names, options)
     assert same(result.metrics, before.metrics, 1e-12)
+    assert torch.equal(result.rejection.kept_RT[:-1], before.rejection.kept_RT)
     assert torch.allclose(result.weights.weights_RT[:-1], before.weights.weights_RT, rtol=1e-12, atol=0)
     assert not result.weights.weights_RT[-1].any()
 

@@ -1,4 +1,4 @@
-"""Estimators with one value per completion, against worked examples and published implementations."""
+"""Estimators with one value per completion, by worked examples. References: conformance; twins: property tests."""
 
 import math
 
@@ -82,41 +82,6 @@ def test_the_documented_example_gives_its_advantages(name, rewards, valid, optio
     assert advantages(name, rewards, valid, options=options) == pytest.approx(expected, abs=1e-4)
 
 
-# Rewards, validity, expected values; computed with verl's functions on the valid rows only.
-BY_STD = {
-    "two": ([1.0, 0.0], "++", [0.7071057812, -0.7071057812]),
-    "three": ([1.0, 0.0, 2.0], "+++", [0.0, -0.999999, 0.999999]),
-    "ramp": (
-        [0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
-        "++++++",
-        [-1.3362990667, -0.80177944, -0.2672598133, 0.2672598133, 0.80177944, 1.3362990667],
-    ),
-    "tiny variance": (
-        [1.0, 1.00001, 1.00002, 1.00003],
-        "++++",
-        [-1.078365195, -0.359455065, 0.359455065, 1.078365195],
-    ),
-    "invalid NaN": ([1.0, NAN, 2.0], "+-+", [-0.7071057812, 0.0, 0.7071057812]),
-    "invalid infinity": ([0.0, 0.0, 0.0, INF], "+++-", [0.0, 0.0, 0.0, 0.0]),
-    "invalid million": (
-        [0.1, 0.2, 0.3, 0.4, 0.5, 1e6],
-        "+++++-",
-        [-1.2649030641, -0.6324515321, 0.0, 0.6324515321, 1.2649030641, 0.0],
-    ),
-    "several invalid": (
-        [NAN, 5.0, 5.0, INF, -5.0, 0.0, -1e9],
-        "-++-++-",
-        [0.0, 0.7833492882, 0.7833492882, 0.0, -1.3055821469, -0.2611164294, 0.0],
-    ),
-    "all invalid": ([NAN] * 4, "----", [0.0] * 4),
-}
-
-
-@pytest.mark.parametrize(("rewards", "valid", "expected"), BY_STD.values(), ids=BY_STD.keys())
-def test_group_normalized_rewards_equal_the_reference(rewards, valid, expected):
-    assert advantages("grpo", rewards, [v == "+" for v in valid]) == pytest.approx(expected, abs=1e-6, rel=1e-6)
-
-
 def test_a_baseline_can_be_weighted_by_length():
     assert advantages("opo", [0.0, 0, 0, 1], lengths=[4, 3, 2, 1]) == pytest.approx([-0.1, -0.1, -0.1, 0.9])
 
@@ -124,11 +89,6 @@ def test_a_baseline_can_be_weighted_by_length():
 def test_a_group_without_tokens_has_no_length_weighted_mean():
     result = advantages("opo", [0.0, 1, 0, 2], groups="aabb", lengths=[0, 0, 1, 1])
     assert result == [0, 0, -1, 1]
-
-
-def test_whitening_weights_a_completion_by_its_tokens():
-    result = advantages("reinforce_plus_plus_baseline", [1.0, 0, 2], lengths=[1, 3, 4], options={"center": "tokens"})
-    assert result == pytest.approx([-0.1261312441, -1.1351811978, 0.8829187097])
 
 
 def test_a_completion_without_loss_counts_in_its_group_and_not_in_the_batch():
@@ -144,13 +104,6 @@ def test_a_completion_without_loss_counts_in_its_group_and_not_in_the_batch():
     assert by_length == pytest.approx([1 - 18 / 8, -18 / 8, 4 - 18 / 8])
 
 
-def test_centering_on_completions_subtracts_their_mean_after_whitening():
-    by_token = advantages("reinforce_plus_plus_baseline", [1.0, 0, 2], lengths=[1, 3, 4], options={"center": "tokens"})
-    result = advantages("reinforce_plus_plus_baseline", [1.0, 0, 2], lengths=[1, 3, 4])
-    assert result == pytest.approx([a - sum(by_token) / 3 for a in by_token])
-    assert sum(result) == pytest.approx(0)
-
-
 def test_gdpo_compares_a_part_among_completions_that_have_it():
     """An absent part is not compared as 0."""
     rewards, parts = [0.0] * 4, torch.tensor([[1.0, 3.0, 0.0, 0.0], [0.0, 0.0, 5.0, 9.0]])
@@ -161,38 +114,6 @@ def test_gdpo_compares_a_part_among_completions_that_have_it():
     assert result.tolist() == pytest.approx([-(0.75**0.5), 0.75**0.5] * 2)
 
 
-def test_each_reward_part_is_normalized_separately():
-    # verl computes in float32 and rounds the whitening differently.
-    parts = [[1.0, 0, 1, 1, 0, 0, 1, 1], [0.0, 0, 1, 0, 1, 0, 0, 1]]
-    result = advantages(
-        "gdpo",
-        [0.0] * 8,
-        groups="aaaabbbb",
-        lengths=[4, 3, 2, 1] * 2,
-        parts=parts,
-        weights=[1.0, 1.0],
-        options={"center": "tokens"},
-    )
-    expected = [0.2156078517, -1.3627508879, 1.793966651, *[0.2156078517] * 2]
-    assert result == pytest.approx([*expected, -1.1512913704, 0.2156078517, 1.5825070143], abs=2e-5)
-
-
-def test_groups_may_be_interleaved():
-    rewards = [1.0, 0.5, 0.0, 2.0, -1.0, 0.5, 3.0, 0.25, 0.0, 1.0]
-    expected = [
-        *[0.375, 0.5833333333, -0.625, 0.3333333333, -0.9166666667],
-        *[-0.125, 1.3333333333, 0.3333333333, -1.6666666667, 0.375],
-    ]
-    assert advantages("dr_grpo", rewards, groups="abacbacbca") == pytest.approx(expected)
-
-
-def test_invalid_completions_have_no_effect_in_groups_of_one_to_four():
-    rewards = [1e9, NAN, 0.0, 0.3, 0.6, 1e9, -1.0, 0.0, 1.0, NAN]
-    valid = [v == "+" for v in "--+++-+++-"]
-    expected = [0.0, 0.0, 0.0, -0.15, 0.15, 0.0, -1.0, 0.0, 1.0, 0.0]
-    assert advantages("dr_grpo", rewards, valid, "1223334444") == pytest.approx(expected)
-
-
 def test_equal_rewards_between_other_groups_give_exactly_zero():
     rewards = [0.0, 1, 2, 3, 5, 5, 5, 0, 1, 0, 1]
     result = advantages("dr_grpo", rewards, groups="aaaabbbcccc")
@@ -200,27 +121,15 @@ def test_equal_rewards_between_other_groups_give_exactly_zero():
 
 
 @pytest.mark.parametrize("name", WITHIN_GROUP)
-@pytest.mark.parametrize("size", [2, 3, 4, 7, 10])
-@pytest.mark.parametrize("reward", [0.9, 0.1, 1 / 3, 1e4 + 0.1, -1e9 - 0.1])
+@pytest.mark.parametrize(("size", "reward"), [(3, 0.9), (7, 0.1), (10, 1e4 + 0.1)])
 def test_equal_rewards_give_exactly_zero(name, reward, size):
     lengths = list(range(1, size + 1))
     assert advantages(name, [reward] * size, lengths=lengths, options={"epsilon": 1e-12}) == [0.0] * size
 
 
-@pytest.mark.parametrize("name", ["reinforce_plus_plus_baseline", "gdpo"])
-def test_a_batch_of_equal_rewards_stays_zero_after_whitening(name):
-    assert advantages(name, [0.9] * 6, groups="aabbbb", lengths=[1, 2, 3, 4, 5, 6]) == [0.0] * 6
-
-
 @pytest.mark.parametrize("epsilon", [0.0, 1e-300])
 def test_equal_rewards_give_zero_without_epsilon(epsilon):
     assert advantages("grpo", [0.9] * 4, options={"epsilon": epsilon}) == [0.0] * 4
-
-
-@pytest.mark.parametrize("name", COMPLETION)
-@pytest.mark.parametrize("mode", ["zero", "drop"])
-def test_a_single_valid_completion_has_advantage_zero(name, mode):
-    assert advantages(name, [3.0, NAN, 7.0], [True, False, False], singleton=mode) == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("name", WITHIN_GROUP)
@@ -232,38 +141,9 @@ def test_a_single_valid_completion_keeps_its_reward_under_that_policy(name):
 
 
 @pytest.mark.parametrize("name", COMPLETION)
-@pytest.mark.parametrize("junk", [NAN, INF, -INF, 1e30])
-def test_junk_outside_the_baseline_mask_changes_no_bit(name, junk):
-    valid = [True, False, True, True, False, True]
-
-    def found(value):
-        rewards = [r if v else value for r, v in zip([1.0, 0, 0.3, 2, 0, 0.5], valid, strict=True)]
-        return advantages(name, rewards, valid, "abacbb", lengths=[1, 2, 3, 4, 5, 6], singleton="raw")
-
-    assert found(junk) == found(0.0)
-
-
-@pytest.mark.parametrize("name", COMPLETION)
 @pytest.mark.parametrize("size", [0, 3])
 def test_without_valid_completions_all_advantages_are_zero(name, size):
     assert advantages(name, [NAN] * size, [False] * size) == [0.0] * size
-
-
-def test_ids_need_not_be_small_or_consecutive():
-    ids = torch.tensor([10**12, -5, 10**12, -5])
-    groups = Grouping(ids, torch.ones(4).bool())
-    result = estimate(
-        "dr_grpo", {"rewards_C": torch.tensor([1.0, 2, 3, 6]), "groups": groups}, {}, single_sample_policy="zero"
-    )
-    assert result.tolist() == [-1.0, -2.0, 1.0, 2.0]
-
-
-@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "grpo_passk"])
-def test_statistics_are_exact_at_a_large_offset(name):
-    def shifted(by):
-        return advantages(name, [by, by + 1, by + 2, by + 3], options={"normalize_std": False})
-
-    assert shifted(1e4) == shifted(0.0)
 
 
 def test_whole_numbers_are_not_truncated():

@@ -7,28 +7,24 @@ import pytest
 
 from stream.codec import encode
 from stream.errors import PenstockError, RecordError, RunFailedError
-from stream.records import Completion, Group, Prompt, TrainedCompletion
+from stream.records import Group, TrainedCompletion
 from stream.trainer.archive import Archive, ArchivedGroups, scan_archive
 from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
-from stream.validity import Measured
-from tests.cases.rows import sampled_row
+from tests.cases import groups
 
 
 def group(name: str, token: int = 1, tokens: int = 10) -> Group:
-    row = sampled_row([token] * tokens, [-0.5] * tokens, prompt=[7])
-    return Group(
-        prompt=Prompt(id=name, messages=[]), completions=[Completion(index=0, rows=[row], reward=Measured(1.0))]
-    )
+    return groups.group(groups.completion(0, 1.0, [token] * tokens), name=name)
 
 
 def ended(made: Group, step: int = 1) -> tuple[LedgerRecord, bytes]:
     return LedgerRecord(made.prompt.id, Trained(), step, 0, content_hash(made)), encode(made)
 
 
-def life(folder, *groups: Group, limit: int | None = None) -> None:
+def life(folder, *made: Group, limit: int | None = None) -> None:
     """Write groups as one trainer process does, from opening the archive to closing it."""
     archive = Archive(folder, limit)
-    archive.write([ended(made) for made in groups])
+    archive.write([ended(each) for each in made])
     archive.sync()
     archive.close()
 

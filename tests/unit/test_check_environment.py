@@ -15,6 +15,8 @@ from workers.check.scripted import call
 from workers.cli import penstock
 from workers.demo.base_models import write_base_model
 
+pytestmark = pytest.mark.usefixtures("preloaded")
+
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):

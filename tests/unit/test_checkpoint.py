@@ -17,11 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from stream import durable
 from stream.durable import create_folder_atomically
 from stream.errors import FencedError, RunFailedError, RunMismatchError
-from stream.records import Completion, Group, Prompt
 from stream.trainer.folder_lock import RunFolderLock
-from stream.validity import Measured
+from tests.cases.groups import completion, group
 from tests.cases.models import loaded_once, write_small_qwen3
-from tests.cases.rows import sampled_row
 from workers import settings
 from workers.runs.progress import Progress
 from workers.train.checkpointing.checkpoint import CheckpointStore
@@ -56,12 +54,7 @@ def make_learner(base, dtype="float32"):
 
 
 def batch():
-    def completion(index, tokens, reward):
-        row = sampled_row(tokens, [-2.0] * len(tokens), prompt=[1])
-        return Completion(index=index, rows=[row], reward=Measured(reward))
-
-    members = [completion(0, [3, 4], 1.0), completion(1, [5, 6], 0.0)]
-    return collate([Group(prompt=Prompt(id="p", messages=[]), completions=members)])
+    return collate([group(completion(0, 1.0, [3, 4], logprobs=(-2.0,)), completion(1, 0.0, [5, 6], logprobs=(-2.0,)))])
 
 
 def weights(learner):

@@ -8,7 +8,6 @@ import torch
 
 from workers.train.algorithms.correction import RejectionRule, importance_weights, reject
 from workers.train.algorithms.correction_metrics import (
-    correction_metrics,
     policy_metrics,
     rejection_metrics,
     weight_metrics,
@@ -78,16 +77,6 @@ def test_metrics_of_a_token_rule():
     )
 
 
-def test_metrics_of_a_completion_rule_count_completions():
-    rule = RejectionRule("seq_sum_k3", 0.0, 0.5)  # sums: 1/e of the first, e - 2 of the second
-    result = floats(rejection_metrics(reject([rule], RATIOS)))
-    assert result["rollout_rs_seq_sum_k3_mean"] == pytest.approx((3 / math.e + 2 * (math.e - 2)) / 5)
-    assert result["rollout_rs_seq_sum_k3_seq_mean"] == pytest.approx((1 / math.e + math.e - 2) / 2)
-    assert result["rollout_rs_seq_sum_k3_fraction_high"] == 1 / 2
-    assert result["rollout_rs_seq_sum_k3_masked_fraction"] == pytest.approx(2 / 5)
-    assert "rollout_rs_seq_sum_k3_seq_fraction_low" not in result
-
-
 def test_metrics_of_token_weights():
     weights = importance_weights(RATIOS, level="token", **BOUNDS | {"normalize": True})
     result = floats(weight_metrics(weights))
@@ -115,15 +104,6 @@ def test_metrics_of_token_weights():
     )
 
 
-def test_metrics_of_completion_weights_count_completions():
-    weights = importance_weights(RATIOS, level="sequence", **BOUNDS)
-    result = floats(weight_metrics(weights))
-    assert (result["rollout_is_max"], result["rollout_is_min"]) == pytest.approx((math.e, 1 / math.e))
-    assert result["rollout_is_seq_max"] == 2.0
-    assert (result["rollout_is_ratio_fraction_high"], result["rollout_is_ratio_fraction_low"]) == (0.5, 0.5)
-    assert "rollout_is_batch_norm_factor" not in result
-
-
 def test_effective_sample_size_is_1_for_equal_weights_and_0_if_all_are_zeroed():
     one = importance_weights(log_ratios(TRAIN, TRAIN, Sequences(MASK, IDS)), level="token", **BOUNDS)
     assert float(weight_metrics(one)["rollout_is_eff_sample_size"]) == 1.0
@@ -132,67 +112,3 @@ def test_effective_sample_size_is_1_for_equal_weights_and_0_if_all_are_zeroed():
     )
     result = floats(weight_metrics(none))
     assert (result["rollout_is_eff_sample_size"], result["rollout_is_oob_ratio"]) == (0.0, 1.0)
-
-
-def test_each_metric_covers_its_own_mask():
-    rejection = reject([RejectionRule("token_k1", 0.5, 4.0)], RATIOS)
-    weights = importance_weights(log_ratios(TRAIN, ROLLOUT, Sequences(rejection.kept_RT, IDS)), level="token", **BOUNDS)
-    result = floats(
-        correction_metrics(
-            TRAIN,
-            ROLLOUT,
-            log_ratios(TRAIN, ROLLOUT, Sequences(rejection.kept_RT, IDS)),
-            rejection=rejection,
-            weights=weights,
-        )
-    )
-    assert result["kl"] == 1 / 4
-    assert result["rollout_is_mean"] == pytest.approx((3 + math.exp(-1)) / 4)
-    assert result["rollout_rs_masked_fraction"] == pytest.approx(1 / 5)
-    before = floats(correction_metrics(TRAIN, ROLLOUT, RATIOS, rejection=rejection))
-    assert before["kl"] == 0.0
-    assert not any(name.startswith("rollout_is") for name in before)
-
-
-def test_a_single_completion_has_a_standard_deviation_of_0():
-    rejection = reject(
-        [RejectionRule("token_k2", 0.0, 1.0)], log_ratios(TRAIN[:2], ROLLOUT[:2], Sequences(MASK[:2], IDS[:2]))
-    )
-    weights = importance_weights(
-        log_ratios(TRAIN[:2], ROLLOUT[:2], Sequences(MASK[:2], IDS[:2])), level="token", **BOUNDS
-    )
-    result = correction_metrics(
-        TRAIN[:2],
-        ROLLOUT[:2],
-        log_ratios(TRAIN[:2], ROLLOUT[:2], Sequences(MASK[:2], IDS[:2])),
-        rejection=rejection,
-        weights=weights,
-    )
-    assert (float(result["rollout_is_seq_std"]), float(result["rollout_rs_token_k2_seq_std"])) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("rows", [0, 4])
-def test_an_empty_mean_is_omitted(rows):
-    train, rollout, ids = TRAIN[:rows], ROLLOUT[:rows], IDS[:rows]
-    nothing = torch.zeros_like(MASK[:rows])
-    rejection = reject([RejectionRule("m2po", 0.0, 1.0)], log_ratios(train, rollout, Sequences(nothing, ids)))
-    weights = importance_weights(log_ratios(train, rollout, Sequences(nothing, ids)), level="sequence", **BOUNDS)
-    assert (
-        correction_metrics(
-            train, rollout, log_ratios(train, rollout, Sequences(nothing, ids)), rejection=rejection, weights=weights
-        )
-        == {}
-    )
-
-
-def test_extreme_log_ratios_give_finite_metrics():
-    train, rollout = torch.tensor([[-100.0, 0.0]]), torch.tensor([[0.0, -100.0]])
-    mask, ids = torch.ones(1, 2, dtype=torch.bool), torch.tensor([0])
-    rejection = reject([RejectionRule("token_k3", 0.0, 1.0)], log_ratios(train, rollout, Sequences(mask, ids)))
-    weights = importance_weights(log_ratios(train, rollout, Sequences(mask, ids)), level="token", **BOUNDS)
-    result = floats(
-        correction_metrics(
-            train, rollout, log_ratios(train, rollout, Sequences(mask, ids)), rejection=rejection, weights=weights
-        )
-    )
-    assert all(math.isfinite(value) for value in result.values())

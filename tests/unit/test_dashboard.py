@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -14,6 +13,8 @@ from msgspec import structs
 
 from stream.errors import PenstockError, SettingsError
 from stream.operator.status import RunStatus, StageStatus
+from tests.cases.pages import browser, text_of
+from tests.cases.run_folders import write_run
 from workers.dashboard import app
 from workers.dashboard.access import Access
 from workers.dashboard.app import serve_dashboard
@@ -38,30 +39,10 @@ STEPS = [
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A run that was killed: a folder, and no server."""
-    path = tmp_path / "a run"
-    (path / "logs").mkdir(parents=True)
-    (path / "run.toml").write_text(
-        f'[run]\nname = "r"\nfolder = "{path}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
-        '[[rewards]]\nref = "a:b"\n'
-    )
+    path = write_run(tmp_path / "a run")
+    (path / "logs").mkdir()
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in STEPS))
     return path
-
-
-@asynccontextmanager
-async def browser(folder: Path, access: Access = Access(), **headers: str):  # noqa: B008
-    catalog = await anyio.to_thread.run_sync(Runs, [str(folder)])
-    async with serve_dashboard(catalog, access, 0) as url:
-        timeout = aiohttp.ClientTimeout(total=20)
-        async with aiohttp.ClientSession(url, headers=headers, timeout=timeout) as session:
-            yield session
-
-
-async def text_of(session: aiohttp.ClientSession, path: str, status: int = 200) -> str:
-    async with session.get(path) as response:
-        text = await response.text()
-        assert response.status == status, text
-        return text
 
 
 @pytest.mark.parametrize(

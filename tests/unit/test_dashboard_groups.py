@@ -3,7 +3,6 @@
 import math
 import random
 from array import array
-from pathlib import Path
 
 import anyio.to_thread
 import pytest
@@ -21,12 +20,13 @@ from stream.records import (
     TrainedCompletion,
     TrainedRow,
 )
-from stream.trainer.archive import Archive, ArchivedGroups
-from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import Dead, Dropped, LedgerRecord, Trained, content_hash
+from stream.trainer.archive import ArchivedGroups
+from stream.trainer.ledger_records import Dead, Dropped, Trained
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
-from tests.cases.rows import sampled_row
-from tests.unit.test_dashboard import browser, evaluation, text_of
+from tests.cases.groups import completion
+from tests.cases.pages import browser, text_of
+from tests.cases.run_folders import ArchivedRun
+from tests.unit.test_dashboard import evaluation
 from workers.dashboard.group_page import FIRST, LAST, visible_parts
 from workers.dashboard.groups_page import Bar, histogram, parse_filter
 from workers.dashboard.timeline_page import Axis, lanes
@@ -41,57 +41,48 @@ from workers.runs.transcript import conversation
 HOSTILE = "<script>alert(1)</script>\u202eevil\x1b[31m"
 
 
-class Run:
-    """A run's folder with an archive, and a segment per group."""
+class Run(ArchivedRun):
+    """A run whose groups have a completion for each reward."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.mkdir()
-        (path / "run.toml").write_text(
-            f'[run]\nname = "r"\nfolder = "{path}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
-            '[[rewards]]\nref = "a:b"\n'
-        )
-        self.ledger, self.archive = Ledger(path / "ledger.jsonl"), Archive(path / "groups")
-
-    def end(self, name, step, rewards, *, outcome=Trained(), version=1, text="2 + 2?", in_ledger=True) -> None:  # noqa: B008
+    def sampled(self, name, step, rewards, outcome=Trained(), *, version=1, text="2 + 2?", in_ledger=True) -> None:  # noqa: B008
         completions = [
-            Completion(
-                index=at,
-                rows=[sampled_row([3, 4, 5], [-0.5, -1.0, -1.5], version=version)],
+            completion(
+                at,
+                Unmeasured(RewardReason.TIMEOUT, "judge: 5 s") if reward is None else reward,
+                (3, 4, 5),
+                version=version,
+                logprobs=(-0.5, -1.0, -1.5),
                 prompt_messages=[{"role": "user", "content": text}],
                 messages=[{"role": "assistant", "content": f"I say {at}."}],
-                reward=Unmeasured(RewardReason.TIMEOUT, "judge: 5 s") if reward is None else Measured(reward),
                 truncated=TruncationReason.LENGTH if reward == 0 else None,
-                turns=1,
             )
             for at, reward in enumerate(rewards)
         ]
         group = Group(prompt=Prompt(id=name, messages=[], fed_at=1.0), completions=completions, claimed_at=3.0)
-        record = LedgerRecord(name, outcome, step, step - 1, content_hash(group))
         done = [TrainedCompletion("valid", 0.5, 3)] * len(completions)
-        self.archive.write([(record, encode(group))], {name: done})
-        self.archive.close()
-        self.archive = Archive(self.path / "groups")
-        if in_ledger:
-            self.ledger.append([record])
-        self.ledger.sync()
+        self.end(group, step, outcome, done=done, in_ledger=in_ledger)
+
+    def bury(self, prompt: str) -> None:
+        ledger = self.ledger()
+        ledger.append_end(prompt, Dead("worker_lost"), 3, 2)
+        ledger.sync()
+        ledger.close()
 
 
 @pytest.fixture
 def run(tmp_path):
     made = Run(tmp_path / "run")
-    made.end("a", 1, [1.0, 0.0])
-    made.end("b", 2, [0.5, 0.5], outcome=Dropped("zero_variance"), version=2)
-    made.end("lost", 3, [9.0], in_ledger=False)
-    made.end("c", 3, [None, 0.25], version=3, text=HOSTILE)
-    yield made
-    made.ledger.close()
+    made.sampled("a", 1, [1.0, 0.0])
+    made.sampled("b", 2, [0.5, 0.5], Dropped("zero_variance"), version=2)
+    made.sampled("lost", 3, [9.0], in_ledger=False)
+    made.sampled("c", 3, [None, 0.25], version=3, text=HOSTILE)
+    return made
 
 
 def scanned_segments(monkeypatch) -> list[str]:
     """Return a list that gets the name of each segment that is scanned whole."""
-    scanned, scan = [], ArchivedGroups._scan
-    monkeypatch.setattr(ArchivedGroups, "_scan", lambda self, path: (scanned.append(path.name), scan(self, path)))
+    scanned, scan = [], ArchivedGroups._index
+    monkeypatch.setattr(ArchivedGroups, "_index", lambda self, path: (scanned.append(path.name), scan(self, path)))
     return scanned
 
 
@@ -124,7 +115,7 @@ def test_groups_are_filtered_the_newest_first(run, query, names):
 def test_an_index_follows_a_run_that_goes_on_and_one_that_was_set_back(run):
     index = GroupIndex(run.path)
     assert found(index) == ["c", "b", "a"]
-    run.end("d", 4, [1.0])
+    run.sampled("d", 4, [1.0])
     assert index.refresh()
     assert found(index) == ["d", "c", "b", "a"]
     lines = (run.path / "ledger.jsonl").read_bytes().splitlines(keepends=True)
@@ -223,7 +214,7 @@ def letters(token_ids: bytes, start: int, end: int) -> str:
 ANNOTATED = TrainedRow(
     loss_mask=b"\1\1\0\0",
     advantages=array("f", [1.0, -0.2, 0.0, 0.0]).tobytes(),
-    logprob_differences=array("f", [0.06, -1.5, 0.0, math.nan]).tobytes(),
+    logprob_differences=array("f", [0.06, -1.0, 0.0, math.nan]).tobytes(),
     rejected_by=b"\0\0\1\0",
     rules=("token_k1",),
 )
@@ -260,7 +251,7 @@ def test_a_tokens_tooltip_has_everything_that_is_recorded_of_it():
     assert titles[0] == [
         *("'a'", "token 0, id 5", "engine's log-prob -0.010", "trainer's +0.060", "advantage +1", "version 7")
     ]
-    assert titles[1][3:5] == ["trainer's -1.500", "advantage -0.2"]
+    assert titles[1][3:5] == ["trainer's -1.000", "advantage -0.2"]
     assert titles[2] == ["'c'", "token 2, id 7", "not sampled"]
     assert titles[3][3:] == ["trainer's +0.000", "no loss: rejected by token_k1", "version 8"]
     assert titles[4][2:] == ["engine's log-prob -2.000", "no loss", "version 8"]
@@ -374,8 +365,7 @@ async def test_pages_of_groups_keep_their_filters_and_show_hostile_text_as_text(
         assert "does not exist here" in await text_of(session, "/runs/run/group/tokens?id=c&completion=0")
         assert "I say 0." in await text_of(session, "/runs/run/group/message?id=c&completion=0&message=1")
         await text_of(session, "/runs/run/group?id=none", 404)
-        run.ledger.append_end("bad", Dead("worker_lost"), 3, 2)
-        run.ledger.sync()
+        await anyio.to_thread.run_sync(run.bury, "bad")
         assert "Prompt bad is a dead letter (worker_lost)." in await text_of(session, "/runs/run/group?id=bad", 404)
         assert "groups without an outcome are on the server only" in await text_of(
             session, "/runs/run/groups?at=trainer"

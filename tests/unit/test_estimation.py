@@ -1,13 +1,13 @@
 """Rewards prepared for an estimator: per turn, shaped, with length penalty, against a greedy rollout, truncated."""
 
 import math
-from array import array
 
 import pytest
 import torch
 
-from stream.records import Completion, Group, Prompt, RewardPart, Row, Span
+from stream.records import RewardPart
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
+from tests.cases import groups
 from workers.settings.toml_file import parse_settings
 from workers.train.step.batch import ForwardStatistics, collate
 from workers.train.step.estimation import estimate_advantages
@@ -18,27 +18,14 @@ LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "c
 
 def completion(index, reward, *, turns=(2,), by_turn=None, **facts):
     """Make turns with these numbers of sampled tokens; one tool token follows each turn but the last."""
-    sampled, place = [], 0
-    for length in turns:
-        sampled.append((place, place + length))
-        place += length + 1
-    tokens = place - 1
-    count = sum(turns)
-    row = Row(
-        prompt_ids=array("i", [1]).tobytes(),
-        token_ids=array("i", [2] * tokens).tobytes(),
-        sampled_ranges=sampled,
-        logprobs=array("f", [-1.0] * count).tobytes(),
-        spans=[Span(0, start, end) for start, end in sampled],
-    )
-    known = reward if isinstance(reward, Unmeasured) else Measured(reward)
+    tokens = [token for length in turns for token in (*[2] * length, 0)][:-1]
     parts = [RewardPart(name="env", reward=Measured(value), turn=turn) for turn, value in enumerate(by_turn or ())]
-    return Completion(index=index, rows=[row], reward=known, parts=parts, turns=len(turns), **facts)
+    return groups.completion(index, reward, tokens, parts=parts, **facts)
 
 
 def estimate(completions, **sections):
     settings = parse_settings(LEAST | {"filter": {"min_valid_rows": 1}} | sections)
-    batch = collate([Group(prompt=Prompt(id="p", messages=[]), completions=completions)])
+    batch = collate([groups.group(*completions)])
     masks = mask_batch(batch, settings, 0)
     return estimate_advantages(batch, masks, settings), filter_reasons(batch, masks, settings)
 
@@ -53,7 +40,7 @@ REWARD_TO_GO = {"estimator": {"name": "reinforce_plus_plus", "whiten": False}}
 def test_turn_rewards_are_on_the_turns_last_tokens_and_the_rest_on_the_very_last():
     by_turn = completion(0, 1.75, turns=(2, 1, 2), by_turn=(0.5, 0.0, 0.25))  # 1.0 from another part
     result, _ = estimate([by_turn, completion(1, 0.0)], **REWARD_TO_GO)
-    assert result.tokens_RT[0].tolist() == [0, 1.75, 1.75, 0, 1.25, 0, 1.25, 1.25]
+    assert result.tokens_RT[0].tolist() == [0, 0, 1.75, 1.75, 0, 1.25, 0, 1.25, 1.25]
     assert result.returns_RT[0].tolist() == result.tokens_RT[0].tolist()
 
 
@@ -61,7 +48,7 @@ def test_a_zeroed_reward_is_zero_on_every_turn():
     cut = completion(0, 0.75, turns=(1, 1), by_turn=(0.5, 0.25), truncated=TruncationReason.LENGTH)
     algorithm = {"truncation": {"length": "zero_reward_in_baseline"}}
     result, _ = estimate([cut, completion(1, 1.0)], algorithm=algorithm, **REWARD_TO_GO)
-    assert result.tokens_RT[0].tolist() == [0, 0, 0, 0]
+    assert result.tokens_RT[0].tolist() == [0, 0, 0, 0, 0]
 
 
 TURNS = {"turns": (1, 1), "by_turn": (100.0, 100.0)}
@@ -97,7 +84,7 @@ def returns_of(completions, name, **sections):
     chosen = {"name": name} | ({"whiten": False, "gae_lambda": 1.0} if name == "gae" else {})
     chosen |= {"whiten": False} if name == "reinforce_plus_plus" else {}
     settings = parse_settings(LEAST | {"filter": {"min_valid_rows": 1}, "estimator": chosen} | sections)
-    batch = collate([Group(prompt=Prompt(id="p", messages=[]), completions=completions)])
+    batch = collate([groups.group(*completions)])
     masks = mask_batch(batch, settings, 0)
     zeros_RT = torch.zeros(batch.tokens_RT.shape, dtype=torch.float64)
     statistics = ForwardStatistics(

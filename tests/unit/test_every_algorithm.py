@@ -5,9 +5,11 @@ from array import array
 import pytest
 import torch
 
-from stream.records import Completion, Group, Prompt, RewardPart, Row, Span
+from stream.records import RewardPart
 from stream.validity import Measured, RewardReason, TruncationReason, Unmeasured
+from tests.cases import groups
 from tests.cases.models import loaded_once, write_small_qwen3
+from tests.cases.path import measured
 from workers.settings.algorithm import PRESETS, Rule
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.advantages import ESTIMATORS
@@ -38,27 +40,13 @@ def learner(base, *, train=None, **sections):
 
 
 def completion(index, tokens, reward, **facts):
-    """Follows the prompt [1, 2]; token 0 is a tool's answer. Log-probs are close to an untrained model's."""
-    sampled = []
-    for place, token in enumerate(tokens):
-        if token and sampled and sampled[-1][1] == place:
-            sampled[-1] = (sampled[-1][0], place + 1)
-        elif token:
-            sampled.append((place, place + 1))
-    count = sum(end - start for start, end in sampled)
-    row = Row(
-        prompt_ids=array("i", [1, 2]).tobytes(),
-        token_ids=array("i", tokens).tobytes(),
-        sampled_ranges=sampled,
-        logprobs=array("f", [-3.1 - 0.05 * (i % 3) for i in range(count)]).tobytes(),
-        spans=[Span(3, start, end) for start, end in sampled],
-    )
+    """Token 0 is a tool's answer. Log-probs are close to an untrained model's."""
     parts = [
         RewardPart(name="env", reward=reward),
         RewardPart(name="format", reward=Measured(float(index % 2)), weight=0.0),
     ]
-    facts = {"parts": parts if isinstance(reward, Measured) else [], "turns": len(sampled)} | facts
-    return Completion(index=index, rows=[row], reward=reward, **facts)
+    facts = {"parts": parts if isinstance(reward, Measured) else []} | facts
+    return groups.completion(index, reward, tokens, version=3, logprobs=(-3.1, -3.15, -3.2), **facts)
 
 
 def group(name, *others, shift=0):
@@ -69,7 +57,7 @@ def group(name, *others, shift=0):
         completion(3, [13, 14 + shift], Measured(0.25)),
         completion(4, [3, 3], Measured(0.5), greedy=True),
     ]
-    return Group(prompt=Prompt(id=name, messages=[]), completions=[*rolled, *others])
+    return groups.group(*rolled, *others, name=name)
 
 
 def junk():
@@ -121,43 +109,37 @@ def two_steps(trained, *extra, **options):
     return [trained.step(collate(batch), 3, **options) for _ in range(2)]
 
 
+def assert_same_steps(one, other, first, second):
+    """Compare what two learners trained; another width of a micro-batch rounds differently."""
+    assert torch.allclose(weights(one), weights(other), rtol=0, atol=2e-5)
+    for mine, other_report in zip(first, second, strict=True):
+        ours, theirs = measured(mine.metrics), measured(other_report.metrics)
+        for name in {*ours, *theirs} - {"seconds"}:
+            assert theirs[name] == pytest.approx(ours[name], rel=2e-3, abs=1e-4), name
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_and_neither_invalid_completions_nor_micro_batches_change_anything(base, case):
-    clean, dirty = learner(base, **CASES[case]), learner(base, **CASES[case])
+    clean, other = learner(base, **CASES[case]), learner(base, **CASES[case], train={"micro_batch_tokens": 1})
     before = weights(clean)
     first = two_steps(clean)
     assert all(report.trained for report in first), first
     assert not torch.equal(weights(clean), before)
-    two_steps(dirty, *junk())
-    # Another width of the micro-batch rounds differently.
-    assert torch.allclose(weights(clean), weights(dirty), rtol=0, atol=1e-6)
-
-    split = learner(base, **CASES[case], train={"micro_batch_tokens": 1})
-    second = two_steps(split)
-    assert torch.allclose(weights(clean), weights(split), rtol=0, atol=2e-5)
-    for one, other in zip(first, second, strict=True):
-        for name in {*one.metrics, *other.metrics} - {"seconds"}:
-            assert other.metrics[name] == pytest.approx(one.metrics[name], rel=2e-3, abs=1e-4), name
+    assert_same_steps(clean, other, first, two_steps(other, *junk()))
 
 
 @pytest.mark.parametrize("case", ["loss gspo", "estimator gae", "divergence k3", "entropy", "normalised weights"])
 @pytest.mark.parametrize("train", [{"packing": "on"}, {"packing": "on", "attention": "sdpa", "micro_batch_tokens": 12}])
 def test_packing_and_gradient_checkpointing_change_nothing(base, case, train):
-    plain, packed = (
-        learner(base, **CASES[case]),
-        learner(base, **CASES[case], train=train | {"gradient_checkpointing": True}),
-    )
+    checkpointed = train | {"gradient_checkpointing": True}
+    plain, packed = learner(base, **CASES[case]), learner(base, **CASES[case], train=checkpointed)
     assert (plain.runner.policy.packed, packed.runner.policy.packed) == (False, True)
-    first, second = two_steps(plain), two_steps(packed)
-    assert torch.allclose(weights(plain), weights(packed), rtol=0, atol=2e-5)
-    for one, other in zip(first, second, strict=True):
-        for name in {*one.metrics, *other.metrics} - {"seconds"}:
-            assert other.metrics[name] == pytest.approx(one.metrics[name], rel=2e-3, abs=1e-4), name
+    assert_same_steps(plain, packed, two_steps(plain), two_steps(packed))
 
 
-def sampled_by(trained, *groups, shift=0.0):
+def sampled_by(trained, *made, shift=0.0):
     """Collate groups with the learner's log-probs plus `shift` as the engine's."""
-    for row in (row for each in groups for completion in each.completions for row in completion.rows):
+    for row in (row for each in made for completion in each.completions for row in completion.rows):
         prompt, tokens = array("i", row.prompt_ids), array("i", row.token_ids)
         ids = torch.tensor([[*prompt, *tokens]])
         sampled = torch.zeros_like(ids, dtype=torch.bool)
@@ -166,7 +148,7 @@ def sampled_by(trained, *groups, shift=0.0):
         with torch.no_grad():
             own = token_logprobs(trained.runner.policy, ids, sampled, temperature=trained.settings.rollout.temperature)
         row.logprobs = array("f", (own.logprobs_N + shift).tolist()).tobytes()
-    return collate(groups)
+    return collate(made)
 
 
 @pytest.mark.parametrize("name", PRESETS)

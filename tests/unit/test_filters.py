@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.train.algorithms.grouping import Grouping
-from workers.train.algorithms.shaping import FILTERS, advantage_bounds, difficulty, min_valid_rows, zero_variance
+from workers.train.algorithms.shaping import FILTERS, min_valid_rows, zero_variance
 
 # Four groups, interleaved: {1, 0, junk}, {0.9, 0.9, 0.9}, {0.5}, and one without valid completions.
 IDS = torch.tensor([0, 1, 2, 0, 1, 3, 0, 1])
@@ -33,33 +33,6 @@ def test_a_failed_verifier_does_not_make_a_tie_worth_training():
     """Rewards [1, 1, 1, verifier failed]: a score of 0 for the last would count as variance."""
     groups = Grouping(torch.zeros(4, dtype=torch.int64), torch.tensor([True, True, True, False]))
     assert zero_variance(torch.tensor([1.0, 1.0, 1.0, 0.0]), groups).tolist() == [False]
-
-
-@pytest.mark.parametrize(
-    ("lower", "upper", "expected"),
-    [
-        (0.0, 0.8, [True, False, True, True]),
-        (0.6, 1.0, [False, True, False, True]),
-        (0.5, 0.5, [True, False, True, True]),
-        (-math.inf, math.inf, [True, True, True, True]),
-    ],
-)
-def test_groups_with_a_mean_reward_within_the_bounds_are_kept(lower, upper, expected):
-    assert difficulty(REWARDS, GROUPS, min_mean_reward=lower, max_mean_reward=upper).tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("lower", "upper", "expected"),
-    [
-        (0.0, math.inf, [True, True, True, True]),
-        (0.25, math.inf, [True, False, True, True]),
-        (0.0, 0.5, [False, True, True, True]),
-        (2.0, 2.0, [True, False, False, True]),
-    ],
-)
-def test_advantage_bounds_apply_to_the_largest_absolute_advantage(lower, upper, expected):
-    advantages = torch.tensor([0.1, 0.0, 0.5, -2.0, 0.0, math.nan, 1e30, 0.0], dtype=torch.float64)
-    assert advantage_bounds(advantages, GROUPS, min_advantage=lower, max_advantage=upper).tolist() == expected
 
 
 @pytest.mark.parametrize("name", FILTERS)

@@ -1,13 +1,16 @@
 """Which groups the trainer drops before a step, and how it counts them."""
 
 import math
+from functools import partial
 
 import pytest
 
 from stream.errors import RecordError, RunFailedError
-from stream.records import Completion, Failure, Group, Prompt, RewardPart
+from stream.records import Completion, Failure, RewardPart
 from stream.trainer.leased_group import DroppedGroup
 from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
+from tests.cases import groups
+from tests.cases.groups import completion
 from tests.cases.rows import sampled_row
 from workers.runs.progress import Progress
 from workers.settings.toml_file import parse_settings
@@ -16,14 +19,7 @@ from workers.train.groups.group_checker import GroupChecker
 SETTINGS = {"model": {"path": "m"}, "data": {"path": "d"}, "rewards": [{"ref": "r:f"}], "rollout": {"group_size": 2}}
 
 
-def completion(i, reward, token=3):
-    return Completion(index=i, rows=[sampled_row([token, 4], [-0.5, -0.5])], reward=reward)
-
-
-def group(*completions):
-    return Group(prompt=Prompt(id="d:0:1", messages=[]), completions=list(completions))
-
-
+group = partial(groups.group, name="d:0:1")
 GOOD = (completion(0, Measured(1.0)), completion(1, Measured(0.0)))
 
 
@@ -106,7 +102,7 @@ def test_a_huge_reward_part_of_an_invalid_completion_is_ignored(checker):
 
 def test_a_token_outside_the_vocabulary_makes_the_group_unreadable(checker):
     with pytest.raises(RecordError, match="vocabulary"):
-        checker.check(group(completion(0, Measured(1.0), token=10), completion(1, Measured(0.0))), 0)
+        checker.check(group(completion(0, Measured(1.0), [10, 4]), completion(1, Measured(0.0))), 0)
 
 
 def checker_of(progress, **sections):

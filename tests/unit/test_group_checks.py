@@ -1,11 +1,9 @@
 """Which groups are not worth training, and why."""
 
-from array import array
-
 import pytest
 
-from stream.records import Completion, Group, Prompt, Row, Span
-from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
+from stream.validity import DropReason, RewardReason, TruncationReason, Unmeasured
+from tests.cases.groups import completion, group
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.masks import DROP_REASONS
 from workers.train.step.batch import collate
@@ -14,32 +12,15 @@ from workers.train.step.group_checks import drop_groups, filter_reasons, mask_ba
 LEAST = {"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}}
 
 
-def completion(index, reward, truncated=None):
-    row = Row(
-        prompt_ids=bytes(4),
-        token_ids=bytes(4),
-        sampled_ranges=[(0, 1)],
-        logprobs=array("f", [-1.0]).tobytes(),
-        spans=[Span(0, 0, 1)],
-    )
-    known = Unmeasured(RewardReason.RAISED) if reward is None else Measured(reward)
-    return Completion(index=index, rows=[row], reward=known, truncated=truncated)
-
-
 def batch(*groups, truncated=None):
     """Make groups of completions with these rewards; `truncated` is the index of a truncated completion."""
-    return collate(
-        [
-            Group(
-                prompt=Prompt(id=str(number), messages=[]),
-                completions=[
-                    completion(i, reward, TruncationReason.LENGTH if i == truncated else None)
-                    for i, reward in enumerate(rewards)
-                ],
-            )
-            for number, rewards in enumerate(groups)
-        ]
-    )
+
+    def one(index, reward):
+        reward = Unmeasured(RewardReason.RAISED) if reward is None else reward
+        return completion(index, reward, [9], truncated=TruncationReason.LENGTH if index == truncated else None)
+
+    rewards = enumerate(groups)
+    return collate([group(*(one(*each) for each in enumerate(made)), name=str(number)) for number, made in rewards])
 
 
 def judge(result, policy="keep", singleton="zero", **chosen):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.hygiene.judge import BOUNDS, judge
+from tests.soak.growth import BOUNDS, judge
 
 LEAKS = {
     "server.memory": 1000,

@@ -49,12 +49,6 @@ def test_weights_outside_the_bounds_are_truncated_or_zeroed(options, expected):
     assert lists(weigh([[0.1, 1.5, 3.0]], level="token", **options).weights_RT) == [expected]
 
 
-def test_each_level_is_averaged_over_its_own_units():
-    ratios = [[1.0, 1.0, 4.0], [2.0, None, None]]
-    assert float(weigh(ratios, level="token", normalize=True).normalizer) == pytest.approx(2.0)
-    assert float(weigh(ratios, level="sequence", normalize=True).normalizer) == pytest.approx(3.0)
-
-
 def test_a_completion_in_two_rows_counts_once_in_the_mean():
     result = weigh([[2.0], [2.0], [1.0]], [0, 0, 1], level="sequence", normalize=True)
     assert lists(result.weights_RT) == [[1.6], [1.6], [0.4]]  # 4, 4 and 1, divided by (4 + 1) / 2
@@ -86,18 +80,6 @@ def test_a_log_ratio_of_100_gives_exp_20(level, log_ratio, expected, dtype):
     assert result.weights_RT.dtype == torch.float64
     assert not result.weights_RT.requires_grad
     assert result.weights_RT.flatten().tolist() == pytest.approx([expected] * 6, rel=1e-6)
-
-
-@pytest.mark.parametrize("level", IMPORTANCE_LEVELS)
-@pytest.mark.parametrize("shape", [(0, 0), (0, 4), (2, 0), (2, 4)])
-def test_without_valid_tokens_weights_are_0_and_the_factor_is_1(level, shape):
-    nan, mask = torch.full(shape, math.nan), torch.zeros(shape, dtype=torch.bool)
-    options = OFF | {"normalize": True}
-    result = importance_weights(
-        log_ratios(nan, nan, Sequences(mask, torch.zeros(shape[0], dtype=torch.int64))), level=level, **options
-    )
-    assert torch.equal(result.weights_RT, torch.zeros(shape))
-    assert float(result.normalizer) == 1.0
 
 
 def test_an_unknown_option_is_an_error():

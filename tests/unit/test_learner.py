@@ -3,6 +3,7 @@
 import math
 import shutil
 from array import array
+from functools import partial
 
 import msgspec
 import pytest
@@ -11,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from stream.errors import RunMismatchError, SettingsError
-from stream.records import Completion, Group, Prompt, Row, Span
-from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
+from stream.records import Group, Prompt
+from stream.validity import DropReason, RewardReason, TruncationReason, Unmeasured
+from tests.cases import groups
 from tests.cases.models import loaded_once, write_small_qwen3
 from workers.local_engine.weights import load_weights
-from workers.runs.tokens import annotated_row, token_columns
+from workers.runs.tokens import token_columns, trained_row
 from workers.settings.toml_file import parse_settings
 from workers.train.model.logprobs import token_logprobs
 from workers.train.step.batch import collate
@@ -46,27 +48,12 @@ def learner(base, *, dtype="float32", learning_rate=1e-2, train=None, **sections
     return Learner(parse_settings(least | {"model": {"path": str(base), "dtype": dtype}, "train": train} | sections))
 
 
-def completion(index, tokens, reward, version=3, **facts):
-    """Make an episode after the prompt [1, 2]; token 0 stands for tool output, which is not sampled."""
-    sampled = [(i, i + 1) for i, token in enumerate(tokens) if token]
-    row = Row(
-        prompt_ids=array("i", [1, 2]).tobytes(),
-        token_ids=array("i", tokens).tobytes(),
-        sampled_ranges=sampled,
-        logprobs=array("f", [-3.0] * len(sampled)).tobytes(),
-        spans=[Span(version, start, end) for start, end in sampled],
-    )
-    return Completion(index=index, rows=[row], reward=reward, **facts)
-
-
 GOOD, BAD = [3, 4, 0, 5], [6, 7, 8]
+completion = partial(groups.completion, version=3, logprobs=(-3.0,))
 
 
 def group(*others, name="p"):
-    return Group(
-        prompt=Prompt(id=name, messages=[]),
-        completions=[completion(0, GOOD, Measured(1.0)), completion(1, BAD, Measured(0.0)), *others],
-    )
+    return groups.group(completion(0, 1.0, GOOD), completion(1, 0.0, BAD), *others, name=name)
 
 
 def logprob(trained, tokens):
@@ -93,7 +80,7 @@ def test_a_step_makes_the_better_completion_likelier(base):
 
 
 def test_the_micro_batch_does_not_change_the_step(base):
-    batch = collate([group(completion(2, [3, 3, 3, 3, 3, 9], Measured(0.5))), group(name="q")])
+    batch = collate([group(completion(2, 0.5, [3, 3, 3, 3, 3, 9])), group(name="q")])
     one, many = learner(base, learning_rate=1e-3), learner(base, learning_rate=1e-3, train={"micro_batch_tokens": 1})
     first, second = one.step(batch, 3), many.step(batch, 3)
     assert first.loss == pytest.approx(second.loss, rel=1e-5)
@@ -102,9 +89,9 @@ def test_the_micro_batch_does_not_change_the_step(base):
 
 
 def test_invalid_completions_train_nothing(base):
-    bad = completion(2, [9, 9], Unmeasured(RewardReason.RAISED))
-    cut = completion(3, [10, 10], Measured(7.0), truncated=TruncationReason.WALL_CLOCK)
-    nan = completion(4, [11, 11], Measured(7.0))
+    bad = completion(2, Unmeasured(RewardReason.RAISED), [9, 9])
+    cut = completion(3, 7.0, [10, 10], truncated=TruncationReason.WALL_CLOCK)
+    nan = completion(4, 7.0, [11, 11])
     nan.rows[0].logprobs = array("f", [math.nan] * 2).tobytes()
     clean, dirty = learner(base), learner(base)
     one, other = clean.step(collate([group()]), 3), dirty.step(collate([group(bad, cut, nan)]), 3)
@@ -121,7 +108,7 @@ def test_invalid_completions_train_nothing(base):
 
 
 def test_a_step_reports_what_it_did_with_each_sampled_token(base):
-    first = group(completion(2, [9, 10], Unmeasured(RewardReason.RAISED)))
+    first = group(completion(2, Unmeasured(RewardReason.RAISED), [9, 10]))
     differences = []
     with torch.no_grad():
         for tokens in (GOOD, BAD):
@@ -134,7 +121,7 @@ def test_a_step_reports_what_it_did_with_each_sampled_token(base):
     report = learner(base, correction={"reject": reject}, filter={"min_valid_rows": 2}).step(collate([first]), 3)
     *valid, invalid = report.completions["p"]
     for done, given, known in zip(valid, first.completions[:2], differences, strict=True):
-        columns = token_columns(given.rows[0], annotated_row(done, 0))
+        columns = token_columns(given.rows[0], trained_row(done, 0))
         sampled = [at for at, value in enumerate(columns.sampled_mask) if value]
         rejected = [math.exp(-difference) > bound * 1.0001 for difference in known]
         assert [columns.logprob_differences[at] for at in sampled] == pytest.approx(known, abs=1e-4)
@@ -145,7 +132,7 @@ def test_a_step_reports_what_it_did_with_each_sampled_token(base):
             None if each else pytest.approx(done.advantage) for each in rejected
         ]
     assert sum(done.loss_tokens for done in valid) == 4
-    columns = token_columns(first.completions[2].rows[0], annotated_row(invalid, 0))
+    columns = token_columns(first.completions[2].rows[0], trained_row(invalid, 0))
     assert (columns.loss_mask, columns.advantages, columns.rejected_by) == ([0, 0], [None] * 2, [None] * 2)
     assert columns.logprob_differences == [None] * 2
     without = learner(base, archive={"keep": "none"}).step(collate([first]), 3)
@@ -156,7 +143,7 @@ def test_a_batch_without_valid_rows_changes_no_weight_and_is_reported(base):
     trained = learner(base)
     before = weights(trained)
     nothing = Group(
-        prompt=Prompt(id="p", messages=[]), completions=[completion(0, GOOD, Unmeasured(RewardReason.TIMEOUT))]
+        prompt=Prompt(id="p", messages=[]), completions=[completion(0, Unmeasured(RewardReason.TIMEOUT), GOOD)]
     )
     report = trained.step(collate([nothing]), 3)
     assert (report.trained, report.skipped, report.loss) == (False, "no_valid_row", 0.0)
@@ -170,7 +157,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied(base):
     trained = learner(base, estimator={"name": "dr_grpo"}, train={"updates_per_batch": 2})
     trained.step(collate([group()]), 3)
     before, state = weights(trained), {name: value.clone() for name, value in trained.state().items()}
-    huge = group(completion(2, [9], Measured(1e300)))
+    huge = group(completion(2, 1e300, [9]))
     report = trained.step(collate([huge]), 3)
     assert (report.trained, report.skipped, trained.skipped_steps) == (False, "gradient_not_finite", 1)
     assert torch.equal(weights(trained), before)
@@ -222,7 +209,7 @@ def test_the_engine_can_be_the_proximal_policy(base):
 
 
 def test_tokens_above_max_token_age_are_masked_and_counted(base):
-    young = completion(2, [9, 9, 9], Measured(0.5), version=8)
+    young = completion(2, 0.5, [9, 9, 9], version=8)
     metrics = learner(base, pacing={"max_token_age": 4}).step(collate([group(young)]), 9).metrics
     assert (metrics["tokens/too_old"], metrics["tokens/loss"], metrics["tokens/sampled"]) == (6, 3, 9)
     assert metrics["staleness/max"] == 1
@@ -320,7 +307,7 @@ def test_weights_are_written_in_bfloat16_and_kept_in_float32(base, tmp_path):
 
 
 def test_every_metric_is_documented(base):
-    odd = completion(2, [9], Measured(1.0), truncated=TruncationReason.LENGTH)
+    odd = completion(2, 1.0, [9], truncated=TruncationReason.LENGTH)
     metrics = {}
     for loss in ({"name": "clipped", "dual_clip": 3.0}, {"name": "kl_cov"}):
         sections = {"algorithm": {"kl_coefficient": 0.1}, "train": {"updates_per_batch": 2}}

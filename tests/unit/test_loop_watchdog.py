@@ -46,10 +46,14 @@ async def test_blocking_code_is_logged_once(method, blockbuster):
     assert line["by"].endswith(f"Rude.{method}")
 
 
-@pytest.mark.parametrize(("cpu_s", "reports"), [(0.0, 0), (30.0, 1)], ids=["suspended", "busy"])
-def test_a_late_look_reports_a_busy_process_but_not_a_suspended_one(monkeypatch, cpu_s, reports):
+@pytest.mark.parametrize(
+    ("late_look", "reports"),
+    [((31.0, 0.0), 0), ((0.9, 0.0), 0), ((31.0, 30.0), 1)],
+    ids=["suspended", "suspended for less than is reported", "busy"],
+)
+def test_a_late_look_reports_a_busy_process_but_not_a_suspended_one(monkeypatch, late_look, reports):
     """A suspended process runs neither the loop nor the thread that watches it; both wake at the same moment."""
-    clock, passing = SimpleNamespace(wall=100.0, cpu=1.0), [(1.0, 0.0), (31.0, cpu_s)]
+    clock, passing = SimpleNamespace(wall=100.0, cpu=1.0), [(0.25, 0.0), (0.25, 0.0), (0.25, 0.0), late_look]
 
     class Stopped:
         def wait(self, timeout):

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from stream.errors import RunMismatchError, SettingsError
-from stream.validity import Measured
 from tests.cases.models import loaded_once, write_small_qwen3
 from tests.unit.test_learner import VOCABULARY, completion, group, learner
 from workers.evaluate.evaluate import find_policy_folder
@@ -65,7 +64,7 @@ def trained(base, steps=3, **options):
     """Return a learner after some steps, with both matrices of every layer changed."""
     result = lora(base, **options)
     for step in range(steps):
-        assert result.step(collate([group(completion(2, [9, 3 + step], Measured(0.25)))]), 3).trained
+        assert result.step(collate([group(completion(2, 0.25, [9, 3 + step]))]), 3).trained
     assert all(p.abs().max() > 0 for p in result.parameters.values())
     return result
 
@@ -154,7 +153,7 @@ def test_peft_loads_the_written_adapter_with_the_same_log_probs(base, rows, tmp_
 def test_the_reference_policy_is_the_model_without_its_adapter(base, rows):
     """Loss, gradient and metrics equal those with the reference as a second model."""
     algorithm = {"kl_coefficient": 0.3}
-    batch = collate([group(completion(2, [9, 9], Measured(0.5)))])
+    batch = collate([group(completion(2, 0.5, [9, 9]))])
     one, two = trained(base, algorithm=algorithm), trained(base, algorithm=algorithm)
     assert one.runner.reference.model is one.runner.policy.model is one.model
     assert torch.equal(read(one.model, rows), read(two.model, rows))

@@ -1,4 +1,4 @@
-"""Interpolated proximal log-probs: reference values, comparison with a loop, and tokens outside the mask."""
+"""Interpolated proximal log-probs, against a loop, with junk outside the mask. References: conformance."""
 
 import math
 import random
@@ -13,23 +13,6 @@ torch.set_num_threads(1)
 BEHAVIOUR, NOW = [[-1.875, -0.5, -1.375, -0.75, -1.75]], [[-1.475, -1.0, -0.925, -0.65, -1.75]]
 VERSIONS = torch.tensor([[-1, 0, 1, 2, 3]])
 SAMPLED = torch.ones(1, 5, dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    ("method", "version", "expected"),
-    [
-        ("loglinear", 1, BEHAVIOUR[0]),
-        ("linear", 1, BEHAVIOUR[0]),
-        ("rollout", 1, BEHAVIOUR[0]),
-        ("loglinear", 3, [-1.875, -0.8333333433, -1.15, -0.75, -1.75]),
-        ("linear", 3, [-1.875, -0.8042355296, -1.1248982343, -0.75, -1.75]),
-        ("rollout", 3, BEHAVIOUR[0]),
-    ],
-)
-def test_values_equal_the_reference(method, version, expected):
-    behaviour, now = torch.tensor(BEHAVIOUR, dtype=torch.float64), torch.tensor(NOW, dtype=torch.float64)
-    result = interpolate_logprobs(behaviour, now, VERSIONS, SAMPLED, version, method=method)
-    assert result[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,6 +1,5 @@
 """References: three spellings, no fallback, and messages that name where to look."""
 
-import subprocess
 import sys
 import textwrap
 
@@ -377,10 +376,3 @@ def test_a_reward_function_is_named_after_its_reference(project):
     project("scores.py", "def tidy(completions): return []\n")
     assert RewardFunction.load("calculator_answer", 0.5, "rollout").name == "calculator_answer"
     assert RewardFunction.load("scores.py:tidy").name == "tidy"
-
-
-def test_importing_the_package_loads_nothing_heavy():
-    heavy = ("torch", "transformers", "numpy", "aiohttp")
-    code = f"import sys, envs; print([m for m in {heavy} if m in sys.modules])"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
-    assert ran.stdout.strip() == "[]"

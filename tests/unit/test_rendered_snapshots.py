@@ -1,8 +1,6 @@
 """An environment's own `render(snapshot)`: where it is called, and what happens if it misbehaves."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -11,13 +9,11 @@ from envs.contract import offers_render
 from envs.factory import EnvironmentFactory
 from envs.snapshot import freeze
 from envs.snapshot.render import MAX_CHARACTERS, RenderedSnapshot, render_snapshot, render_snapshots
-from stream.codec import encode
 from stream.records import Completion, Group, Prompt
-from stream.trainer.archive import Archive
-from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
 from stream.validity import Measured
-from tests.unit.test_dashboard import browser, text_of
+from tests.cases.checks import tried
+from tests.cases.pages import browser, text_of
+from tests.cases.run_folders import ArchivedRun
 from workers.cli import penstock
 from workers.runs.transcript import paragraphs
 from workers.terminal.lines import paragraph_lines
@@ -109,22 +105,11 @@ async def test_a_render_that_hangs_is_killed_and_costs_no_other_snapshot(board, 
 def folder(board, tmp_path):
     """A run with a group of an environment that renders, and of one whose file is not here."""
     ref, _, snapshot = board
-    path = tmp_path / "run"
-    path.mkdir()
-    (path / "run.toml").write_text(
-        f'[run]\nname = "r"\nfolder = "{path}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
-        f'[environments]\nboard = "{ref}"\ngone = "gone.py:Gone"\n[[rewards]]\nref = "a:b"\n'
-    )
-    archive, ledger = Archive(path / "groups"), Ledger(path / "ledger.jsonl")
+    run = ArchivedRun(tmp_path / "run", environments=f'board = "{ref}"\ngone = "gone.py:Gone"')
     for name in ("board", "gone"):
         completion = Completion(index=0, reward=Measured(1.0), snapshot=snapshot())
-        group = Group(prompt=Prompt(id=name, messages=[], environment=name), completions=[completion])
-        record = LedgerRecord(name, Trained(), 1, 1, content_hash(group))
-        archive.write([(record, encode(group))])
-        ledger.append([record])
-    archive.close()
-    ledger.close()
-    return path
+        run.end(Group(prompt=Prompt(id=name, messages=[], environment=name), completions=[completion]))
+    return run.path
 
 
 async def test_the_page_shows_the_final_state_as_text(folder):
@@ -150,17 +135,10 @@ def test_a_final_state_is_escaped_for_a_terminal_and_keeps_its_lines():
     assert [each.label for each in paragraphs(completion)] == ["reward", "ended"]
 
 
-def check(*arguments: str) -> dict:
-    """Run the command in a process of its own, which it ends without waiting for threads of user code."""
-    command = [sys.executable, "-m", "penstock", "check", *arguments, "--json"]
-    return json.loads(subprocess.run(command, capture_output=True, check=False, timeout=50).stdout)
-
-
 def test_check_calls_render_once_and_warns_if_it_raises(board):
     ref, _, _ = board
-    report = check(ref)
-    assert report["environments"][ref]["rendered"].startswith("x o\n")
-    report = check(ref, "--field", "mode=raise")
-    assert report["environments"][ref]["rendered"] == ""
+    assert tried(ref).trial.rendered.startswith("x o\n")
+    raising = tried(ref, {"mode": "raise"})
+    assert raising.trial.rendered == ""
     words = "render raised KeyError: 'till' (board.py, line 12)"
-    assert [each["level"] for each in report["findings"] if each["message"].startswith(words)] == ["warning"]
+    assert [warning for warning in raising.warnings if warning.startswith(words)]

@@ -1,7 +1,6 @@
 """A run of a few steps on a small model, recorded as a trainer does, is replayed; then its records are falsified."""
 
 import json
-import random
 import re
 import shutil
 from pathlib import Path
@@ -13,13 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from stream.codec import encode
 from stream.errors import PenstockError, RecordError, RunMismatchError
-from stream.records import Completion, Group, Prompt
+from stream.records import Group
 from stream.trainer.archive import Archive, ArchivedGroups, scan_archive
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import Dropped, LedgerRecord, Trained, content_hash, encode_record, read_ledger
-from stream.validity import Measured
+from tests.cases.groups import random_group
 from tests.cases.models import loaded_once, write_small_qwen3
-from tests.cases.rows import sampled_row
 from workers.evaluate.replay import show_replay
 from workers.runs.find import open_run
 from workers.runs.progress import Progress
@@ -45,14 +43,8 @@ def base(tmp_path_factory):
 
 def group(number: int, version: int) -> Group:
     """Make a group of four completions; every fifth group has equal rewards, and is dropped."""
-    chance = random.Random(number)
-    completions = []
-    for index in range(4):
-        tokens = [chance.randrange(1, VOCABULARY) for _ in range(chance.randrange(2, 9))]
-        row = sampled_row(tokens, [chance.uniform(-4, -1) for _ in tokens], version=version)
-        reward = 1.0 if number % 5 == 4 else float(index % 2)
-        completions.append(Completion(index=index, rows=[row], reward=Measured(reward)))
-    return Group(prompt=Prompt(id=f"prompts:0:{number}", messages=[]), completions=completions)
+    rewards = [1.0] * 4 if number % 5 == 4 else [0.0, 1.0, 0.0, 1.0]
+    return random_group(number, version, vocabulary=VOCABULARY, rewards=rewards)
 
 
 class Made:

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from stream.codec import encode
 from stream.errors import PenstockError, SettingsError
-from stream.records import Completion, Group, Prompt
-from stream.trainer.archive import Archive
-from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import Dropped, LedgerRecord, Trained, content_hash
+from stream.records import Completion
+from stream.trainer.ledger_records import Dropped, Trained
 from stream.validity import Measured, RewardReason, Unmeasured
+from tests.cases.groups import group
+from tests.cases.run_folders import ArchivedRun
 from workers.cli import penstock
 from workers.runs import run as run_module
 from workers.runs.find import open_run
@@ -28,25 +27,14 @@ from workers.terminal.runs import render_line
 
 def make_run(name: str, rewards: dict[str, list[float]] | None = None, folder: Path | None = None) -> Path:
     """Make the folder of a run that was killed, with a group for each name."""
-    folder = folder or Path("runs") / name
-    folder.mkdir(parents=True)
-    (folder / "run.toml").write_text(
-        f'[run]\nname = "{name}"\nfolder = "{folder}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
-        '[[rewards]]\nref = "a:b"\n'
-    )
-    ledger, archive = Ledger(folder / "ledger.jsonl"), Archive(folder / "groups")
+    run = ArchivedRun(folder or Path("runs") / name, name=name)
     for step, (prompt, values) in enumerate((rewards or {}).items(), 1):
         completions = [Completion(index=at, reward=Measured(value), turns=1) for at, value in enumerate(values)]
-        group = Group(prompt=Prompt(id=prompt, messages=[]), completions=completions)
         outcome = Trained() if len(set(values)) > 1 else Dropped("zero_variance")
-        record = LedgerRecord(prompt, outcome, step, step, content_hash(group))
-        archive.write([(record, encode(group))])
-        ledger.append([record])
-        with (folder / "metrics.jsonl").open("a") as file:
+        run.end(group(*completions, name=prompt), step, outcome)
+        with (run.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "reward/mean": sum(values) / len(values)}) + "\n")
-    archive.close()
-    ledger.close()
-    return folder
+    return run.path
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def test_limits_that_follow_another_key():
     assert limits == [16, 2, 1]
     assert parse_settings(LEAST | {"abort": {"stall_timeout_s": 60.0}}).abort.trainer_wait_s == 30.0
     keeps = [parse_settings(LEAST | {"archive": {"keep": keep}}).archive for keep in (8, "all")]
-    assert [(each.max_group_bytes, each.max_annotation_bytes) for each in keeps] == [
+    assert [(each.max_group_bytes, each.max_trained_token_bytes) for each in keeps] == [
         (8_000_000, 2_000_000),
         (None, None),
     ]

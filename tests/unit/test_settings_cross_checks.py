@@ -130,16 +130,6 @@ def test_every_preset_can_be_selected(name):
     )
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_every_estimator_can_be_selected(name):
-    assert parse_settings(LEAST | {"estimator": {"name": name}}).estimator.name == name
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_can_be_selected(name):
-    assert parse_settings(LEAST | {"loss": {"name": name}}).loss.name == name
-
-
 def test_settings_and_registry_have_the_same_estimators():
     choices = {kind.__struct_config__.tag: kind for kind in sections()["estimator"]}
     assert set(choices) == set(ESTIMATORS)

@@ -2,7 +2,6 @@
 
 import json
 from array import array
-from dataclasses import dataclass
 
 import pyarrow.parquet as pq
 import pytest
@@ -11,67 +10,36 @@ from click.testing import CliRunner
 from stream.codec import encode
 from stream.errors import SettingsError
 from stream.records import Completion, Failure, Group, Prompt, RewardPart, TrainedCompletion, TrainedRow
-from stream.trainer.archive import Archive
-from stream.trainer.ledger import Ledger
-from stream.trainer.ledger_records import Dropped, LedgerRecord, Trained, content_hash
-from stream.trainer.trained_tokens import TrainedTokenFiles
+from stream.trainer.ledger_records import Dropped
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
-from tests.cases.rows import sampled_row
+from tests.cases import groups
+from tests.cases.run_folders import ArchivedRun, write_run
 from workers.cli import penstock
 from workers.runs.evaluations import evaluated_steps, write_groups
 from workers.runs.selection import NumberRange
 
-TRAINED = Trained()
 
-
-def completion(index: int, reward: object, *, version: int = 1, **fields) -> Completion:
+def completion(index: int, reward: object, **fields) -> Completion:
     kind = Unmeasured(RewardReason.TIMEOUT, "judge: 5 s") if reward is None else Measured(reward)
-    return Completion(
-        index=index,
-        rows=[sampled_row([3, 4, 5], [-0.5, -1.0, -1.5], version=version)],
-        prompt_messages=[{"role": "user", "content": "2 + 2?"}],
-        messages=[{"role": "assistant", "content": f"I say {index}."}],
-        parts=[RewardPart(name="exact", reward=kind)],
-        reward=kind,
-        turns=1,
-        **fields,
-    )
+    said = {
+        "prompt_messages": [{"role": "user", "content": "2 + 2?"}],
+        "messages": [{"role": "assistant", "content": f"I say {index}."}],
+        "parts": [RewardPart(name="exact", reward=kind)],
+    }
+    return groups.completion(index, kind, (3, 4, 5), logprobs=(-0.5, -1.0, -1.5), **({"version": 1} | said | fields))
 
 
 EXTRA = {"parsed": "4", "steps": [1, None], "score": {"a": 0.5}}
 
 
-@dataclass
-class Folder:
-    path: object
-
-    def __post_init__(self) -> None:
-        self.path.mkdir()
-        (self.path / "run.toml").write_text(
-            f'[run]\nname = "r"\nfolder = "{self.path}"\n[model]\npath = "none"\n[data]\npath = "none"\n'
-            '[[rewards]]\nref = "a:b"\n'
-        )
-        self.ledger = Ledger(self.path / "ledger.jsonl")
-        trained_tokens = TrainedTokenFiles(self.path / "trained_tokens", 1_000_000)
-        self.archive = Archive(self.path / "groups", trained_tokens=trained_tokens)
-
-    def end(self, name, step, completions, *, outcome=TRAINED, done=(), in_ledger=True, text="2 + 2?") -> None:
-        prompt = Prompt(id=name, messages=[{"role": "user", "content": text}], fields={"answer": 4})
-        group = Group(prompt=prompt, completions=completions)
-        record = LedgerRecord(name, outcome, step, step - 1, content_hash(group))
-        self.archive.write([(record, encode(group))], {name: done})
-        if in_ledger:
-            self.ledger.append([record])
-
-    def close(self) -> None:
-        self.ledger.sync()
-        self.ledger.close()
-        self.archive.close()
+def group(name: str, *completions: Completion) -> Group:
+    prompt = Prompt(id=name, messages=[{"role": "user", "content": "2 + 2?"}], fields={"answer": 4})
+    return Group(prompt=prompt, completions=list(completions))
 
 
 @pytest.fixture
 def folder(tmp_path):
-    made = Folder(tmp_path / "run")
+    made = ArchivedRun(tmp_path / "run")
     row = TrainedRow(
         loss_mask=b"\1\1\0",
         advantages=array("f", [-0.5]).tobytes(),
@@ -80,16 +48,15 @@ def folder(tmp_path):
         rules=("token_k1",),
     )
     done = [TrainedCompletion("valid", 0.5, 3), TrainedCompletion("valid", -0.5, 2, (row,))]
-    made.end(
-        "a", 1, [completion(0, 1.0, extra=EXTRA), completion(1, 0.0, truncated=TruncationReason.LENGTH)], done=done
-    )
+    cut = completion(1, 0.0, truncated=TruncationReason.LENGTH)
+    made.end(group("a", completion(0, 1.0, extra=EXTRA), cut), 1, done=done)
     done = [TrainedCompletion("dropped:zero_variance", None, 0), TrainedCompletion("rejected:too_old", None, 0)]
-    made.end("b", 2, [completion(0, 0.5, version=2), completion(1, 0.5)], outcome=Dropped("zero_variance"), done=done)
-    made.end("lost", 3, [completion(0, 9.0)], in_ledger=False)
+    tie = group("b", completion(0, 0.5, version=2), completion(1, 0.5))
+    made.end(tie, 2, Dropped("zero_variance"), done=done)
+    made.end(group("lost", completion(0, 9.0)), 3, in_ledger=False)
     failed = Completion(index=1, failure=Failure(reason=RolloutReason.ENV_STEP, detail="till: ring: KeyError: 'x'"))
     done = [TrainedCompletion("reward:timeout", None, 0), TrainedCompletion("failed:env_step", None, 0)]
-    made.end("c", 3, [completion(0, None, version=3), failed], done=done)
-    made.close()
+    made.end(group("c", completion(0, None, version=3), failed), 3, done=done)
     return made.path
 
 
@@ -160,9 +127,9 @@ def test_what_does_not_exist_is_answered_with_what_does(folder, tmp_path):
         result.output
     )
     assert run("show", str(folder), "--end", "zero").exit_code == 2
-    empty = Folder(tmp_path / "empty")
-    empty.close()
-    assert "run 'r' has no completion yet; its archive has 0 groups" in run("show", str(empty.path)).output
+    empty = write_run(tmp_path / "empty")
+    (empty / "ledger.jsonl").touch()
+    assert "run 'r' has no completion yet; its archive has 0 groups" in run("show", str(empty)).output
 
 
 @pytest.mark.parametrize("text", ["", "..", "a", "2..1", "nan", "1..2..3"])
@@ -272,13 +239,12 @@ def test_two_completions_of_a_group_are_shown_side_by_side(folder):
 
 
 def test_many_equal_lines_of_two_completions_are_left_out(tmp_path):
-    made = Folder(tmp_path / "run")
+    made = ArchivedRun(tmp_path / "run")
     same = [{"role": "assistant", "content": "\n".join(f"line {n}" for n in range(50))}]
     pair = [completion(0, 1.0), completion(1, 1.0)]
     for each in pair:
         each.messages = same + each.messages
-    made.end("long", 1, pair)
-    made.close()
+    made.end(group("long", *pair))
     text = run("show", str(made.path), "--diff", "0", "1").stdout
     assert text.count("… 47 equal lines …") == 2
     assert "line 30" not in text

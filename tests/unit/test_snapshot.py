@@ -6,6 +6,7 @@ import datetime as dt
 import decimal
 import enum
 import fractions
+import io
 import math
 import pathlib
 import random
@@ -393,6 +394,7 @@ def generator():
     [
         threading.Lock(),
         lambda: None,
+        io.TextIOWrapper(io.BytesIO()),
         generator(),
         sys,
         random.Random(1),

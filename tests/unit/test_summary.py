@@ -56,7 +56,7 @@ def test_damaged_utf8_in_a_runs_files_is_no_crash(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == []
     assert read_warnings(tmp_path, 0) == ([], len(damaged) + 1)
     assert read_events(tmp_path / "ledger.jsonl") == []
-    with pytest.raises(PenstockError, match="is broken"):
+    with pytest.raises(PenstockError, match="is damaged"):
         read_live(tmp_path)
 
 

@@ -58,6 +58,7 @@ def test_every_family_renders_as_in_transformers(file):
     [
         "{% for m in messages %}\n {% if loop.first %}{% continue %}{% endif %}\n{{ m|tojson(indent=2) }}{% endfor %}",
         "{% generation %}{{ messages[0].content }}{% endgeneration %}!",
+        "{% set d = {'items': 1, 'other': 2} %}{{ d.other }}{% for name, value in d.items() %}{{ name }}{% endfor %}",
         "{% set ns = namespace(a=1) %}{% set ns.a = 2 %}{{ ns.a }}{{ dict(b=3) }}{{ dict.fromkeys('ab', 1) }}",
         "{{ messages[-1].reasoning_content }}{{ messages[-1].thinking }}{{ tools }}{{ documents }}",
         "{% set ns = namespace(__class__=1) %}",

@@ -1,39 +1,14 @@
-"""Selectors over a whole batch: reference values, order, randomness. Twins: test_twins_of_losses."""
+"""Selectors over a whole batch, by hand. References: conformance; twins: test_twins_of_losses."""
 
 import math
 
-import pytest
 import torch
 
 from workers.train.algorithms.token_selection import SELECTORS, m2po, select_tokens
 
 torch.set_num_threads(1)
 
-BEHAVIOUR = [
-    [-1.875, -0.5, -1.375, -0.75, -1.75],
-    [-2.25, -0.375, -1.625, -0.25, -0.625],
-    [-1.25, -1.125, -2, -1.875, -1.625],
-]
-PROXIMAL = [
-    [-1.775, -0.7, -0.975, -0.75, -1.75],
-    [-0.25, -0.275, -1.925, -0.05, -0.625],
-    [-1.3, -1.105, -2, -2.775, -1.025],
-]
-MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]]).bool()
 CLIP_COV = {"clip_low": 0.2, "clip_high": 0.28, "clip_cov_ratio": 0.1, "clip_cov_low": 0.0, "clip_cov_high": 5.0}
-
-
-@pytest.mark.parametrize(
-    ("threshold", "expected"),
-    [
-        (0.01, [[1, 1, 0, 1, 0], [0, 1, 0, 0, 1], [0, 1, 1, 0, 0]]),
-        (0.1, [[1, 1, 1, 1, 0], [0, 1, 1, 1, 1], [0, 1, 1, 0, 1]]),
-        (5.0, [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]]),
-    ],
-)
-def test_m2po_equals_the_reference(threshold, expected):
-    behaviour, proximal = torch.tensor(BEHAVIOUR, dtype=torch.float64), torch.tensor(PROXIMAL, dtype=torch.float64)
-    assert m2po(behaviour, proximal, MASK, threshold=threshold).int().tolist() == expected
 
 
 def test_m2po_keeps_the_smallest_if_no_mean_is_below_the_threshold():

@@ -1,11 +1,11 @@
 """A step's metrics: which completions each covers, its divisor, and what it excludes."""
 
-from array import array
-
 import pytest
 
-from stream.records import Completion, Failure, Group, Prompt, RewardPart, Row, Span
+from stream.records import Completion, Failure, RewardPart
 from stream.validity import DropReason, Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
+from tests.cases import groups
+from tests.cases.groups import group
 from workers import settings
 from workers.settings.toml_file import parse_settings
 from workers.train.algorithms.advantages import dr_grpo
@@ -23,22 +23,11 @@ SETTINGS = settings.Settings(
 
 
 def completion(index, length, reward, version=5, **facts):
-    row = Row(
-        prompt_ids=bytes(4),
-        token_ids=bytes(4 * length),
-        sampled_ranges=[(0, length)],
-        logprobs=array("f", [-1.0] * length).tobytes(),
-        spans=[Span(version, 0, length)],
-    )
-    return Completion(index=index, rows=[row], reward=reward, **facts)
+    return groups.completion(index, reward, [1] * length, version=version, **facts)
 
 
-def group(*completions, name="p"):
-    return Group(prompt=Prompt(id=name, messages=[]), completions=list(completions))
-
-
-def metrics(*groups, version=7, **more):
-    batch = collate(groups)
+def metrics(*made, version=7, **more):
+    batch = collate(made)
     masks = mask_batch(batch, SETTINGS, version)
     advantages = dr_grpo(masks.rewards_C, Grouping(batch.facts.group_ids_C, masks.baseline_C, batch.facts.num_groups))
     return step_metrics(batch, masks, advantages, settings=SETTINGS, version=version, **more)

@@ -69,20 +69,21 @@ class LoopWatchdog:
             self._stopped.set()
 
     def _check(self) -> None:
-        seen = logged = 0
+        still_s, seen, logged, look_s = 0.0, 0, 0, self._after_s / 4
         while True:
             began, cpu_s = time.monotonic(), time.process_time()
-            if self._stopped.wait(self._after_s):
+            if self._stopped.wait(look_s):
                 return
-            late_s = time.monotonic() - began - self._after_s
-            if late_s > self._after_s and time.process_time() - cpu_s < late_s / 2:
-                seen = 0  # the whole process was suspended, with its container or machine; wait once more
-                continue
-            if seen == self._beats != logged:
+            took_s = time.monotonic() - began
+            late_s = took_s - look_s
+            # If this thread did not run either, the whole process was suspended, with its container or machine.
+            is_suspended = late_s > look_s and time.process_time() - cpu_s < late_s / 2
+            still_s = 0.0 if is_suspended or seen != self._beats else still_s + took_s
+            seen = self._beats
+            if still_s >= self._after_s and seen != logged:
                 logged = seen
                 frame = sys._current_frames().get(self._loop_thread)  # noqa: SLF001  (the only way to see another thread)
                 self._report(_blocking_frame(frame), self._after_s)
-            seen = self._beats
 
 
 def _blocking_frame(frame: FrameType | None) -> str:

@@ -15,7 +15,7 @@ before each turn; turns that the template leaves unchanged still keep their samp
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,6 +41,8 @@ _LONG_TEXT_CHARACTERS = 20_000
 """Texts of this length and more are rendered and tokenized in a thread."""
 _LONG_TURN_TOKENS = 10_000
 """Turns of this length and more are decoded in a thread."""
+_CACHED_PROMPTS = 32
+"""A group's completions start at about the same time, mostly with the same prompt."""
 _REASONING_WINDOW = 40
 """Tokens at a prompt's end in which a template may open a reasoning block."""
 _SAMPLE_PROMPT: list[Message] = [{"role": "user", "content": "u"}]
@@ -70,6 +72,9 @@ class ChatTokenizer:
         end_of_turn = set() if self.end_of_turn_id is None else {self.end_of_turn_id}
         self.stop_token_ids = tuple(sorted(eos_ids | end_of_turn))
         self._tool_characters = len(msgspec.json.encode(tools)) if tools else 0
+        self._cached_prompt = lru_cache(maxsize=_CACHED_PROMPTS)(
+            lambda key: TokenIds(self.prompt_ids(msgspec.msgpack.decode(key)))
+        )
         self._long_prompts = anyio.Lock()
         with suppress(DataError):
             self._encoder.find_cuts(self.renderer.render_prompt(_SAMPLE_PROMPT) + self.renderer.after_answer())
@@ -200,13 +205,18 @@ class ChatTokenizer:
         return open_reasoning(self._decode_all(context[-_REASONING_WINDOW:]))
 
     async def encode_prompt(self, messages: Sequence[Message]) -> TokenIds:
-        """Run `prompt_ids`, in a thread if the prompt is long."""
+        """Run `prompt_ids`, in a thread if the prompt is long; once for the completions of a group that share it."""
         if self._tool_characters + _characters(messages) < _LONG_TEXT_CHARACTERS:
+            return self._prompt(messages)
+        async with self._long_prompts:  # a group's other completions wait for the first
+            return await _in_thread(partial(self._prompt, messages))
+
+    def _prompt(self, messages: Sequence[Message]) -> TokenIds:
+        try:
+            key = msgspec.msgpack.encode(messages)
+        except (TypeError, ValueError, OverflowError):  # images and the like
             return TokenIds(self.prompt_ids(messages))
-        async with (
-            self._long_prompts
-        ):  # a group's other completions wait for the first, and then find much of it cached
-            return await _in_thread(lambda: TokenIds(self.prompt_ids(messages)))
+        return self._cached_prompt(key).copy()
 
     async def encode_conversation(
         self, messages: Sequence[Message], turns: Sequence[AssistantTurn]

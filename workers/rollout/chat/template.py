@@ -142,6 +142,7 @@ def _token_text(token: object) -> str | None:
 _REASONING_NAMES: Final = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; most templates read the first, gpt-oss' templates the second."""
 _plain_json: Final = json.JSONEncoder(ensure_ascii=False).encode
+_DICT_ATTRIBUTES: Final = frozenset(dir({}))
 _SCALARS: Final = (str, int, float, bool, type(None))
 
 
@@ -152,9 +153,7 @@ def compile_template(source: str) -> Template:
     Raises:
         TemplateError: it is not valid Jinja.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise_exception,
@@ -206,6 +205,19 @@ def _with_reasoning_names(message: Any) -> Any:
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which `message.role` costs less."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return an entry of a plain dict before anything else, if no attribute has its name.
+
+        Jinja finds the same after an error for the attribute, which takes a third of a rendering.
+        """
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
 
 
 class _GenerationBlock(Extension):

@@ -62,7 +62,7 @@ class TextEncoder:
     def encode_segments(self, text: str) -> list[int]:
         """Encode a text; its parts between special tokens are remembered for a while."""
         ids: list[int] = []
-        for segment in self._cuts.split(text) if self._cuts else [text]:
+        for segment in filter(None, self._cuts.split(text) if self._cuts else [text]):
             special = self._special.get(segment)
             ids += self._encode_once(segment) if special is None else [special]
         return ids
