@@ -15,7 +15,7 @@ from stream.records import Completion, Group, Prompt, Row, Span
 from stream.validity import DropReason, Measured, RewardReason, TruncationReason, Unmeasured
 from tests.cases.models import loaded_once, write_small_qwen3
 from workers.local_engine.weights import load_weights
-from workers.runs.tokens import annotated_row, token_columns
+from workers.runs.tokens import token_columns, trained_row
 from workers.settings.toml_file import parse_settings
 from workers.train.model.logprobs import token_logprobs
 from workers.train.step.batch import collate
@@ -134,7 +134,7 @@ def test_a_step_reports_what_it_did_with_each_sampled_token(base):
     report = learner(base, correction={"reject": reject}, filter={"min_valid_rows": 2}).step(collate([first]), 3)
     *valid, invalid = report.completions["p"]
     for done, given, known in zip(valid, first.completions[:2], differences, strict=True):
-        columns = token_columns(given.rows[0], annotated_row(done, 0))
+        columns = token_columns(given.rows[0], trained_row(done, 0))
         sampled = [at for at, value in enumerate(columns.sampled_mask) if value]
         rejected = [math.exp(-difference) > bound * 1.0001 for difference in known]
         assert [columns.logprob_differences[at] for at in sampled] == pytest.approx(known, abs=1e-4)
@@ -145,7 +145,7 @@ def test_a_step_reports_what_it_did_with_each_sampled_token(base):
             None if each else pytest.approx(done.advantage) for each in rejected
         ]
     assert sum(done.loss_tokens for done in valid) == 4
-    columns = token_columns(first.completions[2].rows[0], annotated_row(invalid, 0))
+    columns = token_columns(first.completions[2].rows[0], trained_row(invalid, 0))
     assert (columns.loss_mask, columns.advantages, columns.rejected_by) == ([0, 0], [None] * 2, [None] * 2)
     assert columns.logprob_differences == [None] * 2
     without = learner(base, archive={"keep": "none"}).step(collate([first]), 3)
