@@ -36,6 +36,8 @@ CASES = {
         "correction": {"weights": "token-normalized", "reject": {"seq_mean_k1": [0.01, 100.0]}},
         "filter": {"min_valid_rows": 2},
     },
+    "rows apart": {"train": {"share_history": "off", "micro_batch_tokens": 100}},
+    "rows as trees": {"train": {"share_history": "on", "micro_batch_tokens": 100}},
 }
 
 
@@ -53,7 +55,7 @@ def groups(*, empty: bool) -> list[Group]:
 
 
 def train(base: Path, case: str) -> dict[str, object]:
-    """Train two steps, with one completion per micro-batch, and a third with nothing valid; returns the results."""
+    """Train two steps, most with one completion per micro-batch, and a third with nothing valid; returns results."""
     sections = dict(CASES[case])
     train = {"micro_batch_tokens": 1, "learning_rate": 1e-2, "max_grad_norm": 1e9} | sections.pop("train", {})
     least = {"model": {"path": str(base)}, "data": {"path": "none"}, "environments": {"a": "calculator"}}
@@ -68,10 +70,15 @@ def train(base: Path, case: str) -> dict[str, object]:
     }
 
 
-def refusal(rank: int) -> str:
-    """Return the error of a step on ranks of which only rank 0 packs rows, as different devices would."""
+def refusal(rank: int, name: str) -> str:
+    """Return the error of a step on ranks of which only rank 0 lays out rows so, as different devices would.
+
+    Args:
+        rank: this one.
+        name: the field of `LogprobModel` that only rank 0 sets.
+    """
     settings = parse_settings({"model": {"path": "m"}, "data": {"path": "d"}, "environments": {"a": "calculator"}})
-    model_runner.set_attention = lambda model, *_: model._replace(packed=rank == 0)
+    model_runner.set_attention = lambda model, *_: model._replace(**{name: rank == 0})
     try:
         model_runner.ModelRunner(LogprobModel(torch.nn.Linear(1, 1), None), None, None, settings, Ranks())
     except SettingsError as error:
@@ -90,7 +97,7 @@ def be(folder: Path, rank: int, size: int) -> int:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{size}", rank=rank, world_size=size)
     results = {case: train(folder / "base", case) for case in CASES}
     if size > 1:
-        results["refusal where only rank 0 packs rows"] = refusal(rank)
+        results["refusals"] = {name: refusal(rank, name) for name in ("packed", "can_share")}
     torch.save(results, folder / f"{rank}-of-{size}.pt")
     if size > 1:
         dist.destroy_process_group()

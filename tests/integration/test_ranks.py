@@ -34,15 +34,31 @@ def as_one(alone: dict, several: list[dict]) -> None:
                     assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-5), (rank, case, name)
 
 
-def test_two_ranks_match_one_process_and_all_refuse_if_only_some_pack_rows(tmp_path):
+def same_weights_without_sharing(results: list[dict]) -> None:
+    """Check that ranks whose rows ran as prefix trees end with the weights of those whose rows ran apart."""
+    for result in results:
+        apart, shared = result["rows apart"], result["rows as trees"]
+        saved = [[metrics["tokens/shared"] for metrics in case["metrics"]] for case in (apart, shared)]
+        assert saved == [[0, 0, 0], [2, 2, 0]]
+        for name, value in apart["weights"].items():
+            assert torch.allclose(shared["weights"][name], value, rtol=0, atol=1e-5), name
+
+
+def test_two_ranks_match_one_process_and_all_refuse_if_only_some_lay_out_rows_so(tmp_path):
     results = train(tmp_path, 1, 2)
     as_one(results[1][0], results[2])
+    same_weights_without_sharing([*results[1], *results[2]])
     for rank in results[2]:
-        assert "set train.packing to 'off'" in rank["refusal where only rank 0 packs rows"]
+        refusals = rank["refusals"]
+        for refusal in refusals.values():
+            assert "set train.packing and train.share_history to 'off'" in refusal
+        assert "packed, apart; padded, apart" in refusals["packed"]
+        assert "padded, apart; padded, shared" in refusals["can_share"]
 
 
 @pytest.mark.full
 def test_three_ranks_match_one_process_if_one_has_no_work(tmp_path):
     results = train(tmp_path, 1, 3)
     as_one(results[1][0], results[3])
+    same_weights_without_sharing(results[3])
     assert sorted(result["clipped"]["parts"] for result in results[3]) == [0, 1, 1]

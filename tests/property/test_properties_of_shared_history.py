@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from transformers.models.mistral import modeling_mistral
-from transformers.models.qwen3 import modeling_qwen3
 
+from tests.cases.norms import exact_norms
 from workers.settings import TrainSettings
 from workers.train.model.attention import set_attention
 from workers.train.model.attention_kernels import attend_by_branch, attend_in_blocks
@@ -92,10 +91,6 @@ def test_blocks_of_a_gpu_attend_as_branches_do(rows, window, seed):
     assert torch.allclose(branches, attend_in_blocks(query, key, value, tree, 0.3, window), rtol=0, atol=1e-12)
 
 
-def _exact_norm(self, x):
-    return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
-
-
 def _model(name):
     torch.default_generator.manual_seed(3)
     if name == "sliding window":
@@ -111,8 +106,7 @@ def _model(name):
 @pytest.fixture(scope="module", params=["tied", "recomputed", "sliding window"])
 def model(request):
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng():
-        for norm in (modeling_qwen3.Qwen3RMSNorm, modeling_mistral.MistralRMSNorm):
-            patch.setattr(norm, "forward", _exact_norm)  # they compute in float32 whatever the model's dtype is
+        exact_norms(patch.setattr)
         yield _model(request.param)
 
 

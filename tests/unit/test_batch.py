@@ -12,7 +12,7 @@ from stream.records import Completion, Failure, Group, Prompt, RewardPart, Row, 
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
 from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, CompletionFacts
 from workers.train.step.batch import Batch, collate, merge_batches
-from workers.train.step.model_runner import split_micro_batches
+from workers.train.step.micro_batches import split_micro_batches
 
 
 def row(prompt, tokens, sampled, logprobs, spans):

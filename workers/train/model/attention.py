@@ -98,7 +98,8 @@ def sharing_problem(read: LogprobModel, dtype: torch.dtype) -> str:
         dtype: as in `set_attention`.
     """
     vocabulary = int(read.model.get_input_embeddings().num_embeddings)
-    tokens = np.random.default_rng(0).permutation(max(vocabulary, 20))[:20] % vocabulary
+    # In ascending order, so that the row that is changed comes before all others in the tree.
+    tokens = np.sort(np.random.default_rng(0).permutation(max(vocabulary, 20))[:20] % vocabulary)
     rows = [tokens[list(places)] for places in TRIAL_BRANCHES]
     changed = [np.append(rows[0][:-2], tokens[13:15]), *rows[1:]]
     if problem := switch_attention(read.model, TREE):

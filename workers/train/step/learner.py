@@ -263,6 +263,7 @@ class Learner:
                 log.error("step.skipped", step=self.steps + 1, reason=skipped, norm=float(norm))
                 break
             self.optimizer.step()
+        self.runner.use_row_attention()
         self.optimizer.zero_grad()
         if not isinstance(prepared.policies, CompleteComparison):
             self.ranks.all_reduce(prepared.policies.old_logprobs_RT)

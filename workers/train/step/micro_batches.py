@@ -52,22 +52,20 @@ def plan_micro_batches(
     if share != "off" and numbers:
         tokens_MT = batch.tokens_RT[chosen].cpu().numpy()
         rows = {number: tokens_MT[i, : lengths[i]] for i, number in enumerate(numbers)}
-        places = count_places([*rows.values()])
-        threshold = MIN_SHARED.get(batch.tokens_RT.device.type, _MIN_SHARED_ELSEWHERE)
-        if share == "on" or 1 - places / total >= threshold:
+        least = 0.0 if share == "on" else MIN_SHARED.get(batch.tokens_RT.device.type, _MIN_SHARED_ELSEWHERE)
+        if 1 - count_places([*rows.values()]) / total >= least:
             completions = dict(zip(numbers, batch.completion_ids_R[chosen].tolist(), strict=True))
-            parts = [
-                _make_tree(rows, part, chosen.device) for part in split_trees(rows, completions, micro_batch_tokens)
-            ]
-            forwarded = sum(count_places([rows[number] for number in part.rows.tolist()]) for part in parts)
-            return MicroBatches(parts, total, forwarded)
-    split = split_micro_batches(batch, micro_batch_tokens, rows_R, packed=packed)
-    return MicroBatches([MicroBatch(part) for part in split], total, total)
+            split = split_trees(rows, completions, micro_batch_tokens)
+            forwarded = sum(count_places([rows[number] for number in part]) for part in split)
+            if 1 - forwarded / total >= least:  # cut groups share less
+                return MicroBatches([_make_tree(rows, part, chosen.device) for part in split], total, forwarded)
+    apart = split_micro_batches(batch, micro_batch_tokens, rows_R, packed=packed)
+    return MicroBatches([MicroBatch(part) for part in apart], total, total)
 
 
 def _make_tree(rows: dict[int, Tokens], part: Sequence[int], device: torch.device) -> MicroBatch:
     tree = PrefixTree.from_rows([rows[number] for number in part]).to(device)
-    return MicroBatch(torch.tensor(part, device=device), tree)
+    return MicroBatch(torch.tensor(part).to(device, non_blocking=True), tree)
 
 
 def split_trees(rows: dict[int, Tokens], completions: dict[int, int], micro_batch_tokens: int) -> list[list[int]]:

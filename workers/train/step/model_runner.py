@@ -11,6 +11,7 @@ from workers.settings import Settings
 from workers.train.algorithms.losses import LossOutput
 from workers.train.model.attention import set_attention
 from workers.train.model.lm_head import Critic
+from workers.train.model.attention_kernels import switch_attention
 from workers.train.model.logprobs import LogprobModel, TokenLogprobs, token_logprobs
 from workers.train.ranks import Ranks
 from workers.train.step.batch import Batch, ForwardStatistics
@@ -77,6 +78,7 @@ class ModelRunner:
                     values_N = self.critic(_required(outputs.hidden_NH))
                     values_RT[rows, :width] = torch.zeros_like(values_RT[rows, :width]).masked_scatter(mask, values_N)
                     end_values_R[rows] = self.critic(_required(outputs.end_hidden_MH))
+        self.use_row_attention()
         add = self.ranks.all_reduce
         return ForwardStatistics(
             old_logprobs_RT=add(logprobs_RT),
@@ -100,6 +102,12 @@ class ModelRunner:
         )
         loss.loss.backward()  # type: ignore[no-untyped-call]
         return loss
+
+    def use_row_attention(self) -> None:
+        """Set the models to attention over rows, for callers that know of no trees, once no backward pass is due."""
+        for model in (self.policy, self.reference):
+            if model is not None and model.can_share:
+                switch_attention(model.model, model.row_attention)
 
     def dummy_forward(self, batch: Batch) -> None:
         """Run the models over one token in a turn in which only other ranks have a micro-batch.
