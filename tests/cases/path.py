@@ -33,7 +33,16 @@ torch.set_num_threads(1)
 SEED = 7
 COUNTERS = ("rows/", "groups/", "truncated/", "tokens/sampled", "tokens/not_finite", "tokens/too_old", "valid_fraction")
 """Prefixes of metrics that also count invalid completions, except `truncated/*_mean` and `pass@K/valid`."""
-OF_THE_LEARNER = ("step", "version", "learning_rate", "trained", "seconds", "grad_norm")
+OF_THE_LEARNER = (
+    "step",
+    "version",
+    "learning_rate",
+    "trained",
+    "seconds",
+    "grad_norm",
+    "tokens/forwarded",
+    "tokens/shared",
+)
 """Metrics that the learner adds."""
 
 
