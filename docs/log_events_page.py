@@ -72,6 +72,7 @@ MEANINGS = {
     "feed.waiting": "The server's memory is needed for groups; feeding waits.",
     "folder_lock.unsupported": "The file system has no locks; the lease alone protects the run's folder.",
     "group.duplicate": "A second copy of a group arrived; it ends as a duplicate, and counts nowhere.",
+    "history.not_shared": "Rows that begin alike are each forwarded whole; why this model cannot share them.",
     "http.cannot_accept": "A server cannot take a connection, for want of files mostly; it tries again.",
     "http.connections_limited": "A server has too many connections; those that brought no request made room.",
     "in_flight.report_failed": "A worker's report for `penstock queues --in-flight` was not stored.",

@@ -20,7 +20,7 @@ _NAMES_BY_UNIT = {
     "calls": "tools/calls tools/errors",
     "fraction": "valid_fraction pass@* clip_fraction clip_fraction_lower eval/pass@*",
     "tokens": "length/mean length/max length/by_end/* truncated/length_mean tokens/loss tokens/sampled tokens/too_old "
-    "tokens/not_finite",
+    "tokens/not_finite tokens/forwarded tokens/shared",
     "turns": "turns/mean",
     "versions": "staleness/mean staleness/max",
     "nats per token": "entropy kl/k1 kl/k3 kl/abs reference/kl",

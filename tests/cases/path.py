@@ -24,6 +24,7 @@ from workers.train.ranks import Ranks
 from workers.train.step.batch import Batch, ForwardStatistics
 from workers.train.step.estimation import Advantages, estimate_advantages
 from workers.train.step.group_checks import drop_groups, filter_reasons, mask_batch
+from workers.train.step.micro_batches import MicroBatch
 from workers.train.step.model_runner import ModelRunner
 from workers.train.step.prepared_batch import PreparedBatch, compare_policies, prepare, weigh_tokens
 from workers.train.step.step_metrics import Metrics, correction_step_metrics, step_metrics
@@ -33,7 +34,16 @@ torch.set_num_threads(1)
 SEED = 7
 COUNTERS = ("rows/", "groups/", "truncated/", "tokens/sampled", "tokens/not_finite", "tokens/too_old", "valid_fraction")
 """Prefixes of metrics that also count invalid completions, except `truncated/*_mean` and `pass@K/valid`."""
-OF_THE_LEARNER = ("step", "version", "learning_rate", "trained", "seconds", "grad_norm")
+OF_THE_LEARNER = (
+    "step",
+    "version",
+    "learning_rate",
+    "trained",
+    "seconds",
+    "grad_norm",
+    "tokens/forwarded",
+    "tokens/shared",
+)
 """Metrics that the learner adds."""
 
 
@@ -64,6 +74,10 @@ class Network(torch.nn.Module):
         for parameter, initial in zip(self.parameters(), self.initial, strict=True):
             parameter.data, parameter.grad = initial.clone(), None
         return self
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        """Return the embeddings, as models of transformers do."""
+        return self.embedding
 
     def value(self, hidden_NH: Tensor) -> Tensor:
         return self.critic(hidden_NH).squeeze(-1)
@@ -141,7 +155,7 @@ def evaluate(
     metrics = dict(step_metrics(prepared.batch, masks, advantages.values_C, settings=settings, version=VERSION))
     losses, gradients = [], []
     rows_R = masks.loss_rows_R.nonzero().squeeze(1)
-    parts = [part for part in (split(rows_R) if split else [rows_R]) if len(part)]
+    parts = [MicroBatch(part) for part in (split(rows_R) if split else [rows_R]) if len(part)]
     tokens = prepared.loss_weights.totals.tokens
     for update in range(2):
         network.zero_grad(set_to_none=False)

@@ -140,6 +140,7 @@ _GROUPS: Final[dict[str, tuple[_Plan, ...]]] = {
     ),
     "Speed": (
         _Plan("throughput", "Throughput", "tokens per second", {"": "tokens_per_second"}),
+        _Plan("forwarded", "Tokens of a pass", "tokens", {"forwarded": "tokens/forwarded", "shared": "tokens/shared"}),
         _Plan(
             "time",
             "Time of a step",

@@ -35,7 +35,7 @@ class TrainSettings(Section, frozen=True):
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Gradient clipping norm."""
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens of one forward pass, padding included."""
+    """Tokens of one forward pass, padding included; of rows that share their history, shared tokens count once."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Concatenate the rows of a micro-batch without padding. `auto`: on a GPU in bfloat16, if a test at load time shows
     that the model reads packed rows correctly; `on`: refuse a model that does not."""
@@ -43,8 +43,9 @@ class TrainSettings(Section, frozen=True):
     """Attention kernel. `varlen`: torch's own flash attention; `flash_attention_2` and `_3` need the package
     `flash-attn`. `auto`: one of the flash kernels where rows are packed, else the default of transformers."""
     share_history: Literal["auto", "on", "off"] = "auto"
-    """Forward tokens with which several rows begin only once, with the same gradients. `auto`: if a test at load time
-    shows that the model supports it, and enough tokens are shared; `on`: always, and refuse a model that does not."""
+    """Forward a token that several rows begin with once instead of once for each row; gradients are the same. `auto`:
+    if a test at load time shows that the model supports it, and enough tokens are shared; `on`: always, and refuse a
+    model that does not."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     ranks: PositiveInt = 1

@@ -72,6 +72,9 @@ STEP_METRICS: Final[dict[str, str]] = {
     "tokens/sampled": "tokens that the policy sampled, valid or not",
     "tokens/too_old": "of those, tokens over the maximal age",
     "tokens/not_finite": "of those, tokens whose rollout log-prob is not finite",
+    "tokens/forwarded": "tokens of one pass over the rows with loss, padding left out; a token that rows share in a "
+    "micro-batch counts once",
+    "tokens/shared": "tokens of the same rows that the pass did not repeat; both together are all tokens of these rows",
     "staleness/mean": "versions between sampling and training, over loss tokens",
     "staleness/max": "versions between sampling and training, over loss tokens",
     "correction/*": "how far off-policy the batch was: distance between trainer and engine when it was prepared, over "
