@@ -100,7 +100,7 @@ def draw(theme: Theme) -> Figure:
     tree, words = make_tree()
     figure = Figure(figsize=(10.4, 4.3), dpi=140, facecolor=theme.ground, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.35, 1])
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04)  # type: ignore[union-attr,call-arg]
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.04)
     for axes in (left, right):
         axes.set_facecolor(theme.ground)
     draw_rows(left, tree, words, theme)
