@@ -124,12 +124,11 @@ def test_passes_and_gradients_are_those_of_rows_apart(model, rows, data):
     for tree in (None, PrefixTree.from_rows(rows)):
         model.model.zero_grad(set_to_none=True)
         result = token_logprobs(
-            model,
+            model._replace(tree=tree),
             tokens,
             chosen,
             temperature=0.7,
             lengths_M=lengths,
-            tree=tree,
             entropy="gradient",
             sum_pi_squared=True,
             end_states=True,

@@ -244,7 +244,8 @@ def test_the_model_is_left_with_attention_over_rows(base, tokens):
     """Whoever uses the model beside the learner knows of no trees."""
     trained = learner(base, "on", train={"micro_batch_tokens": tokens}, lora=LORA, algorithm=KL)
     batch = collate(two_groups())
-    trained.runner.forward_statistics(batch, batch.sampled_RT)
+    moved = batch.to(trained.device, trained.dtype)
+    trained.runner.forward_statistics(moved, moved.sampled_RT)
     assert trained.model.config._attn_implementation == trained.runner.policy.row_attention
     assert trained.step(batch, 3).metrics["tokens/shared"] > 0
     assert trained.model.config._attn_implementation == trained.runner.policy.row_attention

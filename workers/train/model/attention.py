@@ -125,7 +125,7 @@ def _branch_states(read: LogprobModel, rows: list[np.ndarray], dtype: torch.dtyp
     lengths_M = torch.tensor([len(row) for row in rows], device=device)
     tokens_MT = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True).to(device)
     tree = PrefixTree.from_rows(rows).to(device) if shared else None
-    return _hidden_states(read._replace(can_share=True), tokens_MT, lengths_M, dtype, tree)
+    return _hidden_states(read._replace(can_share=True, tree=tree), tokens_MT, lengths_M, dtype)
 
 
 def packing_problem(read: LogprobModel, own: str, name: str, dtype: torch.dtype) -> str:
@@ -185,15 +185,13 @@ def _candidates(train: TrainSettings, own: str, dtype: torch.dtype, device: torc
         yield own
 
 
-def _hidden_states(
-    read: LogprobModel, tokens_MT: Tensor, lengths_M: Tensor, dtype: torch.dtype, tree: PrefixTree | None = None
-) -> Tensor:
+def _hidden_states(read: LogprobModel, tokens_MT: Tensor, lengths_M: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the hidden state before each token except a row's first, or log-probs if there are no hidden states."""
     places_T = torch.arange(tokens_MT.shape[1], device=tokens_MT.device)
     chosen_MT = (places_T > 0) & (places_T < lengths_M.unsqueeze(1))
     cast = torch.autocast(tokens_MT.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     with torch.no_grad(), cast:
-        found = token_logprobs(read, tokens_MT, chosen_MT, temperature=1.0, lengths_M=lengths_M, tree=tree)
+        found = token_logprobs(read, tokens_MT, chosen_MT, temperature=1.0, lengths_M=lengths_M)
     states = found.logprobs_N.unsqueeze(1) if found.hidden_NH is None else found.hidden_NH
     return states.to(torch.promote_types(states.dtype, torch.float32))
 

@@ -183,8 +183,9 @@ def attend_by_branch(
     query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None, window: int | None
 ) -> Tensor:
     """Attend [1, heads, places, size] branch by branch, each to the keys on its path."""
-    keys, values = key.split(tree.segment_lengths, dim=2), value.split(tree.segment_lengths, dim=2)
-    queries = query.split([branch.length for branch in tree.branches], dim=2)
+    segments = list(tree.segment_lengths)
+    keys, values = torch.split(key, segments, dim=2), torch.split(value, segments, dim=2)
+    queries = torch.split(query, [branch.length for branch in tree.branches], dim=2)
     grouped = query.shape[1] != key.shape[1]
     out = []
     for branch, own in zip(tree.branches, queries, strict=True):
@@ -220,7 +221,7 @@ def attend_in_blocks(
 
     places = query.shape[2]
     mask = create_block_mask(is_visible, None, None, places, places, device=query.device)
-    attend = _compiled_flex_attention() if query.is_cuda else flex_attention
+    attend: Any = _compiled_flex_attention() if query.is_cuda else flex_attention
     result: Tensor = attend(
         query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -228,7 +229,7 @@ def attend_in_blocks(
 
 
 @cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
+def _compiled_flex_attention() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 

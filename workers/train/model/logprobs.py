@@ -33,6 +33,8 @@ class LogprobModel(NamedTuple):
     """Attention implementation for rows apart; needed only with `can_share`."""
     can_share: bool = False
     """True if rows may run as the prefix tree that they share."""
+    tree: PrefixTree | None = None
+    """The prefix tree of the rows that are passed, if they share it; only with `can_share`."""
     sharded_root: nn.Module | None = None
     """Module whose forward pass gathers sharded weights (`sharded_model.ShardedRoot`); None if nothing is sharded."""
 
@@ -64,7 +66,6 @@ def token_logprobs(
     *,
     temperature: float,
     lengths_M: Tensor | None = None,
-    tree: PrefixTree | None = None,
     entropy: EntropyMode = "",
     sum_pi_squared: bool = False,
     end_states: bool = False,
@@ -72,12 +73,11 @@ def token_logprobs(
     """Compute log-probs of selected tokens under logits / temperature.
 
     Args:
-        model: the model.
+        model: the model, and how rows are laid out for it.
         tokens_MT: int64, padded on the right.
         chosen_MT: bool, the selected tokens; never the first token of a row, which nothing predicts.
         temperature: of sampling; 0 (greedy) is treated as 1.
         lengths_M: int64, tokens of each row without padding; full rows by default.
-        tree: the prefix tree of these rows, for a model with `can_share`; None to run the rows apart.
         entropy: whether to compute entropies, without or with gradient.
         sum_pi_squared: whether to compute sums of squared probabilities.
         end_states: whether to return the hidden states after the last tokens.
@@ -90,7 +90,6 @@ def token_logprobs(
             chosen_MT,
             temperature=temperature,
             lengths_M=lengths_M,
-            tree=tree,
             entropy=entropy,
             sum_pi_squared=sum_pi_squared,
             end_states=end_states,
@@ -98,9 +97,7 @@ def token_logprobs(
         return gathered
     if lengths_M is None:
         lengths_M = tokens_MT.new_full(tokens_MT.shape[:1], tokens_MT.shape[1])
-    if model.can_share:  # until the next pass: layers that are recomputed in the backward pass need the same one
-        switch_attention(model.model, model.row_attention if tree is None else TREE)
-    layout = lay_out(tokens_MT, lengths_M, packed=model.packed) if tree is None else lay_out_tree(tree)
+    layout = _lay_out_for(model, tokens_MT, lengths_M)
     rows_N, columns_N = chosen_MT.nonzero(as_tuple=True)
     positions = layout.places_MT[rows_N, columns_N - 1]
     if end_states:
@@ -122,6 +119,18 @@ def token_logprobs(
         None if hidden is None else hidden[:count].detach(),
         None if hidden is None or not end_states else hidden[count:].detach(),
     )
+
+
+def _lay_out_for(model: LogprobModel, tokens_MT: Tensor, lengths_M: Tensor) -> "ModelInputs":
+    """Convert rows to inputs as the model's fields say, and set its attention for them.
+
+    The attention stays set after the pass, because layers that are recomputed in the backward pass need the same one.
+    """
+    if model.can_share:
+        switch_attention(model.model, model.row_attention if model.tree is None else TREE)
+    if model.tree is None:
+        return lay_out(tokens_MT, lengths_M, packed=model.packed)
+    return lay_out_tree(model.tree)
 
 
 def _hidden(model: Any, head: LMHead, inputs: dict[str, Any], positions_N: Tensor) -> Tensor:

@@ -85,8 +85,14 @@ class PrefixTree(NamedTuple):
             for row, shared, n in zip(order, common, lengths, strict=True)
             if n > shared
         ]
-        tensors = (torch.from_numpy(array) for array in (tokens_P, depths_P, ends_P, places_MT))
-        return cls(*tensors, segment_lengths=tuple(np.diff(bounds).tolist()), branches=tuple(branches))
+        return cls(
+            tokens_P=torch.from_numpy(tokens_P),
+            depths_P=torch.from_numpy(depths_P),
+            ends_P=torch.from_numpy(ends_P),
+            places_MT=torch.from_numpy(places_MT),
+            segment_lengths=tuple(np.diff(bounds).tolist()),
+            branches=tuple(branches),
+        )
 
     def to(self, device: torch.device) -> Self:
         """Return the tree on a device; on a GPU with padding places that attend to themselves alone."""

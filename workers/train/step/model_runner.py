@@ -10,8 +10,8 @@ from stream.errors import SettingsError
 from workers.settings import Settings
 from workers.train.algorithms.losses import LossOutput
 from workers.train.model.attention import set_attention
-from workers.train.model.lm_head import Critic
 from workers.train.model.attention_kernels import switch_attention
+from workers.train.model.lm_head import Critic
 from workers.train.model.logprobs import LogprobModel, TokenLogprobs, token_logprobs
 from workers.train.ranks import Ranks
 from workers.train.step.batch import Batch, ForwardStatistics
@@ -152,11 +152,10 @@ class ModelRunner:
         bonus = self.settings.algorithm.entropy_coefficient > 0 and torch.is_grad_enabled()
         with torch.autocast(mask_MT.device.type, torch.bfloat16, enabled=self.settings.model.dtype == "bfloat16"):
             return token_logprobs(
-                model,
+                model._replace(tree=part.tree if model.can_share else None),
                 batch.tokens_RT[part.rows, :width],
                 mask_MT,
                 temperature=self.settings.rollout.temperature,
-                tree=part.tree if model.can_share else None,
                 lengths_M=batch.lengths_R[part.rows].clamp(max=width),  # a dummy pass reads only the start of a row
                 entropy="gradient" if bonus else "value" if entropy else "",
                 sum_pi_squared=sum_pi_squared,
