@@ -10,8 +10,8 @@ from stream.errors import SettingsError
 from workers.settings import Settings
 from workers.train.algorithms.losses import LossOutput
 from workers.train.model.attention import set_attention
-from workers.train.model.lm_head import Critic
 from workers.train.model.attention_kernels import switch_attention
+from workers.train.model.lm_head import Critic
 from workers.train.model.logprobs import LogprobModel, TokenLogprobs, token_logprobs
 from workers.train.ranks import Ranks
 from workers.train.step.batch import Batch, ForwardStatistics
