@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from stream.records import Group
 from stream.trainer.archive import ArchivedGroups
 from stream.trainer.ledger_records import Trained, read_ledger
+from tests.cases.norms import exact_norms
 from tests.forked import ended, fork, import_ahead
 from workers.runs.progress import Progress
 from workers.settings import Settings
@@ -93,6 +94,7 @@ def be(rank: int, crew: Crew) -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(crew.port),
     }
+    exact_norms()
     if rank:
         return run_follower()
     init_process_group()

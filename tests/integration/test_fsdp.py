@@ -16,6 +16,7 @@ from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import LedgerRecord, Trained, content_hash
 from tests.cases.groups import random_group
 from tests.cases.models import write_small_qwen3
+from tests.cases.norms import exact_norms
 from tests.cases.ports import free_port
 from tests.cases.ranks import run_ranks
 from tests.ranks_on_a_ledger import Crew, Job, steps, work
@@ -46,8 +47,10 @@ RUNS = {
     "half": {"model": {"dtype": "bfloat16"}},
     "half adapter": {"model": {"dtype": "bfloat16"}, "lora": {"rank": 4, "alpha": 8.0}},
 }
-"""Sections of the settings by run: `untied` has a critic and a reference beside the policy, packed rows and recomputed
-layers; the reference of `adapter` is the policy without its adapter.
+"""Sections of the settings by run; all runs share history.
+
+`untied` has a critic and a reference beside the policy, packed rows and recomputed layers; the reference of `adapter`
+is the policy without its adapter.
 """
 SHORT = [("tied", "float64")]
 LONG = [("untied", "float64"), ("adapter", "float64"), *((name, "float32") for name in RUNS)]
@@ -71,9 +74,12 @@ def make_run(folder: Path, name: str) -> Path:
         **RUNS[name],
     }
     train = {"learning_rate": 1e-2, "batch_size": 3, "micro_batch_tokens": 56, "weight_decay": 0.01}
+    train["share_history"] = "on"
     table["train"] = train | table.get("train", {})
     table["model"] = {"path": str(folder / "base"), **table.get("model", {})}
     (folder / "run.toml").write_text(dump_settings(parse_settings(table)))
+    table["train"]["share_history"] = "off"
+    (folder / "apart.toml").write_text(dump_settings(parse_settings(table)))
     ledger, archive = Ledger(folder / "ledger.jsonl"), Archive(folder / "groups")
     for step in range(1, STEPS + 1):
         made = [group(number, step) for number in range(3 * step, 3 * step + 3)]
@@ -98,8 +104,19 @@ def alone(settings, dtype):
     return Learner(settings, dtype=dtype)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def norms_in_float64():
+    """As in the processes of the ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        exact_norms(patch.setattr)
+        yield
+
+
 class Results:
-    """Final state of learners, by run, type and ranks; "3 on": three ranks resumed from a checkpoint of two."""
+    """Final state of learners, by run, type and ranks.
+
+    "3 on": three ranks resumed from a checkpoint of two; "apart": one process whose rows share nothing.
+    """
 
     def __init__(self, folder: Path, kinds: list[tuple[str, str]]) -> None:
         self.folder, self.kinds = folder, kinds
@@ -113,7 +130,7 @@ class Results:
         for kind in kinds:
             for ranks in ("2", "3 on"):
                 self.found[*kind, ranks] = torch.load(self.job(*kind, ranks).result)
-            for ranks in ("1", "1 on"):
+            for ranks in ("1", "1 on", *(["apart"] if kind[1] == "float64" else [])):
                 self.found[*kind, ranks] = work(self.job(*kind, ranks), alone)
 
     def kept(self, name: str, dtype: str) -> Path:
@@ -122,7 +139,7 @@ class Results:
 
     def job(self, name: str, dtype: str, ranks: str) -> Job:
         return Job(
-            settings=str(self.runs[name]),
+            settings=str(self.runs[name].with_name("apart.toml") if ranks == "apart" else self.runs[name]),
             dtype=dtype,
             resume=str(self.kept(name, dtype)) if ranks.endswith("on") else "",
             keep=str(self.kept(name, dtype)),
@@ -182,7 +199,7 @@ def moved(results: Results, name: str, dtype: str) -> float:
 def all_equal_in_float64(results: Results, name: str) -> None:
     assert moved(results, name, "float64") > 1e-3  # ten steps change all weights
     expected = results.found[name, "float64", "1"]
-    apart = {ranks: largest(expected, results.found[name, "float64", ranks]) for ranks in OTHERS}
+    apart = {ranks: largest(expected, results.found[name, "float64", ranks]) for ranks in (*OTHERS, "apart")}
     assert max(apart.values()) < 1e-9, apart
 
 
@@ -202,6 +219,14 @@ def test_ranks_with_critic_reference_and_packing_match_one_process(more_results)
     all_equal_in_float64(more_results, "untied")
     all_equal_in_float64(more_results, "adapter")
     assert loaded(more_results, "untied", "float64").dtype == torch.float32
+
+
+@pytest.mark.full
+def test_four_ranks_that_share_history_match_one_process_with_rows_apart(more_results):
+    jobs = {name: more_results.job(name, "float64", "4") for name in ("untied", "adapter")}
+    let_work(more_results.folder, [crew(4, [*jobs.values()])])
+    for name, job in jobs.items():
+        assert largest(more_results.found[name, "float64", "apart"], torch.load(job.result)) < 1e-9, name
 
 
 @pytest.mark.full

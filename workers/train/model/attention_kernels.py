@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -213,19 +213,41 @@ def attend_in_blocks(
     query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None, window: int | None
 ) -> Tensor:
     """Attend [1, heads, places, size] with `flex_attention`, compiled on a GPU."""
-    ends_P, depths_P = tree.ends_P, tree.depths_P
-
-    def is_visible(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        visible = (k <= q) & (q < ends_P[k])
-        return visible if window is None else visible & (depths_P[q] - depths_P[k] < window)
-
-    places = query.shape[2]
-    mask = create_block_mask(is_visible, None, None, places, places, device=query.device)
+    mask = _block_masks.get(tree, window)
     attend: Any = _compiled_flex_attention() if query.is_cuda else flex_attention
     result: Tensor = attend(
         query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
     return result
+
+
+class _BlockMasks:
+    """Block masks of the latest tree, by sliding window: the layers of a pass share them."""
+
+    def __init__(self) -> None:
+        self._tree: PrefixTree | None = None
+        self._masks: dict[int | None, BlockMask] = {}
+
+    def get(self, tree: PrefixTree, window: int | None) -> BlockMask:
+        """Return the mask of a tree, made at the first call for it."""
+        if self._tree is not tree:
+            self._tree, self._masks = tree, {}
+        if window not in self._masks:
+            self._masks[window] = _make_block_mask(tree.ends_P, tree.depths_P, window)
+        return self._masks[window]
+
+
+_block_masks = _BlockMasks()
+
+
+def _make_block_mask(ends_P: Tensor, depths_P: Tensor, window: int | None) -> BlockMask:
+    """Return which places see which, as `PrefixTree` says."""
+
+    def is_visible(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        visible = (k <= q) & (q < ends_P[k])
+        return visible if window is None else visible & (depths_P[q] - depths_P[k] < window)
+
+    return create_block_mask(is_visible, None, None, len(ends_P), len(ends_P), device=ends_P.device)
 
 
 @cache
