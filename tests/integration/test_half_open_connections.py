@@ -196,3 +196,12 @@ async def test_connections_that_wait_for_answers_make_no_room_and_a_further_one_
                 with anyio.fail_after(10):
                     assert (await stream.receive()).startswith(b"HTTP/1.1 200")
     assert results == [200] * LIMIT
+
+
+def test_a_port_whose_last_connection_has_just_ended_is_free():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            server.accept()[0].close()  # of a connection, the side that closes first waits for a minute
+            assert client.recv(1) == b""
+    assert http_connections.free_port("127.0.0.1", port) == port

@@ -26,6 +26,7 @@ from workers.runs.find import open_run
 from workers.runs.live_run import LiveRun, write_live
 from workers.runs.run import Run
 from workers.settings.toml_file import dump_settings, parse_settings
+from workers.terminal import queues
 from workers.terminal.dead_letters import drop_dead, retry_dead
 from workers.terminal.queues import show_queues, watch
 
@@ -141,14 +142,17 @@ async def test_watching_ends_when_the_run_has_finished(connection, redis_url, ru
     assert json.loads(line)["finished"] == "trained 3 steps"
 
 
-async def test_watching_begins_when_the_run_does(connection, redis_url, run_name, capsys):
+async def test_watching_begins_when_the_run_does(connection, redis_url, run_name, monkeypatch, capsys):
+    monkeypatch.setattr(queues, "_WATCH_INTERVAL_S", 0.02)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(watched, run_name, redis_url))
         while "waiting for it to start" not in (told := capsys.readouterr()).err:
             await anyio.sleep(0.02)
         assert told.out == ""
+        await anyio.sleep(0.2)  # it looks ten times
         await connection.write_hash("meta", {"finished": "stopped"})
-    assert json.loads(capsys.readouterr().out)["finished"] == "stopped"
+    later = capsys.readouterr()
+    assert (json.loads(later.out)["finished"], later.err) == ("stopped", "")
 
 
 def announce_mine(run_name: str, redis_url: str) -> None:

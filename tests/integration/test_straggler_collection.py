@@ -4,6 +4,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from stream.operator.control import pause, resume
 from stream.queue.stage import inflight_versions
@@ -11,6 +12,7 @@ from stream.trainer.consumer import Consumer
 from stream.trainer.leased_group import ResumePoint
 from stream.trainer.ledger import Ledger
 from stream.trainer.trainer_lease import TrainerLease
+from workers.role import work_loop
 from workers.runs.progress import Progress
 from workers.settings.toml_file import parse_settings
 from workers.train.groups.collector import Collector
@@ -225,3 +227,15 @@ async def test_groups_of_the_next_step_are_received_while_one_trains(make_traine
         assert set(trainer.consumer.buffer) == {"b"}
         await trainer.collector.prefetch()  # the buffer is full
     assert (await trainer.collect()).prompt_ids == ["b"]
+
+
+async def test_a_long_wait_for_groups_is_logged(make_trainer, monkeypatch):
+    monkeypatch.setattr(work_loop, "MAX_BLOCK_S", 0.0)  # every wait is long
+    trainer = await make_trainer()
+    await trainer.finish("b")
+    assert await trainer.step() == ["b"]
+    await trainer.claim()
+    await trainer.finish("c")
+    with capture_logs() as logs:
+        await trainer.meanwhile(lambda: trainer.finish("a"))
+    assert ("work.waiting", "scored") in [(log["event"], log.get("stage")) for log in logs]

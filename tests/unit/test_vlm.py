@@ -186,6 +186,7 @@ def test_the_reward_is_within_bounds_for_any_boxes(gold, text):
 
 def test_boxes_that_overlap_have_a_known_giou():
     assert generalized_iou((0, 0, 2, 2), (1, 1, 3, 3)) == pytest.approx(1 / 7 - 2 / 9)
+    assert generalized_iou((0, 1, 5, 7), (2, 4, 9, 6)) == pytest.approx(6 / 38 - 16 / 54)
 
 
 @pytest.mark.parametrize(
