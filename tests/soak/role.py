@@ -98,7 +98,7 @@ async def _count(folder: Path) -> None:
 async def _count_what_stays() -> dict[str, int]:
     """Return the least numbers of tasks and objects of some looks.
 
-    A trainer may still be in a step when all else is at rest. What it needs for that goes; what is kept is always there.
+    A trainer may still be in a step when all else is at rest. What it needs for that goes; what is kept stays.
     """
     looks = []
     for _ in range(_LOOKS):
