@@ -22,7 +22,7 @@ ROWS = tuple(f"Add two and three {response}".split() for response in ("It is fiv
 
 
 class Theme(NamedTuple):
-    """Colors, those of the dashboard."""
+    """The colors of the dashboard."""
 
     ground: str
     text: str

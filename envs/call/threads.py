@@ -81,7 +81,7 @@ abandoned_threads = AbandonedThreads()
 class _Worker(Thread):
     """A thread that makes calls, one after the other, until there has been none for a while.
 
-    Waking a thread costs more than most calls do. So one thread gets all calls, and those of one moment wake it once: a
+    Waking a thread costs more than most calls do. So one thread gets all calls, and calls of one moment wake it once: a
     call then takes 40 µs of CPU, not 110 to 140 (64 in flight, two cores). While the thread is slow in one of them, the
     next calls go to another thread, and each call that waits behind the slow one gets a thread of its own.
     """

@@ -188,7 +188,7 @@ class TooLarge(Struct):
     """Names of attributes that a snapshot lacks because they were over the size limit."""
 
     omitted: set[str] = set()
-    """All of them, those of nested objects included."""
+    """All such names, including names in nested objects."""
     read: set[str] = set()
     """Those that were read since; each read raised an AttributeError."""
 

@@ -89,7 +89,7 @@ class _Load(Struct, frozen=True, kw_only=True):
     scorers: int
     """Scorers that hold a group."""
     scored: int
-    """Scored groups that the trainer has not ended, those of the step in progress included."""
+    """Scored groups that the trainer has not ended, including the groups of the step in progress."""
     unpublished: int
     """Groups that the trainer has ended and that still use capacity, because no newer policy version is published."""
     outstanding: int

@@ -9,7 +9,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 
 def exact_norms(replace: Callable[[type, str, Callable[..., Tensor]], None] = setattr) -> None:
-    """Let norms of float64 models compute in float64; those of transformers compute in float32 for every dtype.
+    """Let norms of float64 models compute in float64; the norms of transformers compute in float32 for every dtype.
 
     Args:
         replace: sets an attribute, such as `MonkeyPatch.setattr`.

@@ -241,7 +241,7 @@ def test_auto_counts_what_is_left_to_share_once_groups_are_cut(base):
 
 @pytest.mark.parametrize("tokens", [12, 10_000])
 def test_the_model_is_left_with_attention_over_rows(base, tokens):
-    """Whoever uses the model beside the learner knows of no trees."""
+    """Other users of the model call it without a tree."""
     trained = learner(base, "on", train={"micro_batch_tokens": tokens}, lora=LORA, algorithm=KL)
     batch = collate(two_groups())
     moved = batch.to(trained.device, trained.dtype)

@@ -11,8 +11,9 @@ from workers.train.model.prefix_tree import PrefixTree, Tokens, common_prefix, c
 from workers.train.step.batch import Batch
 
 MIN_SHARED: Final = {"cpu": 0.1}
-"""Fraction of the tokens that rows must share, by type of device, so that a tree is faster than rows apart."""
+"""Least fraction of shared tokens for which `auto` makes trees, by type of device. Chosen, not measured yet."""
 _MIN_SHARED_ELSEWHERE: Final = 0.25
+"""The same for other devices."""
 
 
 class MicroBatch(NamedTuple):
@@ -72,8 +73,8 @@ def split_trees(rows: dict[int, Tokens], completions: dict[int, int], micro_batc
     """Partition rows into micro-batches with a bounded number of distinct prefixes.
 
     All rows of a completion stay together, because some losses look at whole completions. Completions are dealt in
-    lexicographic order of their first rows, so those of a group are neighbours, and so are groups that begin alike. A
-    group over the bound is cut between completions; a completion over the bound gets a micro-batch of its own.
+    lexicographic order of their first rows, so completions of a group are neighbours, and so are groups that begin
+    alike. A group over the bound is cut between completions; a completion over the bound gets a micro-batch of its own.
 
     Args:
         rows: tokens of each row, by its number.
