@@ -443,6 +443,11 @@ async def test_a_stalled_run_fails_and_reports_where_the_work_is(make_pipeline, 
     await pipeline.assert_no_process_is_left()
 
 
+async def test_a_run_that_no_role_begins_fails_with_the_time_that_it_waited(make_pipeline):
+    outcome = await make_pipeline({}, stall_timeout_s=1.0).run()
+    assert str(outcome.failure) == "the run had not begun after 1 s"
+
+
 async def test_code_that_blocks_a_worker_is_named_once_on_the_screen(make_pipeline):
     blocked = """
 import json

@@ -286,11 +286,11 @@ class Supervisor:
             if self._phase == _RUNNING and detector is None:  # starting engines have their own timeout
                 detector = StallDetector(self._settings.abort.stall_timeout_s)
             if detector and not self._ending.requested.is_set() and (alarm := detector.observe(status)):
-                self._ending.fail(await self._stalled(connection, alarm))
+                self._ending.fail(await self._stalled(connection, status, alarm))
             await self._children.trim_logs()
             await anyio.sleep(_POLL_S)
 
-    async def _stalled(self, connection: RunConnection, alarm: str) -> RunFailedError:
+    async def _stalled(self, connection: RunConnection, status: RunStatus | None, alarm: str) -> RunFailedError:
         """Return the error of a run without progress: what it waits for, what blocks a worker, or the last error."""
         alarm += self._waits.longest
         if self._disk.problems:
@@ -299,7 +299,8 @@ class Supervisor:
         if blocked is not None:
             return RunFailedError(f"{alarm}; {blocked.headline}", blocked)
         last = await read_last_error(connection)
-        alarm += describe_longest(groups_in_flight(await read_status(connection, with_in_flight=True)), time.time())
+        if status is not None:
+            alarm += describe_longest(groups_in_flight(status), time.time())
         return RunFailedError(f"{alarm}; {last}", last.cause) if last else RunFailedError(alarm)
 
     async def _show_warnings(self) -> None:
