@@ -68,7 +68,7 @@ check: setup  ## Format, lint, types, import contracts, spelling, house rules
 	$(BIN)/pytest -q tests/unit/test_house_rules.py
 
 test: setup  ## Unit, property, integration and end-to-end tests
-	$(BIN)/pytest -m "not full and not gpu and not vllm and not compose" -n 4 --dist worksteal
+	$(BIN)/pytest -m "not full and not gpu and not vllm and not compose" -n 4 --dist worksteal --durations 60 --durations-min 4
 
 test-oldest: setup .cache/oldest/.done  ## Trainer and local engine on the oldest transformers that is permitted
 	PYTHONPATH=$(CURDIR)/.cache/oldest/site-packages $(BIN)/pytest -m "models and not full" -n 4 --dist worksteal

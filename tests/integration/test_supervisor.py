@@ -412,7 +412,7 @@ async def test_roles_start_when_all_engines_are_ready_and_each_engine_keeps_its_
 
 
 async def test_an_engine_may_take_longer_to_start_than_the_stall_timeout(make_pipeline):
-    pipeline = make_pipeline({"engine": "time.sleep(3);" + ENGINE + "stay()", "train": FINISH}, stall_timeout_s=1.0)
+    pipeline = make_pipeline({"engine": "time.sleep(6);" + ENGINE + "stay()", "train": FINISH}, stall_timeout_s=5.0)
     assert (await pipeline.run()).failure is None
 
 
