@@ -130,15 +130,15 @@ def fault(tools: ToolSet, text: str) -> tuple[str, str, dict[str, Any]]:
     return "", call.name, call.arguments
 
 
-def measure(folder: Path, seed: int = 0, show: int = 0) -> dict[str, Any]:
-    """Sample calls of all sets; return the share of valid ones, and how many choices were never made."""
+def measure(folder: Path, seed: int = 0, show: int = 0, *, sets: int = SETS) -> dict[str, Any]:
+    """Sample calls of the first sets; return the share of valid ones, and how many choices were never made."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     torch.manual_seed(seed)
     faults: Counter[str] = Counter()
     choices, chosen = set(), set()
     shares = []
-    for number, (tools, _) in enumerate(zip(tool_sets(seed), range(SETS), strict=False)):
+    for number, (tools, _) in enumerate(zip(tool_sets(seed), range(sets), strict=False)):
         for tool in tools.tools:
             for name, schema in resolved(tool).items():
                 choices |= {(number, tool["function"]["name"], name, choice) for choice in schema.get("enum", ())}

@@ -14,14 +14,17 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("preloaded")]
 
 SHUTDOWN_S = 60
 """What each role may take to finish what it holds."""
+ROLLOUT_WAITS = {"role": "rollout", "event": "engine.waiting"}
+TRAINER_WAITS = {"role": "train", "event": "engine.waiting", "what": "push"}
 
 
-def wait_for_event(project: Project, process: subprocess.Popen[str], role: str, **wanted: str) -> None:
-    """Wait until a role has logged a line with these values."""
-    log, deadline = project.run_folder / "logs" / f"{role}-0.log", time.monotonic() + 60
+def wait_for_event(project: Project, process: subprocess.Popen[str], *wanted: dict[str, str]) -> None:
+    """Wait until a role has logged a line with the values of one of these."""
+    deadline = time.monotonic() + 60
     while True:
-        lines = log.read_text().splitlines() if log.exists() else []
-        if any(wanted.items() <= json.loads(line).items() for line in lines if line.startswith("{")):
+        logs = [path.read_text() for path in (project.run_folder / "logs").glob("*-0.log")]
+        lines = [json.loads(line) for log in logs for line in log.splitlines() if line.startswith("{")]
+        if any(values.items() <= line.items() for values in wanted for line in lines):
             return
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline, project.logs()
@@ -44,8 +47,8 @@ def test_a_run_whose_engine_was_never_there_ends_at_once(project):
     project.table["queue"]["shutdown_timeout_s"] = SHUTDOWN_S
     process = project.start("run", str(project.write()), "--json")
     try:
-        wait_for_event(project, process, "rollout", event="engine.waiting")
-        wait_for_event(project, process, "train", event="engine.waiting", what="push")
+        wait_for_event(project, process, ROLLOUT_WAITS)
+        wait_for_event(project, process, TRAINER_WAITS)
         summary = interrupt(project, process)
     finally:
         stop(process)
@@ -64,8 +67,8 @@ def test_a_run_whose_engine_died_ends_at_once_and_gives_its_prompts_back(project
         process = project.start("run", str(project.write()), "--json")
         wait_for_trained(project, 4, process, 60)
         engine.kill()
-        wait_for_event(project, process, "rollout", event="engine.ejected")
-        wait_for_event(project, process, "train", event="engine.waiting", what="push")
+        # the one of the two that needed the engine next
+        wait_for_event(project, process, {"role": "rollout", "event": "engine.ejected"}, TRAINER_WAITS)
         summary = interrupt(project, process)
     finally:
         if process is not None:

@@ -5,17 +5,18 @@ import json
 import pytest
 import torch
 
-from benchmarks.unseen_values import ToolSet, fault, measure, tool_sets
+from benchmarks.unseen_values import SETS, ToolSet, fault, measure, tool_sets
 from workers.demo.base_models import write_base_model
 
 
 @pytest.mark.timeout(600)
-def test_nine_of_ten_calls_fit_unseen_enumerations_and_prompts_and_every_choice_is_made(tmp_path):
+@pytest.mark.parametrize("sets", [4, pytest.param(SETS, marks=pytest.mark.full)])
+def test_nine_of_ten_calls_fit_unseen_enumerations_and_prompts_and_every_choice_is_made(tmp_path, sets):
     write_base_model("tool-caller", tmp_path)
     torch.set_num_threads(1)
-    result = measure(tmp_path, seed=0)
+    result = measure(tmp_path, seed=0, sets=sets)
     assert result["valid"] >= 0.9, result
-    assert result["choices"] > 100
+    assert result["choices"] > 2 * sets
     assert result["never_chosen"] == 0, result
 
 
