@@ -12,7 +12,7 @@ turn, and whenever it gets replies of a new kind, such as a system message. As i
 replaced: what is compared is what the template writes around them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -143,13 +143,12 @@ def _check_texts(renderer: ConversationRenderer, check: HistoryCheck, role: str)
         contents = ["3."] * (_PLAIN_TURNS if special else _MAX_TURNS) + special
         replies = [tool_reply(text, i) if role == "tool" else _user_message(text) for i, text in enumerate(contents)]
         turns = [AssistantTurn((), f"{reasoning}Step {i}.", [reply], opening) for i, reply in enumerate(replies)]
-        for count in range(len(turns) if special else 1, len(turns) + 1):
-            try:
-                found = find_difference(renderer, _ASK, turns[:count])
-            except DataError:  # the template refuses this one
-                break
-            if found is not None and not (found.in_space and check.ignores_space):
-                return HistoryCheck(True, found.text, check.turn_start)
+        try:
+            for found in _differences(renderer, _ASK, turns, first=len(turns) if special else 1):
+                if found is not None and not (found.in_space and check.ignores_space):
+                    return HistoryCheck(True, found.text, check.turn_start)
+        except DataError:  # the template refuses this one
+            continue
     return None
 
 
@@ -174,14 +173,31 @@ def find_difference(
     Raises:
         DataError: the template refuses the conversation.
     """
-    whole = renderer.render_whole(messages, turns)
-    try:
-        seen = renderer.render_prompt(messages)
-        seen += "".join(turn.text + renderer.render_continuation(turn.replies) for turn in turns)
-    except DataError:
-        raise
-    except PenstockError as error:
-        return RenderingDifference(str(error), in_space=False)
+    *_, last = _differences(renderer, messages, turns, first=len(turns))
+    return last
+
+
+def _differences(
+    renderer: ConversationRenderer, messages: Sequence[Message], turns: Sequence[AssistantTurn], first: int
+) -> Iterator[RenderingDifference | None]:
+    """Compare the conversation after each turn, from number `first` on; each continuation is rendered once."""
+    seen = ""
+    for count in range(len(turns) + 1):
+        try:
+            if count:
+                seen += turns[count - 1].text + renderer.render_continuation(turns[count - 1].replies)
+            else:
+                seen = renderer.render_prompt(messages)
+        except DataError:
+            raise
+        except PenstockError as error:
+            yield RenderingDifference(str(error), in_space=False)
+            return
+        if count >= first:
+            yield _compare(renderer.render_whole(messages, turns[:count]), seen)
+
+
+def _compare(whole: str, seen: str) -> RenderingDifference | None:
     if whole == seen:
         return None
     return RenderingDifference(_first_difference(whole, seen), in_space="".join(whole.split()) == "".join(seen.split()))
