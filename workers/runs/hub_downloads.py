@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread
@@ -20,7 +21,7 @@ from typing import Any, Final
 
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError, SettingsError
-from workers.runs.hub_errors import explain, is_unreachable
+from workers.runs.hub_errors import FAULTS_OF_OURS, explain, is_unreachable
 from workers.settings.hub import Repository, Revision
 
 Say = Callable[[str], None]
@@ -56,6 +57,8 @@ def look_up(repository: Repository, revision: Revision, setting: str, say: Say) 
             info = hub.HfApi(library_name="penstock").repo_info(
                 repository.name, repo_type=repository.kind, revision=revision.name
             )
+    except FAULTS_OF_OURS:
+        raise
     except Exception as error:
         cached = _cached_commit(repository, revision) if is_unreachable(error) else ""
         if not cached:
@@ -99,7 +102,7 @@ def download(repository: Repository, revision: Revision, config: str, setting: s
     try:
         with _quiet():
             return _fetch(hub, repository, revision, config, setting, say)
-    except PenstockError:
+    except (PenstockError, *FAULTS_OF_OURS):
         raise
     except Exception as error:
         raise explain(error, repository, revision, setting) from error
@@ -148,26 +151,25 @@ def _fetch(hub: Any, repository: Repository, revision: Revision, config: str, se
         repository.name, repo_type=repository.kind, revision=revision.commit, files_metadata=True
     )
     sizes = {each.rfilename: int(each.size or 0) for each in info.siblings or ()}
-    if repository.kind == "model":
-        _refuse_unusable(hub, repository, revision, setting, sizes)
-        names, patterns = [name for name in sizes if _is_of_model(name)], list(_MODEL_FILES)
-    else:
-        names = _files_of_config(repository, revision, config, sizes)
-        patterns = [glob.escape(name) for name in names]
-    has = [hub.try_to_load_from_cache(repository.name, name, revision=revision.commit, repo_type=repository.kind)
-           for name in names]  # fmt: skip
-    cached = sum(sizes[name] for name, file in zip(names, has, strict=True) if isinstance(file, str))
-    total = sum(sizes[name] for name in names)
+    is_model = repository.kind == "model"
+    if is_model:
+        _refuse_unusable(repository, setting, sizes)
+    names = [name for name in sizes if _is_of_model(name)] if is_model else []
+    names = names or _files_of_config(repository, revision, config, sizes)
+    total, cached = sum(sizes[name] for name in names), _cached_bytes(repository, revision, names, sizes)
     what = f"{repository} ({revision.short})"
     in_cache = f", {_size(cached)} of them in the cache" if cached else ""
     say(f"downloading {what}: {len(names)} files, {_size(total)}{in_cache}")
     _refuse_full_disk(repository, total - cached)
-    began = time.monotonic()
+    if is_model:
+        config_file = Path(hub.hf_hub_download(repository.name, "config.json", revision=revision.commit))
+        if why := needs_own_code(config_file.parent):
+            raise SettingsError(f"{repository.name}: {why}")
+    patterns, began = list(_MODEL_FILES) if is_model else [glob.escape(name) for name in names], time.monotonic()
     with _progress(repository, total - cached, say) as options:
         folder = Path(_snapshot(hub.snapshot_download, repository, revision.commit, patterns, **options))
-    if repository.kind == "dataset":
-        file = _list_file(repository, revision, config)
-        write_file_atomically(file, json.dumps(names).encode())
+    if not is_model:
+        write_file_atomically(_list_file(repository, revision, config), json.dumps(names).encode())
     say(f"downloaded {what} in {time.monotonic() - began:.0f} s")
     return folder
 
@@ -190,11 +192,19 @@ def _is_of_model(name: str) -> bool:
     return any(fnmatch(name, each) for each in _MODEL_FILES) and not any(fnmatch(name, each) for each in _NOT_OF_MODEL)
 
 
-def _refuse_unusable(hub: Any, repository: Repository, revision: Revision, setting: str, sizes: dict[str, int]) -> None:
-    """Refuse a repository that holds no model which transformers could load, before its weights are downloaded.
+def _cached_bytes(repository: Repository, revision: Revision, names: list[str], sizes: dict[str, int]) -> int:
+    """Return how much of the files the cache has, without those that were read to find the others."""
+    from huggingface_hub import try_to_load_from_cache
+
+    find = partial(try_to_load_from_cache, repository.name, revision=revision.commit, repo_type=repository.kind)
+    return sum(sizes[name] for name in names if name not in _CARD_FILES and isinstance(find(name), str))
+
+
+def _refuse_unusable(repository: Repository, setting: str, sizes: dict[str, int]) -> None:
+    """Refuse a repository that holds no model which the trainer could load, before its files are downloaded.
 
     Raises:
-        SettingsError: it has no configuration or no safetensors, or needs its own Python code.
+        SettingsError: it has no configuration or no safetensors.
     """
     name, place = repository.name, f"{setting}.path" if setting else "the model's name"
     if "config.json" not in sizes:
@@ -209,9 +219,6 @@ def _refuse_unusable(hub: Any, repository: Repository, revision: Revision, setti
             "once: AutoModelForCausalLM.from_pretrained(...) and save_pretrained(FOLDER), the same with AutoTokenizer, "
             f"then set {place} to FOLDER"
         )
-    config = hub.hf_hub_download(name, "config.json", revision=revision.commit)
-    if why := needs_own_code(Path(config).parent):
-        raise SettingsError(f"{name}: {why}")
 
 
 def needs_own_code(folder: Path) -> str:

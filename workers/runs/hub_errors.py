@@ -11,6 +11,8 @@ from stream.errors import PenstockError, SettingsError
 from workers.datasets.tables import explain_unread
 from workers.settings.hub import Repository, Revision
 
+FAULTS_OF_OURS: Final = (AttributeError, NameError, TypeError)
+"""Errors that no hub causes; each of the libraries raises classes of its own for what it meets on the way."""
 _NETWORK_LIBRARIES: Final = ("httpx", "httpx2", "httpcore", "requests", "urllib3")
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _MAX_CHARACTERS: Final = 200
