@@ -108,7 +108,8 @@ def test_downloaded_then_offline_then_refused_with_another_revision(user):
     (line,) = refused.stderr.strip().splitlines()
     assert line == (
         f"error: model.revision: the settings name demo/calculator at v2, commit {second[:12]}, and this run began "
-        f'with main, commit {first[:12]}. Set model.revision = "main@{first}", or start a new run: give it another run.name'
+        f'with main, commit {first[:12]}. Set model.revision = "main@{first}", or start a new run: give it another '
+        "run.name"
     )
     texts = [file.read_bytes() for file in run.rglob("*") if file.is_file()]
     texts += [each.stderr.encode() + each.stdout.encode() for each in (begun, offline, moved, refused)]

@@ -63,6 +63,8 @@ def open_source(data: DataSettings, setting: str = "data.path") -> Source:
     if folder.is_dir():
         return TableSource(data, open_dataset(path, folder, data.config, split), path)
     if not path.is_file():
+        if is_hub_name(str(path)) and parse_revision(data.revision).commit:
+            raise DataError(f"{data.path} is not in the cache of this machine; `penstock check FILE` downloads it")
         raise DataError(f"{data.path}: no such file or folder; {setting} names the prompts")
     if split or data.config:
         raise DataError(f"{path} is one file, which has no splits and configurations; leave out {split or data.config}")

@@ -26,6 +26,7 @@ from workers.role import log_setup as logs
 from workers.role.exit_codes import ExitCode
 from workers.runs.find import explain_missing_file, find_settings_file
 from workers.runs.folder import disk_problems, find_newest_run, lock_folder, new_run_name, settings_file
+from workers.runs.hub_downloads import say_nothing
 from workers.runs.hub_names import bind_revisions, download_names, known_values, print_note, revision_overrides
 from workers.runs.identity import check_folder, describe_changes
 from workers.runs.metrics_file import read_metrics
@@ -84,7 +85,8 @@ def run(
         with lock_folder(settings.folder):
             url = restore(copy, settings)
         print_start([f"{settings.folder} was lost: restored step {copy.step} from {url}"])
-    settings = bind_revisions(settings, known_values(settings), print_note)
+    say = say_nothing if quiet else print_note
+    settings = bind_revisions(settings, known_values(settings), say)
     finished = finished_summary(settings)
     if finished is not None:
         check_folder(settings)  # an edit of the data is named, also after the end
@@ -92,7 +94,7 @@ def run(
         if as_json:
             print(msgspec.json.encode(finished).decode(), flush=True)  # noqa: T201
         return ExitCode.UNTRAINED if finished.why_untrained else ExitCode.SUCCESS
-    download_names(settings, print_note)
+    download_names(settings, say)
     if check and not _passes_check(start, settings, as_json=as_json, quiet=quiet):
         return ExitCode.USAGE
     result = supervise(settings, quiet=quiet, earlier=start.earlier)

@@ -37,6 +37,10 @@ _LINE_EVERY_S: Final = 10.0
 """Seconds between two lines about a download where there is no terminal to draw a bar on."""
 
 
+def say_nothing(_line: str) -> None:
+    """Show nothing: no line, and no bar either."""
+
+
 def look_up(repository: Repository, revision: Revision, setting: str, say: Say) -> str:
     """Return the commit that a branch, a tag or a short hash stands for. Blocks.
 
@@ -125,7 +129,8 @@ def _whole(repository: Repository, revision: Revision, config: str) -> Path | No
         return None
     if repository.kind == "dataset":
         return folder if all((folder / name).is_file() for name in files) else None
-    return folder if (folder / "config.json").is_file() and not _missing_weights(folder) else None
+    has_small_files = all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
+    return folder if has_small_files and not _missing_weights(folder) else None
 
 
 def _missing_weights(folder: Path) -> bool:
@@ -275,7 +280,7 @@ def _progress(repository: Repository, missing: int, say: Say) -> Iterator[dict[s
     """Yield options of `snapshot_download`: it draws bars on a terminal; elsewhere a line says how far it is."""
     from huggingface_hub.utils import tqdm
 
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and say is not say_nothing:
         yield {}
         return
 

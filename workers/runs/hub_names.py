@@ -17,7 +17,7 @@ from stream.connection.run_identity import read_identity
 from stream.errors import PenstockError, RunMismatchError, SettingsError
 from workers.datasets.fingerprint import dataset_name
 from workers.datasets.sources import open_source
-from workers.runs.hub_downloads import Say, download, look_up
+from workers.runs.hub_downloads import Say, download, look_up, say_nothing
 from workers.settings import Settings
 from workers.settings.data import DataSettings
 from workers.settings.hub import Repository, Revision, is_hub_name, parse_revision
@@ -149,7 +149,7 @@ def _of_run(here: HubName, recorded: str) -> Revision:
         return revision
     commit = here.revision.commit
     try:
-        commit = commit or look_up(here.repository, here.revision, table, lambda _: None)
+        commit = commit or look_up(here.repository, here.revision, table, say_nothing)
         found = here.revision._replace(commit=commit).short
     except PenstockError as error:
         found = f"{here.revision.name}, whose commit is unknown ({error})"
