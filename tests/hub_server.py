@@ -233,9 +233,9 @@ class _Handler(BaseHTTPRequestHandler):
     def find(self, kind: str, name: str, revision: str, token: str) -> tuple[str, dict[str, bytes]] | None:
         """Return commit and files; None if the request was answered with an error."""
         repo = self.hub.repos.get((kind, name))
-        if repo is None or (repo.needs == "private" and token != repo.token):
+        if repo is None or (repo.needs == "private" and (not token or token != repo.token)):
             self.send(401, b"{}", **{"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
-        elif repo.needs == "gated" and token != repo.token:
+        elif repo.needs == "gated" and (not token or token != repo.token):
             self.send(403 if token else 401, b"{}", **{"X-Error-Code": "GatedRepo", "X-Error-Message": "gated"})
         elif repo.needs == "refused":
             self.send(403, b"{}", **{"X-Error-Message": "refused"})

@@ -84,7 +84,7 @@ def _answer(
         rows = []
         if settings.data.path:
             prompts, _ = open_dataset_mix(settings).read_prompts(0, 3)
-            rows = [prompt.messages[-1].content for prompt in prompts]
+            rows = [prompt.messages[-1]["content"] for prompt in prompts]
     except PenstockError as error:
         return {"error": str(error), "kind": type(error).__name__, "said": said}
     finally:

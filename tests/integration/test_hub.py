@@ -295,6 +295,11 @@ FAULTS = {
         model("f/code"),
         ["no architecture 'odd'", "modeling_odd.py", "trust_remote_code=True", "Penstock never does"],
     ),
+    "a name that no hub has": (
+        lambda _: None,
+        model("f/a--b"),
+        ["model.path = 'f/a--b': there is no such file", "f/a--b"],
+    ),
     "no such form of a revision": (
         lambda hub: hub.model("f/form").commit(model_files(), "main"),
         model("f/form", revision="refs/pr/1"),

@@ -55,30 +55,32 @@ def look_up(repository: Repository, revision: Revision, setting: str, say: Say) 
     Raises:
         PenstockError: there is none, it may not be read, or the hub cannot be asked and the cache has none.
     """
-    hub = _library(repository, "huggingface_hub", setting)
-    try:
-        with _quiet():
-            info = hub.HfApi(library_name="penstock").repo_info(
-                repository.name, repo_type=repository.kind, revision=revision.name
-            )
-    except FAULTS_OF_OURS:
-        raise
-    except Exception as error:
-        cached = _cached_commit(repository, revision) if is_unreachable(error) else ""
-        if not cached:
-            raise explain(error, repository, revision, setting) from error
-        say(f"{repository}: the hub cannot be asked; the cache has {revision._replace(commit=cached).short}")
-        return cached
-    return str(info.sha)
+    api = _library(repository, "huggingface_hub", setting).HfApi(library_name="penstock")
+    resolve = partial(api.resolve_revision, repository.name, repo_type=repository.kind, revision=revision.name)
+    with _quiet():
+        cached = _cached_commit(resolve)
+        try:
+            info = api.repo_info(repository.name, repo_type=repository.kind, revision=revision.name)
+            commit = str(info.sha)
+            if cached != commit:
+                resolve()  # writes it to the cache, for a start without network
+        except FAULTS_OF_OURS:
+            raise
+        except Exception as error:
+            if not cached or not is_unreachable(error):
+                raise explain(error, repository, revision, setting) from error
+            say(f"{repository}: the hub cannot be asked; the cache has {revision._replace(commit=cached).short}")
+            return cached
+    return commit
 
 
-def _cached_commit(repository: Repository, revision: Revision) -> str:
+def _cached_commit(resolve: Callable[..., Any]) -> str:
     """Return the commit under which the cache has a branch or tag; empty if it has none."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RevisionResolutionError
 
     try:
-        return Path(_snapshot(snapshot_download, repository, revision.name, [], local_files_only=True)).name
-    except OSError:
+        return str(resolve(local_files_only=True).resolved)
+    except (RevisionResolutionError, ValueError):  # ValueError: no hub has such a name
         return ""
 
 
