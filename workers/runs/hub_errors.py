@@ -97,6 +97,8 @@ def _unanswered(chain: list[BaseException], repository: Repository, status: int)
     network = [each for each in chain if _is_of_network(each)]
     innermost = (network or chain)[-1]
     why = " ".join(f"{type(innermost).__name__}: {innermost}".split())
+    if token := os.environ.get("HF_TOKEN"):
+        why = why.replace(token, "(hidden)")
     why = why if len(why) <= _MAX_CHARACTERS else f"{why[:_MAX_CHARACTERS]} ..."
     if network:
         return (
