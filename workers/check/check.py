@@ -30,7 +30,7 @@ from workers.check.user_code import named_parameters, required_parameters
 from workers.role.log_setup import log_nothing
 from workers.role.watchdogs import HangGuard, LoopWatchdog
 from workers.rollout.tool_formats.parsing import ToolCall
-from workers.runs.hub_names import MODEL, known_values, print_note, try_to_resolve
+from workers.runs.hub_names import MODEL_SECTION, known_values, print_note, try_to_resolve
 from workers.settings import EnvironmentSettings, RewardSettings, Settings
 from workers.settings.toml_file import load_settings, settings_for_model, write_overrides
 
@@ -98,7 +98,7 @@ async def _check_file(target: str, settings: Settings) -> CheckReport:
     checker = Checker(settings)
     for section, error in errors.items():
         checker.about(section, f"{section}.path").error(error)
-    facts = None if MODEL in errors else await anyio.to_thread.run_sync(check_model, checker)
+    facts = None if MODEL_SECTION in errors else await anyio.to_thread.run_sync(check_model, checker)
     prompts = await anyio.to_thread.run_sync(check_data, checker, frozenset(errors))
     await anyio.to_thread.run_sync(check_machine, checker, facts)
     async with anyio.create_task_group() as tasks:

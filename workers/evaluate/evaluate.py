@@ -19,7 +19,7 @@ from workers.evaluate.temporary_engine import with_existing_engine, with_started
 from workers.launch.process import run_async
 from workers.role.exit_codes import ExitCode
 from workers.runs.evaluations import EvaluationResult
-from workers.runs.hub_names import EVALUATION, MODEL, find_model, known_values, print_note, resolve_names
+from workers.runs.hub_names import EVAL_SECTION, MODEL_SECTION, find_model, known_values, print_note, resolve_names
 from workers.score.worker import evaluate_group
 from workers.settings import LoraSettings, Settings
 from workers.settings.toml_file import load_settings
@@ -42,7 +42,7 @@ def evaluate_and_print(
         raise SettingsError(f"{file}: eval.path is empty; set it to a file of held-out prompts")
     if policy is None and not engine:
         raise SettingsError("give a policy with --policy PATH, or an engine that serves one with --engine URL")
-    sections = (EVALUATION,) if policy is not None and engine else (EVALUATION, MODEL)
+    sections = (EVAL_SECTION,) if policy is not None and engine else (EVAL_SECTION, MODEL_SECTION)
     settings = resolve_names(settings, known_values(settings), print_note, sections)
     model = find_policy_folder(policy) if policy is not None else None
     found = run_async(lambda: evaluate(settings, model, engine))

@@ -11,7 +11,7 @@ from stream.errors import PenstockError, SettingsError
 from workers.launch.process import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.role.exit_codes import ExitCode
 from workers.role.log_setup import configure_logging
-from workers.runs.hub_names import MODEL, find_model, known_values, print_note, resolve_names
+from workers.runs.hub_names import MODEL_SECTION, find_model, known_values, print_note, resolve_names
 from workers.settings import Settings
 from workers.settings.cross_checks import ENGINE_CHECKS
 from workers.settings.toml_file import load_settings, settings_for_model
@@ -82,7 +82,7 @@ def choose_server(
         settings = settings_for_model(target, overrides)
     else:
         settings = load_settings(target, overrides, ENGINE_CHECKS)
-        settings = resolve_names(settings, known_values(settings), print_note, (MODEL,))
+        settings = resolve_names(settings, known_values(settings), print_note, (MODEL_SECTION,))
     if settings.engine.server == "vllm":
         if runner == "pooling":
             raise SettingsError("--runner pooling is for the local engine; start vLLM yourself (docs/reward-models.md)")

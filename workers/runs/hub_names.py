@@ -23,10 +23,10 @@ from workers.settings.data import DataSettings
 from workers.settings.hub import Repository, Revision, is_hub_name, parse_revision
 from workers.settings.toml_file import write_overrides
 
-MODEL: Final = "model"
-DATA: Final = "data"
-EVALUATION: Final = "eval"
-SECTIONS: Final = (MODEL, DATA, EVALUATION)
+MODEL_SECTION: Final = "model"
+DATA_SECTION: Final = "data"
+EVAL_SECTION: Final = "eval"
+SECTIONS: Final = (MODEL_SECTION, DATA_SECTION, EVAL_SECTION)
 """Tables of the settings that may name something on a hub."""
 
 
@@ -57,18 +57,18 @@ class HubName(Struct, frozen=True):
 
 def hub_names(settings: Settings) -> list[HubName]:
     """Return the names on a hub in these settings; what exists on this disk is none."""
-    found = [_name(MODEL, -1, f"{MODEL}.revision", settings.model)]
+    found = [_name(MODEL_SECTION, -1, f"{MODEL_SECTION}.revision", settings.model)]
     data = settings.data
     if data.path:
-        found.append(_name(DATA, -1, f"data.revision.{dataset_name(settings.datasets[0])}", data))
-    found += [_name(DATA, i, f"data.revision.{dataset_name(each)}", each) for i, each in enumerate(data.sets)]
-    found.append(_name(EVALUATION, -1, f"{EVALUATION}.revision", settings.eval))
+        found.append(_name(DATA_SECTION, -1, f"data.revision.{dataset_name(settings.datasets[0])}", data))
+    found += [_name(DATA_SECTION, i, f"data.revision.{dataset_name(each)}", each) for i, each in enumerate(data.sets)]
+    found.append(_name(EVAL_SECTION, -1, f"{EVAL_SECTION}.revision", settings.eval))
     return [each for each in found if is_hub_name(each.repository.name)]
 
 
 def _name(section: str, index: int, key: str, table: Any) -> HubName:
-    place, _, split = table.path.partition("#") if section != MODEL else (table.path, "", "")
-    repository = Repository("model" if section == MODEL else "dataset", place)
+    place, _, split = table.path.partition("#") if section != MODEL_SECTION else (table.path, "", "")
+    repository = Repository("model" if section == MODEL_SECTION else "dataset", place)
     config, split = getattr(table, "config", ""), split or getattr(table, "split", "")
     return HubName(section, index, key, repository, parse_revision(table.revision), config, split)
 
@@ -122,7 +122,7 @@ def _refuse_unused(settings: Settings) -> None:
     Raises:
         SettingsError: names the setting and the remedy.
     """
-    tables: dict[str, Any] = {MODEL: settings.model, DATA: settings.data, EVALUATION: settings.eval}
+    tables: dict[str, Any] = {MODEL_SECTION: settings.model, DATA_SECTION: settings.data, EVAL_SECTION: settings.eval}
     tables |= {f"data.sets[{i}]": each for i, each in enumerate(settings.data.sets)}
     for name, table in tables.items():
         if table.path and table.revision and Path(table.path.partition("#")[0]).exists():
@@ -186,7 +186,7 @@ def download_names(settings: Settings, say: Say, sections: tuple[str, ...] = SEC
     for each in hub_names(settings):
         if each.section in sections:
             download(each.repository, each.revision, each.config, each.setting, say)
-            if each.section != MODEL:  # what it cannot read, the feeder could not
+            if each.section != MODEL_SECTION:  # what it cannot read, the feeder could not
                 open_source(
                     DataSettings(
                         path=each.repository.name,

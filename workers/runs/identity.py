@@ -44,14 +44,14 @@ from stream.connection.run_identity import (
 from stream.errors import DataError
 from workers.datasets.environment_rows import write_training_rows
 from workers.datasets.fingerprint import dataset_name, fixed_rows
-from workers.runs.hub_names import DATA, EVALUATION, MODEL, recorded_revisions, resolve_names
+from workers.runs.hub_names import DATA_SECTION, EVAL_SECTION, MODEL_SECTION, recorded_revisions, resolve_names
 from workers.settings import Settings
 from workers.settings.data import EnvironmentSettings
 from workers.settings.section import Section
 
 log = structlog.get_logger()
 
-_SECTIONS_OF_ROLE: Final = {"feed": (DATA, EVALUATION), "train": (MODEL,)}
+_SECTIONS_OF_ROLE: Final = {"feed": (DATA_SECTION, EVAL_SECTION), "train": (MODEL_SECTION,)}
 """What a role reads of names on a hub. Rollout workers get what they need of the model from the trainer."""
 _MODEL_SUFFIXES: Final = frozenset({".json", ".jinja", ".model", ".txt"})
 
