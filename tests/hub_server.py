@@ -16,9 +16,10 @@ one, the hub answers 401 with the code `RepoNotFound` for what does not exist, a
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -76,6 +77,7 @@ class Hub:
         self.requests: list[Request] = []
         self.faults: dict[str, Fault] = {}
         """Faults by a regular expression for `METHOD PATH`."""
+        self.connections: list[socket.socket] = []
         self.port = 0
         self._servers: list[ThreadingHTTPServer] = []
 
@@ -99,10 +101,13 @@ class Hub:
         self.port = self._servers[0].server_port
 
     def close(self) -> None:
-        """Refuse connections."""
+        """Refuse connections, and end those that there are."""
         for server in self._servers:
             server.shutdown()
             server.server_close()
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def blob(self, sha256: str) -> bytes | None:
         commits = [files for repo in self.repos.values() for files in repo.commits.values()]
@@ -200,6 +205,10 @@ class _Handler(BaseHTTPRequestHandler):
     cut_after: int | None = None
     release: threading.Event | None = None
     changed: dict[str, str | None]
+
+    def setup(self) -> None:
+        super().setup()
+        self.hub.connections.append(self.connection)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -311,7 +320,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             if self.release is not None:
                 self.release.wait()
-            self.connection.shutdown(2)
+            self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
 
 

@@ -73,6 +73,7 @@ def _answer(
     from workers.settings.toml_file import dump_settings, parse_settings
 
     constants.HF_HUB_OFFLINE = offline
+    constants.DOWNLOAD_CHUNK_SIZE = 50_000  # a download is continued at whole pieces, which are large
     os.environ.pop("HF_TOKEN", None)
     if token:
         os.environ["HF_TOKEN"] = token

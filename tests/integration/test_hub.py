@@ -353,7 +353,7 @@ def test_a_fault_on_the_way_is_answered_in_one_line_and_the_next_start_goes_on(h
     assert "\n" not in answer["error"]
     assert answer["kind"] == "PenstockError"
     weights = cached(place, name) / "snapshots" / commit / "model.safetensors"
-    assert not weights.exists()
+    assert "lacks files of model w/" in client.ask(model(name), offline=True)["error"]
     hub.faults.clear()
     hub.requests.clear()
     assert client.ask(model(name))["error"] == ""
