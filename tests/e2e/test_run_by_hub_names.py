@@ -25,7 +25,10 @@ configs:
   data_files: [{split: train, path: main/train-*}, {split: test, path: main/test-*}]
 ---
 """
-GRADE = "def sums(completions, answer, **columns):\n    return [float(answer in text) for text in completions]\n"
+GRADE = """
+def sums(completions, answer, **columns):
+    return [float(gold in text) for text, gold in zip(completions, answer)]
+"""
 
 
 def parquet(first: int, count: int) -> bytes:

@@ -121,7 +121,7 @@ def test_a_hugging_face_dataset_is_read_and_splits_must_be_named(tmp_path):
     plain, test = tmp_path / "plain", f"{tmp_path / 'split'}#test"
     assert all_rows(open_source(DataSettings(path=str(plain))))[1] == {"prompt": "b", "answer": "2"}
     assert all_rows(open_source(DataSettings(path=test))) == {0: {"prompt": "b", "answer": "2"}}
-    with pytest.raises(DataError, match=r"name a split as .*split#SPLIT; there are: train, test"):
+    with pytest.raises(DataError, match=r"several splits; name one as .*split#SPLIT; there are: train, test"):
         open_source(DataSettings(path=str(tmp_path / "split")))
     with pytest.raises(DataError, match="there are: train, test"):
         open_source(DataSettings(path=f"{tmp_path / 'split'}#valid"))
