@@ -87,7 +87,7 @@ def _cached_commit(resolve: Callable[..., Any]) -> str:
 def download(repository: Repository, revision: Revision, config: str, setting: str, say: Say) -> Path:
     """Download what the cache lacks of a model, or of one configuration of a data set. Returns the folder. Blocks.
 
-    If the cache has everything, the hub is not asked.
+    If the cache has everything, no request is made.
 
     Args:
         repository: model or data set.
@@ -286,7 +286,7 @@ def _progress(repository: Repository, missing: int, say: Say) -> Iterator[dict[s
         yield {}
         return
 
-    class NoBar(tqdm):  # type: ignore[type-arg]
+    class NoBar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
 

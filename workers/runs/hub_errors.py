@@ -131,7 +131,7 @@ def _endpoint() -> str:
 def _cache() -> str:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return HF_HUB_CACHE
+    return str(HF_HUB_CACHE)
 
 
 def _status(error: BaseException) -> int:
