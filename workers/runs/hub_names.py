@@ -79,12 +79,12 @@ def recorded_revisions(settings: Settings) -> dict[str, str]:
 
 
 def known_values(settings: Settings) -> Mapping[str, str]:
-    """Return what the identity in the run's folder keeps; nothing without a folder.
+    """Return what the identity in the run's folder keeps; nothing without a folder, or without a name on a hub.
 
     Raises:
         RunMismatchError: the file is damaged.
     """
-    identity = read_identity(settings.folder) if settings.run.name else None
+    identity = read_identity(settings.folder) if settings.run.name and hub_names(settings) else None
     return identity.fixed if identity is not None else {}
 
 
