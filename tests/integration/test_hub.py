@@ -144,8 +144,8 @@ def test_another_revision_than_the_runs_is_refused_with_both_commits(hub, client
     moved = client.ask(model("a/other", revision=f"main@{new}"), known=known)["error"]
     assert new[:12] in moved
     assert old[:12] in moved
-    unknown = client.ask(model("a/other", revision="v2"), known=known, offline=True)["error"]
-    assert "v2, whose commit is unknown (HF_HUB_OFFLINE is set" in unknown
+    unknown = client.ask(model("a/other", revision="v3"), known=known, offline=True)["error"]
+    assert "v3, whose commit is unknown (HF_HUB_OFFLINE is set" in unknown
     assert "began with a/other at main" in client.ask(model("a/once"), known=known)["error"]
 
 
