@@ -75,6 +75,7 @@ MEANINGS = {
     "history.not_shared": "Rows that begin alike are each forwarded whole; why this model cannot share them.",
     "http.cannot_accept": "A server cannot take a connection, for want of files mostly; it tries again.",
     "http.connections_limited": "A server has too many connections; those that brought no request made room.",
+    "hub.downloading": "A role downloads a model or data that its settings name on a hub.",
     "in_flight.report_failed": "A worker's report for `penstock queues --in-flight` was not stored.",
     "ledger.rebuilt": "The ledger was damaged; archive and server have all that it had, and it was written anew.",
     "lease.lost": "The lease expired or was taken; another worker has the entry, and this result is discarded.",

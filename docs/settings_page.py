@@ -51,6 +51,7 @@ COMMON = (
     "run.name",
     "model.path",
     "data.path",
+    "data.split",
     "data.prompt",
     "environments",
     "rewards.ref",

@@ -160,6 +160,24 @@ async def test_a_second_feeder_with_another_seed_or_file_is_refused(make, connec
     assert await everything(connection) == before
 
 
+async def test_roles_that_are_started_one_by_one_use_one_commit(make, connection, monkeypatch):
+    """The first role that needs the hub's model looks up its branch; the others do not ask, though it has moved."""
+    commits, downloaded = iter(["1" * 40, "2" * 40]), []
+    monkeypatch.setattr("workers.runs.hub_names.look_up", lambda *_: next(commits))
+    monkeypatch.setattr("workers.runs.hub_names.download", lambda _, revision, *__: downloaded.append(str(revision)))
+    model = {"path": "owner/name"}
+    sampled = await join_run(connection, make("before", model=model), "rollout")  # it needs no file of the model
+    trained = await join_run(connection, make("trainer", model=model), "train")
+    again = await join_run(connection, make("restarted", model=model), "train")
+    later = await join_run(connection, make("later", model=model), "rollout")
+    assert [each.model.revision for each in (sampled, trained, again, later)] == ["", *[f"main@{'1' * 40}"] * 3]
+    assert downloaded == [f"main@{'1' * 40}"] * 2
+    with pytest.raises(
+        RunMismatchError, match=r"model\.revision: .* at v2, commit 2{12}, and this run began with main"
+    ):
+        await join_run(connection, make("other", model=model | {"revision": "v2"}), "train")
+
+
 async def test_the_same_rows_in_other_bytes_start_again(make, connection):
     settings = make()
     await start(connection, settings)

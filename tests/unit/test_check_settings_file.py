@@ -87,7 +87,8 @@ class Project:
 
 
 @pytest.fixture
-def project(tmp_path, model):
+def project(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return Project(tmp_path, model)
 
 
@@ -105,6 +106,11 @@ def edit_world(old: str, new: str, project: Project) -> None:
 
 def only_adapter(project: Project) -> None:
     (project.model / "config.json").rename(project.model / "adapter_config.json")
+
+
+def edit_config(project: Project, **changed: object) -> None:
+    config = json.loads((project.model / "config.json").read_text())
+    (project.model / "config.json").write_text(json.dumps(config | changed))
 
 
 def classifier(project: Project) -> None:
@@ -153,7 +159,14 @@ def without_reward(project: Project) -> None:
 
 
 MISTAKES = {
-    "a hub id": (partial(set_key, "model", "path", "Qwen/Qwen3-0.6B"), ["hf download Qwen/Qwen3-0.6B", "model.path"]),
+    "a model of the hub that is not here": (
+        partial(set_key, "model", "path", "Qwen/Qwen3-0.6B"),
+        ["model.path", "HF_HUB_OFFLINE is set", "lacks files of model Qwen/Qwen3-0.6B at main", "there is none in"],
+    ),
+    "code of its own": (
+        partial(edit_config, model_type="odd", auto_map={"AutoModel": "modeling_odd.Odd"}),
+        ["no architecture 'odd'", "modeling_odd.py", "trust_remote_code=True"],
+    ),
     "no such model folder": (partial(set_key, "model", "path", "/nowhere/model"), ["/nowhere/model", "no such folder"]),
     "a LoRA adapter as model": (only_adapter, ["LoRA adapter", "merge"]),
     "a classifier as policy": (classifier, ["BertForSequenceClassification", "causal"]),

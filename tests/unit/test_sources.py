@@ -121,7 +121,7 @@ def test_a_hugging_face_dataset_is_read_and_splits_must_be_named(tmp_path):
     plain, test = tmp_path / "plain", f"{tmp_path / 'split'}#test"
     assert all_rows(open_source(DataSettings(path=str(plain))))[1] == {"prompt": "b", "answer": "2"}
     assert all_rows(open_source(DataSettings(path=test))) == {0: {"prompt": "b", "answer": "2"}}
-    with pytest.raises(DataError, match=r"name a split as .*split#SPLIT; there are: train, test"):
+    with pytest.raises(DataError, match=r"several splits; name one as .*split#SPLIT; there are: train, test"):
         open_source(DataSettings(path=str(tmp_path / "split")))
     with pytest.raises(DataError, match="there are: train, test"):
         open_source(DataSettings(path=f"{tmp_path / 'split'}#valid"))
@@ -135,12 +135,38 @@ def test_a_hugging_face_dataset_is_read_and_splits_must_be_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("nowhere.jsonl", "no such file or folder"), ("train.csv", "a .jsonl or .parquet file"), ("", "not a dataset")],
+    [
+        ("nowhere.jsonl", "no such file or folder"),
+        ("train.csv", "a .jsonl or .parquet file"),
+        ("empty", "datasets cannot read it: .* any data files"),
+    ],
 )
 def test_an_unsupported_path_is_refused_by_name(tmp_path, name, message):
     (tmp_path / "train.csv").write_text("prompt\na")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=message):
         open_source(DataSettings(path=str(tmp_path / name)))
+
+
+def test_a_folder_of_data_files_is_read_as_a_repository_of_the_hub_is(tmp_path):
+    (tmp_path / "train.csv").write_text("prompt,answer\na,1\nb,2\n")
+    only = DataSettings(path=str(tmp_path))
+    assert all_rows(open_source(only)) == {0: {"prompt": "a", "answer": 1}, 1: {"prompt": "b", "answer": 2}}
+    (tmp_path / "test.csv").write_text("prompt,answer\nc,3\n")
+    with pytest.raises(DataError, match=r"several splits; name one as split = .*; there are: train, test"):
+        open_source(only)
+    assert all_rows(open_source(DataSettings(path=str(tmp_path), split="test"))) == {0: {"prompt": "c", "answer": 3}}
+    assert len(open_source(DataSettings(path=f"{tmp_path}#train[:1]"))) == 1
+    assert (
+        open_source(DataSettings(path=str(tmp_path), split="test")).fingerprint()
+        == open_source(DataSettings(path=f"{tmp_path}#test")).fingerprint()
+    )
+
+
+def test_one_file_has_no_splits(tmp_path):
+    jsonl(tmp_path / "train.jsonl", LINES)
+    with pytest.raises(DataError, match=r"train.jsonl is one file, .* leave out test"):
+        open_source(DataSettings(path=str(tmp_path / "train.jsonl"), split="test"))
 
 
 @pytest.mark.parametrize(("library", "name"), [("pyarrow", "train.parquet"), ("datasets", "folder")])

@@ -1,7 +1,6 @@
 """Checks the chat template with the tools of each environment, and that prompts leave room for an answer."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final
 
 from stream.errors import PenstockError
@@ -27,7 +26,7 @@ def check_chats(
         max_positions: longest sequence of the model; 0 if unknown.
     """
     settings = checker.settings
-    folder = Path(settings.model.path)
+    folder = settings.model.folder
     factories = {name: environment.factory for name, environment in environments.items()}
     names: list[str | None] = list(factories) or ([None] if not settings.environments else [])
     for name in names:

@@ -15,7 +15,7 @@ from envs import factory as environments
 from envs.call import CallRunner, Ok
 from envs.references import resolve
 from envs.rewards import loading
-from stream.errors import ReferenceNotFoundError, SettingsError
+from stream.errors import PenstockError, ReferenceNotFoundError, RunMismatchError, SettingsError
 from stream.records import Prompt
 from stream.waiting import run_in_daemon_thread
 from workers.check.chat import check_chats
@@ -30,6 +30,7 @@ from workers.check.user_code import named_parameters, required_parameters
 from workers.role.log_setup import log_nothing
 from workers.role.watchdogs import HangGuard, LoopWatchdog
 from workers.rollout.tool_formats.parsing import ToolCall
+from workers.runs.hub_names import MODEL_SECTION, known_values, print_note, try_to_resolve
 from workers.settings import EnvironmentSettings, RewardSettings, Settings
 from workers.settings.toml_file import load_settings, settings_for_model, write_overrides
 
@@ -93,9 +94,12 @@ async def _guard(start: partial[Any], hang_timeout_s: float) -> CheckReport:
 
 async def _check_file(target: str, settings: Settings) -> CheckReport:
     """Test everything that a run needs before an engine starts."""
+    settings, errors = await anyio.to_thread.run_sync(_resolve_hub_names, settings)
     checker = Checker(settings)
-    facts = await anyio.to_thread.run_sync(check_model, checker)
-    prompts = await anyio.to_thread.run_sync(check_data, checker)
+    for section, error in errors.items():
+        checker.about(section, f"{section}.path").error(error)
+    facts = None if MODEL_SECTION in errors else await anyio.to_thread.run_sync(check_model, checker)
+    prompts = await anyio.to_thread.run_sync(check_data, checker, frozenset(errors))
     await anyio.to_thread.run_sync(check_machine, checker, facts)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(check_redis, checker)
@@ -105,6 +109,15 @@ async def _check_file(target: str, settings: Settings) -> CheckReport:
             await anyio.to_thread.run_sync(check_chats, checker, prompts, made, facts.max_positions)
         await check_rewards(checker, prompts, made)
     return checker.report(target, "settings file")
+
+
+def _resolve_hub_names(settings: Settings) -> tuple[Settings, dict[str, PenstockError]]:
+    """Download what the settings name on a hub, with the run's commits if it has begun."""
+    try:
+        known = known_values(settings)
+    except RunMismatchError:  # the start reports it
+        known = {}
+    return try_to_resolve(settings, known, print_note)
 
 
 async def _check_reference(

@@ -16,14 +16,22 @@ _ROWS_TIMEOUT_S: Final = 20.0
 """Deadline of one call of an environment's `rows()`; the feeder waits longer for it."""
 
 
-def check_data(checker: Checker) -> list[Prompt]:
-    """Report faults of `[data]` and `[eval]`; return the first prompts of `[data]`. Calls `rows()` of environments."""
+def check_data(checker: Checker, failed: frozenset[str] = frozenset()) -> list[Prompt]:
+    """Report faults of `[data]` and `[eval]`; return the first prompts of `[data]`. Calls `rows()` of environments.
+
+    Args:
+        checker: collects the findings.
+        failed: `data`, `eval`: names on a hub that could not be resolved, which is reported already.
+    """
     settings = checker.settings
     data = checker.about("data", "data.sets" if settings.data.sets else "data.path")
     held_out = checker.about("data", "eval.path" if settings.eval.path else "eval.rows")
     with temporary_folder(settings) as own:
-        prompts = _check_rows(own, data) if _check_environment_rows(write_training_rows, own, data) else []
-        if settings.eval.source and _check_environment_rows(write_evaluation_rows, own, held_out):
+        prompts = []
+        if "data" not in failed and _check_environment_rows(write_training_rows, own, data):
+            prompts = _check_rows(own, data)
+        is_evaluated = settings.eval.source and "eval" not in failed
+        if is_evaluated and _check_environment_rows(write_evaluation_rows, own, held_out):
             _check_rows(own.for_evaluation, held_out)
     checker.checked.append(f"{len(prompts)} rows of the data")
     return prompts

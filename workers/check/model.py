@@ -2,17 +2,15 @@
 
 import json
 import math
-import os
-import re
 from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
 
 from workers.check.report import Checker, Subject
+from workers.runs.hub_downloads import needs_own_code
 from workers.settings.secrets import max_positions
 
-_HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 _POINTER: Final = b"version https://git-lfs"
 _NOT_CAUSAL: Final = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM", "ForQuestionAnswering")
 _COPY_AGAIN: Final = "copy or download it again"
@@ -29,7 +27,7 @@ class ModelFacts(Struct, frozen=True):
 
 def check_model(checker: Checker) -> ModelFacts | None:
     """Report faults of `model.path`. Returns None if there is no usable folder."""
-    folder, model = Path(checker.settings.model.path), checker.about("model", "model.path")
+    folder, model = checker.settings.model.folder, checker.about("model", "model.path")
     if not folder.is_dir():
         model.error(*_missing(checker.settings.model.path))
         return None
@@ -40,6 +38,8 @@ def check_model(checker: Checker) -> ModelFacts | None:
         if str(architecture).endswith(_NOT_CAUSAL):
             message = f"{folder} holds a {architecture}, which does not generate text"
             model.error(message, "name a causal language model")
+    if why := needs_own_code(folder):
+        model.error(why)
     if "quantization_config" in config:
         model.warn(f"{folder} holds quantized weights", "name a folder with the original ones")
     return ModelFacts(_count_parameters(folder, model), max_positions(folder))
@@ -50,23 +50,10 @@ def _missing(path: str) -> tuple[str, str]:
     place = Path(path)
     if place.is_file():
         return f"{path} is a file", "name the folder that it is in (config.json, *.safetensors, tokenizer.json)"
-    if not _HUB_ID.fullmatch(path) or place.parent.is_dir():
-        return f"{path}: no such folder (looked in {Path.cwd()})", "name a folder in Hugging Face format"
-    message = (
-        f"{path} is the name of a model on the Hugging Face hub, and there is no such folder; runs read local folders "
-        "only"
+    return (
+        f"{path}: no such folder (looked in {Path.cwd()}), and no name of a model on a hub, which is OWNER/NAME",
+        "name a folder in Hugging Face format, or a model such as Qwen/Qwen3-0.6B",
     )
-    if cached := _cached_snapshot(path):
-        return message, f'it is in your cache already: model.path = "{cached}"'
-    name = path.rpartition("/")[2]
-    return message, f'`hf download {path} --local-dir models/{name}`, then model.path = "models/{name}"'
-
-
-def _cached_snapshot(hub_id: str) -> Path | None:
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    found = sorted((cache / f"models--{hub_id.replace('/', '--')}" / "snapshots").glob("*/config.json"))
-    return found[-1].parent if found else None
 
 
 def _read_config(folder: Path, model: Subject) -> dict[str, Any] | None:

@@ -87,7 +87,9 @@ def check(
 
 @click.command()
 @click.argument("ref")
-@click.option("--policy", type=options.PATH, help="A model folder, a checkpoint, or a run's folder.")
+@click.option(
+    "--policy", type=options.MODEL_OR_PATH, help="A model folder or hub name, a checkpoint, or a run's folder."
+)
 @click.option(
     "--endpoint",
     default="",
@@ -131,7 +133,9 @@ def algorithms(as_json: bool) -> None:
 @click.command("eval", short_help="Measure a policy on held-out prompts.")
 @click.argument("file", type=options.FILE)
 @click.option(
-    "--policy", type=options.PATH, help="A model folder, a checkpoint, or a run's folder (its latest checkpoint)."
+    "--policy",
+    type=options.MODEL_OR_PATH,
+    help="A model folder or hub name, a checkpoint, or a run's folder (its latest checkpoint).",
 )
 @click.option(
     "--engine", default="", metavar="URL", help="Sample from this engine; --policy, if given, is pushed to it."
@@ -153,7 +157,7 @@ def evaluate(file: Path, policy: Path | None, engine: str, overrides: tuple[str,
 @click.argument("file", type=options.FILE)
 @click.option("urls", "--url", multiple=True, required=True, metavar="URL", help="A reward server; may be repeated.")
 @click.option(
-    "--reference", type=options.PATH, metavar="MODEL_FOLDER", help="Also score with transformers, and compare."
+    "--reference", type=options.MODEL_OR_PATH, metavar="MODEL", help="Also score with transformers, and compare."
 )
 @options.json
 def rewardbench(file: Path, urls: tuple[str, ...], reference: Path | None, as_json: bool) -> None:

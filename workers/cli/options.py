@@ -26,8 +26,22 @@ class _FileOrUrl(click.Path):
 
 
 FILE_OR_URL: Final = _FileOrUrl(exists=True, dir_okay=False)
-PATH: Final = click.Path(exists=True, path_type=Path)
-"""An existing file or folder."""
+
+
+class _ModelOrPath(click.Path):
+    """An existing file or folder, or the name of a model on the hub: `owner/name`, `owner/name@REVISION`."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path | str:
+        from workers.settings.hub import is_hub_name
+
+        if not Path(value).exists() and is_hub_name(str(value).partition("@")[0]):
+            return Path(value)
+        return Path(super().convert(value, param, ctx))  # type: ignore[arg-type]
+
+
+MODEL_OR_PATH: Final = _ModelOrPath(exists=True)
 
 run = click.argument("target", metavar="[RUN]", required=False)
 redis = click.option(

@@ -116,7 +116,7 @@ def run(
 
 
 @click.command()
-@click.argument("target", metavar="FILE|MODEL_FOLDER", type=options.PATH)
+@click.argument("target", metavar="FILE|MODEL", type=options.MODEL_OR_PATH)
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option(
     "--port",
@@ -135,7 +135,7 @@ def run(
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Default: model.dtype, or float32.")
 @options.overrides
 def serve(target: Path, host: str, port: int, runner: Any, dtype: str | None, overrides: tuple[str, ...]) -> None:
-    """Serve a model: a policy, or a reward model.
+    """Serve a model: a policy, or a reward model. MODEL is a folder, or OWNER/NAME or OWNER/NAME@REVISION on the hub.
 
     Uses the local engine, or vLLM if FILE or --set has engine.server = "vllm".
     """

@@ -361,5 +361,5 @@ def _decoder(run: Run) -> Decode:
     settings = run.settings
     if settings is None:
         raise PenstockError("the run's settings are not here, so tokens cannot be shown as text")
-    named = Path(settings.model.path)  # a folder that was moved may have its model in it
+    named = settings.model.folder  # a folder that was moved may have its model in it
     return decoder(named if named.is_dir() else run.file(named.name))

@@ -32,9 +32,11 @@ def fixed_rows(settings: Settings, known: Mapping[str, str]) -> dict[str, str]:
     Raises:
         DataError: a data set cannot be read.
     """
-    sources = {dataset_name(each): each.source for each in settings.datasets}
+    sources = {dataset_name(each): each for each in settings.datasets}
     try:
-        files = {FILES + name: files_fingerprint(source) for name, source in sources.items()}
+        files = {
+            FILES + name: files_fingerprint(each.source, each.config, each.revision) for name, each in sources.items()
+        }
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}; data.path names the prompts") from error
     if all(known.get(name) == digest for name, digest in files.items()):

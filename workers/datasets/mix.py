@@ -22,13 +22,13 @@ from stream.records import Prompt
 from workers.datasets.row_mapping import prompt_id, row_to_prompt
 from workers.datasets.sources import (
     GeneratedSource,
-    Row,
     Source,
     default_dataset_name,
     epoch_order,
     first_environment_row,
     open_source,
 )
+from workers.datasets.tables import Row
 from workers.settings import Settings
 from workers.settings.data import ENVIRONMENT_ROWS, DatasetSettings
 
@@ -229,6 +229,9 @@ def _settings_for(dataset: DatasetSettings, settings: Settings) -> Settings:
         data,
         sets=(),
         path=dataset.source,
+        config=dataset.config,
+        split="",
+        revision=dataset.revision,
         rows=0,
         prompt="" if dataset.rows or _lacks_column(dataset.source, column) else column,
         columns=data.columns | dataset.columns,

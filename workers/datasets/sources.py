@@ -7,7 +7,7 @@ skips this row and feeds the others.
 import hashlib
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import msgspec
 
 from stream.errors import DataError
+from workers.datasets.tables import Row, Table, open_dataset, open_parquet
 from workers.settings import DataSettings
-from workers.settings.data import ENVIRONMENT_ROWS, GENERATED
-
-Row = dict[str, Any]
+from workers.settings.data import ENVIRONMENT_ROWS, GENERATED, with_split
+from workers.settings.hub import is_hub_name, local_folder, parse_revision
 
 _BLOCK = 1 << 20
 """Bytes of a file that a digest reads at a time."""
@@ -45,12 +45,12 @@ class Source(Protocol):
 
 
 def open_source(data: DataSettings, setting: str = "data.path") -> Source:
-    """Open the file or folder that `data.path` names.
+    """Open the file or folder that `data.path` names, or the data set of the hub that is in the cache.
 
-    A folder with several splits is opened as `path/to/folder#split`.
+    One of several splits is opened as `path/to/folder#split`, or by `data.split`.
 
     Args:
-        data: the path, and the name of the prompt column.
+        data: path, configuration, split, revision, and the name of the prompt column.
         setting: the name of the setting with the path, for error messages.
 
     Raises:
@@ -58,15 +58,20 @@ def open_source(data: DataSettings, setting: str = "data.path") -> Source:
     """
     if data.path.startswith(GENERATED):
         return GeneratedSource(int(data.path.removeprefix(GENERATED)))
-    path, split = _split_path(data.path)
-    if path.is_dir():
-        return TableSource(data, _hugging_face(path, split), path)
+    path, split = _split_path(with_split(data.path, data.split))
+    folder = local_folder(str(path), data.revision, "dataset")
+    if folder.is_dir():
+        return TableSource(data, open_dataset(path, folder, data.config, split), path)
     if not path.is_file():
+        if is_hub_name(str(path)) and parse_revision(data.revision).commit:
+            raise DataError(f"{data.path} is not in the cache of this machine; `penstock check FILE` downloads it")
         raise DataError(f"{data.path}: no such file or folder; {setting} names the prompts")
+    if split or data.config:
+        raise DataError(f"{path} is one file, which has no splits and configurations; leave out {split or data.config}")
     if path.suffix == ".jsonl":
         return JsonLinesSource(data, path)
     if path.suffix == ".parquet":
-        return TableSource(data, _parquet(path), path)
+        return TableSource(data, open_parquet(path), path)
     raise DataError(f"{data.path}: prompts come from a .jsonl or .parquet file, or a dataset saved to a folder")
 
 
@@ -180,7 +185,8 @@ def _json_hint(line: bytes) -> str:
 class TableSource:
     """Rows of a table in memory, or mapped into memory: Parquet and Hugging Face datasets."""
 
-    def __init__(self, data: DataSettings, table: "Table", path: Path) -> None:
+    def __init__(self, data: DataSettings, table: Table, path: Path) -> None:
+        self._data = data
         self._prompt = data.prompt
         self._table = table
         self._path = path
@@ -204,7 +210,7 @@ class TableSource:
 
     def fingerprint(self) -> str:
         """See `Source.fingerprint`."""
-        return files_fingerprint(str(self._path))
+        return files_fingerprint(with_split(self._data.path, self._data.split), self._data.config, self._data.revision)
 
     def row_digest(self) -> str:
         """See `Source.row_digest`."""
@@ -222,75 +228,6 @@ class TableSource:
             if stop - start == 1:
                 return [f"{type(error).__name__}: {error}"]
         return [row for number in range(start, stop) for row in self._stored_rows(number, number + 1)]
-
-
-class Table:
-    """A table with access to rows by index.
-
-    Args:
-        size: number of rows.
-        columns: their names.
-        row: returns the row with an index.
-        values: returns the rows from a start up to a stop index as they are stored: images, for example, as bytes.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        columns: Sequence[str],
-        row: Callable[[int], Row],
-        values: Callable[[int, int], Sequence[Row]],
-    ) -> None:
-        self._size = size
-        self.columns = columns
-        self.row = row
-        self.values = values
-
-    def __len__(self) -> int:
-        return self._size
-
-
-def _parquet(path: Path) -> Table:
-    try:
-        from pyarrow import ArrowInvalid
-        from pyarrow import parquet as pq
-    except ImportError as error:
-        raise _missing_library("pyarrow", path) from error
-    try:
-        table = pq.read_table(path, memory_map=True)
-    except (ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}: not a Parquet file: {error}") from error
-
-    def row(number: int) -> Row:
-        values: Row = table.slice(number, 1).to_pylist()[0]
-        return values
-
-    return Table(
-        *(table.num_rows, table.column_names, row),
-        lambda start, stop: table.slice(start, stop - start).to_pylist(),
-    )
-
-
-def _hugging_face(path: Path, split: str) -> Table:
-    try:
-        import datasets
-    except ImportError as error:
-        raise _missing_library("datasets", path) from error
-    try:
-        dataset = datasets.load_from_disk(str(path))
-    except (FileNotFoundError, ValueError, OSError) as error:
-        raise DataError(f"{path}: not a dataset saved to disk (save_to_disk): {error}") from error
-    if isinstance(dataset, datasets.DatasetDict):
-        if split not in dataset:
-            splits = ", ".join(dataset)
-            raise DataError(f"{path}: name a split as {path}#SPLIT; there are: {splits}")
-        dataset = dataset[split]
-    elif split:
-        raise DataError(f"{path}: this dataset has no splits; leave out #{split}")
-    stored = dataset.with_format("arrow")
-    return Table(
-        *(len(dataset), dataset.column_names, dataset.__getitem__), lambda start, stop: stored[start:stop].to_pylist()
-    )
 
 
 def _check_prompt(row: Row, prompt: str, place: str) -> Row | DataError:
@@ -320,19 +257,18 @@ def _split_path(path: str) -> tuple[Path, str]:
     return (whole, "") if whole.exists() or not mark else (Path(folder), split)
 
 
-def _missing_library(library: str, path: Path) -> DataError:
-    return DataError(f"{path}: reading it needs {library}, which is not installed: pip install 'penstock[data]'")
-
-
-def files_fingerprint(path: str) -> str:
+def files_fingerprint(path: str, config: str = "", revision: str = "") -> str:
     """Return a digest of the names and contents of a prompt file, or of the files of a data set in a folder.
+
+    The files of a data set on the hub are known by its commit, and not read.
 
     Raises:
         OSError: it cannot be read.
     """
-    if path.startswith(GENERATED):
-        return hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
     place, _ = _split_path(path)
+    if path.startswith(GENERATED) or is_hub_name(str(place)):
+        named = "\0".join(filter(None, (path, config, parse_revision(revision).commit)))
+        return hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
     if not place.is_dir():
         return _digest([place])
     return _digest(sorted(file for file in place.rglob("*") if file.is_file() and not file.name.startswith("cache-")))

@@ -19,6 +19,7 @@ from workers.evaluate.temporary_engine import with_existing_engine, with_started
 from workers.launch.process import run_async
 from workers.role.exit_codes import ExitCode
 from workers.runs.evaluations import EvaluationResult
+from workers.runs.hub_names import EVAL_SECTION, MODEL_SECTION, find_model, known_values, print_note, resolve_names
 from workers.score.worker import evaluate_group
 from workers.settings import LoraSettings, Settings
 from workers.settings.toml_file import load_settings
@@ -41,6 +42,8 @@ def evaluate_and_print(
         raise SettingsError(f"{file}: eval.path is empty; set it to a file of held-out prompts")
     if policy is None and not engine:
         raise SettingsError("give a policy with --policy PATH, or an engine that serves one with --engine URL")
+    sections = (EVAL_SECTION,) if policy is not None and engine else (EVAL_SECTION, MODEL_SECTION)
+    settings = resolve_names(settings, known_values(settings), print_note, sections)
     model = find_policy_folder(policy) if policy is not None else None
     found = run_async(lambda: evaluate(settings, model, engine))
     if as_json:
@@ -51,12 +54,16 @@ def evaluate_and_print(
 
 
 def find_policy_folder(path: Path) -> Path:
-    """Return the model folder of a model, a checkpoint, or a run (its latest checkpoint).
+    """Return the model folder of a model, a checkpoint, or a run (its latest checkpoint). Blocks.
+
+    Args:
+        path: one of them, or the name of a model on the hub, which is downloaded.
 
     Raises:
         SettingsError: there is no model, or only an adapter.
+        PenstockError: the model cannot be downloaded.
     """
-    found = path
+    found = path = find_model(str(path), print_note)
     if (path / MANIFEST).is_file():
         found = path / MODEL
     elif (path / "checkpoints").is_dir() and not (path / "config.json").is_file():
@@ -86,7 +93,7 @@ async def evaluate(settings: Settings, model: Path | None, engine: str) -> Evalu
     began = time.monotonic()
 
     async def use(url: str, version: int) -> EvaluationResult:
-        tokenizer = model or Path(settings.model.path)
+        tokenizer = model or settings.model.folder
         groups = await roll_out_and_score(
             settings.for_evaluation, [url], tokenizer, prompts, min_policy_version=version
         )

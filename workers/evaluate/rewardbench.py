@@ -21,6 +21,7 @@ from stream.records import Message
 from stream.validity import Measured, Reward, Unmeasured
 from workers.datasets.sources import open_source
 from workers.role.exit_codes import ExitCode
+from workers.runs.hub_names import find_model, print_note
 from workers.settings import DataSettings
 from workers.terminal.output import print_json
 
@@ -172,7 +173,7 @@ def run_rewardbench(file: Path, urls: Sequence[str], reference: Path | None, *, 
     if reference is not None:
         from workers.local_engine.pooling.classifier import ReferenceClassifier
 
-        score = ReferenceClassifier(reference).score
+        score = ReferenceClassifier(find_model(str(reference), print_note)).score
     pairs = anyio.run(score_pairs, rows, urls)
     if score is not None:
         for pair, (_, chosen, rejected) in zip(pairs, rows, strict=True):

@@ -157,7 +157,7 @@ async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain
     limit_waits(settings.abort.stall_timeout_s)
     data = settings.folder / "redis" if url.startswith("unix:") and not settings.run.redis else None
     async with connect(url, settings.run.name, reconnect_s=queue.reconnect_timeout_s, server_data=data) as connection:
-        await join_run(connection, settings, name)
+        settings = await join_run(connection, settings, name)
         stopping = connection.stopping
         context = WorkerContext(
             settings=settings,

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 import anyio
 
-from stream.errors import SettingsError
+from stream.errors import PenstockError, SettingsError
 from workers.launch.process import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.role.exit_codes import ExitCode
 from workers.role.log_setup import configure_logging
+from workers.runs.hub_names import MODEL_SECTION, find_model, known_values, print_note, resolve_names
 from workers.settings import Settings
 from workers.settings.cross_checks import ENGINE_CHECKS
 from workers.settings.toml_file import load_settings, settings_for_model
@@ -42,6 +43,8 @@ def run_engine(
         serve = choose_server(target, overrides, runner, dtype, host)
     except SettingsError as error:
         return report_error(error, ExitCode.USAGE)
+    except PenstockError as error:
+        return report_error(error)
 
     async def main() -> ExitCode:
         stopping = anyio.Event()
@@ -64,7 +67,7 @@ def choose_server(
     """Return the coroutine function that serves a model; it takes `port` and `ready`.
 
     Args:
-        target: settings file or model folder.
+        target: settings file, model folder, or name of a model on the hub.
         overrides: values of single settings; they take precedence over the file.
         runner: whether to serve tokens or scores.
         dtype: data type of the weights; default: `model.dtype` of the settings.
@@ -72,9 +75,14 @@ def choose_server(
 
     Raises:
         SettingsError: the engine that the settings name cannot serve this model.
+        PenstockError: the model cannot be downloaded.
     """
-    is_model = target.is_dir()
-    settings = settings_for_model(target, overrides) if is_model else load_settings(target, overrides, ENGINE_CHECKS)
+    target = find_model(str(target), print_note)
+    if target.is_dir():
+        settings = settings_for_model(target, overrides)
+    else:
+        settings = load_settings(target, overrides, ENGINE_CHECKS)
+        settings = resolve_names(settings, known_values(settings), print_note, (MODEL_SECTION,))
     if settings.engine.server == "vllm":
         if runner == "pooling":
             raise SettingsError("--runner pooling is for the local engine; start vLLM yourself (docs/reward-models.md)")
@@ -83,7 +91,7 @@ def choose_server(
         return partial(serve_vllm, settings, host=host)
     from workers.local_engine.pooling.classifier import is_classifier
 
-    model, dtype, engine = Path(settings.model.path), dtype or settings.model.dtype, settings.engine
+    model, dtype, engine = settings.model.folder, dtype or settings.model.dtype, settings.engine
     if runner == "pooling" or (runner == "auto" and is_classifier(model)):
         from workers.engine_api.http_access import AccessRules
         from workers.local_engine.pooling.pooling_server import serve_pooling
@@ -116,7 +124,7 @@ def _policy_server(target: Path, settings: Settings, dtype: str, host: str) -> C
 
     return partial(
         serve_local_engine,
-        Path(settings.model.path),
+        settings.model.folder,
         access=EngineAccess(
             host=host,
             names=settings.engine.hosts,

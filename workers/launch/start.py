@@ -26,6 +26,8 @@ from workers.role import log_setup as logs
 from workers.role.exit_codes import ExitCode
 from workers.runs.find import explain_missing_file, find_settings_file
 from workers.runs.folder import disk_problems, find_newest_run, lock_folder, new_run_name, settings_file
+from workers.runs.hub_downloads import say_nothing
+from workers.runs.hub_names import bind_revisions, download_names, known_values, print_note, revision_overrides
 from workers.runs.identity import check_folder, describe_changes
 from workers.runs.metrics_file import read_metrics
 from workers.runs.progress_picture import draw_progress
@@ -83,6 +85,8 @@ def run(
         with lock_folder(settings.folder):
             url = restore(copy, settings)
         print_start([f"{settings.folder} was lost: restored step {copy.step} from {url}"])
+    say = say_nothing if quiet else print_note
+    settings = bind_revisions(settings, known_values(settings), say)
     finished = finished_summary(settings)
     if finished is not None:
         check_folder(settings)  # an edit of the data is named, also after the end
@@ -90,14 +94,9 @@ def run(
         if as_json:
             print(msgspec.json.encode(finished).decode(), flush=True)  # noqa: T201
         return ExitCode.UNTRAINED if finished.why_untrained else ExitCode.SUCCESS
-    if check:
-        report = anyio.run(run_preflight_process, start.file, start.overrides, settings.hang_timeout_s)
-        if report.errors and as_json:
-            print(msgspec.json.encode({"preflight": report}).decode(), flush=True)  # noqa: T201
-        if report.errors or (report.warnings and not quiet):
-            print_report(report, sys.stderr)
-        if report.errors:
-            return ExitCode.USAGE
+    download_names(settings, say)
+    if check and not _passes_check(start, settings, as_json=as_json, quiet=quiet):
+        return ExitCode.USAGE
     result = supervise(settings, quiet=quiet, earlier=start.earlier)
     outcome, summary = result.outcome, result.summary
     if summary is not None and as_json:
@@ -110,6 +109,17 @@ def run(
         print(tell, file=sys.stderr, flush=True)  # noqa: T201
         return ExitCode.INTERRUPTED if outcome.killed else ExitCode.SUCCESS
     return ExitCode.UNTRAINED if summary is not None and summary.why_untrained else ExitCode.SUCCESS
+
+
+def _passes_check(start: "RunStart", settings: Settings, *, as_json: bool, quiet: bool) -> bool:
+    """Test everything before an engine starts, and print the faults. Returns whether there is no error."""
+    overrides = (*start.overrides, *revision_overrides(settings))
+    report = anyio.run(run_preflight_process, start.file, overrides, settings.hang_timeout_s)
+    if report.errors and as_json:
+        print(msgspec.json.encode({"preflight": report}).decode(), flush=True)  # noqa: T201
+    if report.errors or (report.warnings and not quiet):
+        print_report(report, sys.stderr)
+    return not report.errors
 
 
 def supervise(

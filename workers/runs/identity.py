@@ -17,11 +17,13 @@ file that a reference names, if that is a file or a module in the working direct
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import anyio
 import msgspec
+import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -42,10 +44,15 @@ from stream.connection.run_identity import (
 from stream.errors import DataError
 from workers.datasets.environment_rows import write_training_rows
 from workers.datasets.fingerprint import dataset_name, fixed_rows
+from workers.runs.hub_names import DATA_SECTION, EVAL_SECTION, MODEL_SECTION, recorded_revisions, resolve_names
 from workers.settings import Settings
 from workers.settings.data import EnvironmentSettings
 from workers.settings.section import Section
 
+log = structlog.get_logger()
+
+_SECTIONS_OF_ROLE: Final = {"feed": (DATA_SECTION, EVAL_SECTION), "train": (MODEL_SECTION,)}
+"""What a role reads of names on a hub. Rollout workers get what they need of the model from the trainer."""
 _MODEL_SUFFIXES: Final = frozenset({".json", ".jinja", ".model", ".txt"})
 
 
@@ -96,8 +103,12 @@ async def begin_run(connection: RunConnection, settings: Settings, check: Folder
     await record_identity(connection, settings.folder, identity)
 
 
-async def join_run(connection: RunConnection, settings: Settings, role: str) -> None:
+async def join_run(connection: RunConnection, settings: Settings, role: str) -> Settings:
     """Compare one role's process with the server, and record what the server does not know.
+
+    Returns:
+        The settings with the run's commits of what they name on a hub. What the role itself reads is downloaded, if the
+        cache of this machine lacks it.
 
     Raises:
         RunMismatchError: the server has another run of this name, or one with another seed, model or other data.
@@ -107,9 +118,13 @@ async def join_run(connection: RunConnection, settings: Settings, role: str) -> 
     if folder.id and server.id not in {"", folder.id}:
         raise other_run(connection, server.id, folder.id)
     known = folder.fixed | server.fixed
+    sections = _SECTIONS_OF_ROLE.get(role, ())
+    resolve = partial(resolve_names, settings, known, lambda line: log.info("hub.downloading", what=line), sections)
+    settings = await anyio.to_thread.run_sync(resolve, abandon_on_cancel=True)
     fixed = await anyio.to_thread.run_sync(_fixed_for_role, settings, role, known, abandon_on_cancel=True)
     refuse_differences(f"the server of run {connection.run!r}", known, fixed)
     await compare_with_server(connection, replace(folder, fixed=folder.fixed | fixed))
+    return settings
 
 
 def _fixed_for_role(settings: Settings, role: str, known: Mapping[str, str]) -> dict[str, str]:
@@ -125,12 +140,12 @@ def _fixed_settings(settings: Settings) -> dict[str, str]:
     data, sets = settings.data, {dataset_name(each): each.weight for each in settings.datasets}
     found = {KEY_LAYOUT: LAYOUT, "run.name": settings.run.name, "run.seed": settings.run.seed}
     found |= {"data.epochs": data.epochs, "data.shuffle": data.shuffle, "data.sets": sets}
-    return {name: msgspec.json.encode(value).decode() for name, value in found.items()}
+    return {name: msgspec.json.encode(value).decode() for name, value in found.items()} | recorded_revisions(settings)
 
 
 def _fixed_model(settings: Settings) -> dict[str, str]:
     """Return digests of the model's tokenizer, template and configuration; nothing without a model folder."""
-    folder = Path(settings.model.path)
+    folder = settings.model.folder
     if not folder.is_dir():
         return {}
     files = sorted(file for file in folder.iterdir() if file.is_file() and file.suffix in _MODEL_SUFFIXES)

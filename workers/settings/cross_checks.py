@@ -24,6 +24,8 @@ from urllib.parse import urlsplit
 
 from stream.errors import SettingsError
 from workers.settings import algorithm_checks
+from workers.settings.data import DatasetSettings, DataSettings
+from workers.settings.rollout import EvalSettings
 from workers.settings.settings import Settings
 from workers.settings.training import DNS_PREFIX, FILE_PREFIX, LOOPBACK_HOSTS
 
@@ -48,6 +50,19 @@ def check_rewards(s: Settings) -> Iterator[str]:
             if name not in s.environments:
                 known = ", ".join(s.environments) or "none"
                 yield f"rewards[{index}].environments names {name!r}, which is unknown; [environments] has: {known}"
+
+
+def check_places(s: Settings) -> Iterator[str]:
+    """`[data]` and `[eval]`: configuration, split and revision are of a data set that is named."""
+    held_out = {"eval": s.eval} if s.eval.source else {}
+    tables: dict[str, DataSettings | DatasetSettings | EvalSettings] = {"data": s.data, **held_out}
+    tables |= {f"data.sets[{i}]": each for i, each in enumerate(s.data.sets)}
+    for name, table in tables.items():
+        for key in ("config", "split", "revision"):
+            if getattr(table, key) and not table.path:
+                yield f"{name}.{key} is set, but {name}.path names no data set; set it too, or leave the first out"
+            elif key == "split" and table.split and "#" in table.path:
+                yield f"{name}.path names a split after its # and {name}.split another; leave out one of them"
 
 
 def check_datasets(s: Settings) -> Iterator[str]:
@@ -220,6 +235,7 @@ ENGINE_CHECKS: Final[tuple[Check, ...]] = (check_engines, check_weights, check_l
 """Checks of the keys that an engine reads."""
 RUN_CHECKS: Final[tuple[Check, ...]] = (
     check_rewards,
+    check_places,
     check_datasets,
     check_engines,
     check_weights,

@@ -1,15 +1,21 @@
 """Settings of prompts, environments and reward functions."""
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from msgspec import field
+from msgspec import Meta, field
 
+from workers.settings.hub import REVISION_FORM, REVISION_PATTERN
 from workers.settings.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 GENERATED: Final = "rows:"
 """Start of the source of a data set without a file."""
 ENVIRONMENT_ROWS: Final = "environment:"
 """Start of the path of rows that an environment's `rows()` returned; the file is in the run's folder."""
+
+
+def with_split(path: str, split: str) -> str:
+    """Return a path as it names one split of a data set: `PATH#SPLIT`."""
+    return f"{path}#{split}" if split else path
 
 
 class DatasetSettings(Section, frozen=True):
@@ -19,10 +25,16 @@ class DatasetSettings(Section, frozen=True):
     """As `data.path`. Without `path` and `rows`: what `rows()` of its `environment` returns."""
     rows: NonNegativeInt = 0
     """As `data.rows`."""
+    config: str = ""
+    """As `data.config`, of this set."""
+    split: str = ""
+    """As `data.split`, of this set."""
+    revision: Annotated[str, Meta(pattern=REVISION_PATTERN, description=REVISION_FORM)] = ""
+    """As `data.revision`, of this set."""
     weight: NonNegativeFloat = 0.0
     """Share of the prompts, relative to the other sets; 0: the number of rows."""
     name: str = ""
-    """Name of the set, part of its prompts' ids; empty: the file's stem or the folder's name."""
+    """Name of the set, part of its prompts' ids; empty: the file's stem or the folder's name, with `#split`."""
     prompt: str = ""
     """As `data.prompt`."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -34,16 +46,23 @@ class DatasetSettings(Section, frozen=True):
 
     @property
     def source(self) -> str:
-        """Its path, or `rows:N` for problems that the environment makes."""
-        return f"{GENERATED}{self.rows}" if self.rows else self.path
+        """Its path with `#split`, or `rows:N` for problems that the environment makes."""
+        return f"{GENERATED}{self.rows}" if self.rows else with_split(self.path, self.split)
 
 
 class DataSettings(Section, frozen=True):
     """`[data]`: prompts and the meaning of their columns."""
 
     path: str = ""
-    """A `.jsonl` or `.parquet` file, or the folder of a Hugging Face data set saved to disk. Without `path`, `rows` and
-    `sets`: what `rows()` of each environment returns."""
+    """A `.jsonl` or `.parquet` file, the folder of a Hugging Face data set, or the name of a data set on the hub,
+    `owner/name`, which is downloaded before anything starts. What is on the disk takes precedence. Without `path`,
+    `rows` and `sets`: what `rows()` of each environment returns."""
+    config: str = ""
+    """Configuration (subset) of a data set that has several, such as `main` of `openai/gsm8k`."""
+    split: str = ""
+    """Split of a data set, such as `train`, or a part of one, such as `train[:1000]`. Empty: the only one."""
+    revision: Annotated[str, Meta(pattern=REVISION_PATTERN, description=REVISION_FORM)] = ""
+    """Branch, tag or commit of the hub's data set; empty: `main`. A run keeps the commit of its first start."""
     rows: NonNegativeInt = 0
     """Number of problems, instead of `path`, where the environment makes them itself from the `seed` that `reset` gets.
     What `reset` returns is then the prompt."""

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
+from workers.settings.data import with_split
+from workers.settings.hub import REVISION_FORM, REVISION_PATTERN
 from workers.settings.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds, Section
 
 
@@ -70,7 +72,14 @@ class EvalSettings(Section, frozen=True):
     """`[eval]`: held-out prompts, sampled periodically by the run's own workers and never trained on."""
 
     path: str = ""
-    """Prompt file with the columns of `[data]`. Without `path` and `rows` there is no evaluation."""
+    """Prompts with the columns of `[data]`: a file, a folder or a name on the hub, as `data.path`. Without `path` and
+    `rows` there is no evaluation."""
+    config: str = ""
+    """As `data.config`, of the held-out prompts."""
+    split: str = ""
+    """As `data.split`, of the held-out prompts."""
+    revision: Annotated[str, Meta(pattern=REVISION_PATTERN, description=REVISION_FORM)] = ""
+    """As `data.revision`, of the held-out prompts."""
     rows: NonNegativeInt = 0
     """Number of held-out problems of each environment, instead of `path`: the first of `rows(split="eval")`, or made
     from seeds that training does not use."""
@@ -84,7 +93,7 @@ class EvalSettings(Section, frozen=True):
     @property
     def source(self) -> str:
         """Origin of the held-out prompts: a path, or `20 rows of each environment`; empty: nothing is evaluated."""
-        return f"{self.rows} rows of each environment" if self.rows else self.path
+        return f"{self.rows} rows of each environment" if self.rows else with_split(self.path, self.split)
 
 
 class PacingSettings(Section, frozen=True):

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from workers.settings.hub import REVISION_FORM, REVISION_PATTERN, local_folder
 from workers.settings.section import (
     Fraction,
     LeaseSeconds,
@@ -87,12 +88,20 @@ class ModelSettings(Section, frozen=True):
     """`[model]`: the policy that the run starts from."""
 
     path: str
-    """Folder in Hugging Face format: config, safetensors, tokenizer with a chat template. Rollout workers on machines
-    without it get what they need from the trainer."""
+    """Folder in Hugging Face format: config, safetensors, tokenizer with a chat template; or the name of a model on the
+    hub, `owner/name`, which is downloaded before anything starts. A folder of that name on the disk takes precedence.
+    Rollout workers on machines without the files get what they need from the trainer."""
+    revision: Annotated[str, Meta(pattern=REVISION_PATTERN, description=REVISION_FORM)] = ""
+    """Branch, tag or commit of the hub's model; empty: `main`. A run keeps the commit of its first start."""
     tool_format: Literal["auto", "deepseek", "hermes", "llama3_json", "mistral", "pythonic"] = "auto"
     """Format of the model's tool calls; `auto`: detect it from the chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the published weights; the optimizer always works in float32."""
+
+    @property
+    def folder(self) -> Path:
+        """The model's folder on this machine; one that does not exist if the hub's model is not in the cache."""
+        return local_folder(self.path, self.revision)
 
 
 class ScoreSettings(Section, frozen=True):

@@ -85,7 +85,8 @@ class Settings(Section, frozen=True, kw_only=True):
         """All data sets: the tables of `data.sets`, the one of `data.path` or `data.rows`, or the environments' own."""
         data, sets = self.data, self.data.sets
         if not sets and (data.path or data.rows):
-            sets = (DatasetSettings(path=data.path, rows=data.rows),)
+            place = {key: getattr(data, key) for key in ("path", "rows", "config", "split", "revision")}
+            sets = (DatasetSettings(**place),)
         sets = sets or tuple(DatasetSettings(environment=name) for name in self.environments)
         return tuple(each if each.path or each.rows else self._environment_rows(each) for each in sets)
 
@@ -186,18 +187,21 @@ class Settings(Section, frozen=True, kw_only=True):
     def for_evaluation(self) -> "Settings":
         """Return a copy that samples the held-out prompts of `[eval]`; everything else is as in training."""
         replace, count = msgspec.structs.replace, self.eval.rows
+        place = {key: getattr(self.eval, key) for key in ("path", "config", "split", "revision")}
         own = [DatasetSettings(environment=name, name=f"{name}-eval") for name in self.environments if count]
         sets = tuple(self._environment_rows(each, f"-{count}") for each in own)
         return replace(
             self,
-            data=replace(self.data, path=self.eval.path, rows=0, sets=sets, epochs=1, shuffle=False),
+            data=replace(self.data, **place, rows=0, sets=sets, epochs=1, shuffle=False),
             rollout=replace(self.rollout, group_size=self.eval.group_size, temperature=self.eval.temperature),
         )
 
     @property
     def evaluation_digest(self) -> str:
         """Digest of the settings that determine the held-out prompts; with their file it identifies them."""
-        made_by = (self.eval.source, self.eval.group_size, self.data, self.run.seed, list(self.environments))
+        held_out = self.eval
+        named = (held_out.source, held_out.config, held_out.revision, held_out.group_size)
+        made_by = (*named, self.data, self.run.seed, list(self.environments))
         return hashlib.blake2b(msgspec.json.encode(made_by), digest_size=8).hexdigest()
 
     def _environment_rows(self, dataset: DatasetSettings, suffix: str = "") -> DatasetSettings:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from difflib import SequenceMatcher
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, Final
 
 import anyio
@@ -231,7 +230,7 @@ def _tokenizer(settings: Settings) -> DecodeRow:
         if not loaded:
             from tokenizers import Tokenizer
 
-            tokenizer = Tokenizer.from_file(str(Path(settings.model.path) / "tokenizer.json"))
+            tokenizer = Tokenizer.from_file(str(settings.model.folder / "tokenizer.json"))
             loaded.append(partial(tokenizer.decode, skip_special_tokens=False))
         return loaded[0](row.prompt.tolist()), loaded[0](row.tokens.tolist())
 

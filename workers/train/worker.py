@@ -93,7 +93,7 @@ async def train(context: WorkerContext, make_learner: Callable[[Settings], Learn
     ):
         tasks.start_soon(discovery.watch)
         import_early(settings)  # while the model is loaded
-        await upload_model_files(context.connection, Path(settings.model.path))
+        await upload_model_files(context.connection, settings.model.folder)
         files = await anyio.to_thread.run_sync(_open_files, settings, folder_lock, make_learner)
         checker = GroupChecker(settings, files.learner.vocab_size, files.progress)
         async with _open_consumer(context, trainer_lease, folder_lock, files, checker) as consumer:

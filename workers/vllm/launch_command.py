@@ -94,7 +94,7 @@ def build_command(settings: Settings, python: Path, host: str, port: int, *, is_
     """
     engine = settings.engine
     return [
-        *(str(python), *SERVER_MODULE, "--model", str(Path(settings.model.path).absolute())),
+        *(str(python), *SERVER_MODULE, "--model", str(settings.model.folder.absolute())),
         *("--host", host, "--port", str(port)),
         *("--dtype", settings.model.dtype),
         *("--max-model-len", str(_max_model_len(settings)), "--max-num-seqs", str(engine.max_batch_size)),
@@ -110,7 +110,7 @@ def build_command(settings: Settings, python: Path, host: str, port: int, *, is_
 
 def _max_model_len(settings: Settings) -> int:
     """Return the tokens of the longest context: what the settings name, or what they need if the model has as many."""
-    positions = max_positions(Path(settings.model.path))
+    positions = max_positions(settings.model.folder)
     if settings.engine.max_model_len or not positions:
         return settings.max_model_len
     return min(settings.max_model_len, positions)

@@ -121,7 +121,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
     installed = await anyio.to_thread.run_sync(
         check_interpreter, python, weight_transfer_backend(settings) == PLUGIN_NAME
     )
-    if not await (anyio.Path(settings.model.path) / "config.json").is_file():  # vLLM would try to download it
+    if not await (anyio.Path(settings.model.folder) / "config.json").is_file():  # vLLM would try to download it
         raise EngineError(
             f"{settings.model.path}: no config.json there; model.path must be a folder in Hugging Face form"
         )

@@ -4,7 +4,6 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -102,7 +101,7 @@ class ChatRoutes:
     def _load(self, tools: list[dict[str, Any]] | None) -> ChatSetup:
         settings = self._settings
         if self._chat is None:
-            self._chat = ChatTokenizer.load(Path(settings.model.path), template_kwargs(settings), None)
+            self._chat = ChatTokenizer.load(settings.model.folder, template_kwargs(settings), None)
         if tools is None:
             return ChatSetup(self._chat, TOOL_FORMATS["hermes"])
         chat = self._chat.with_tools(tools)

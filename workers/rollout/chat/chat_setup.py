@@ -110,7 +110,7 @@ async def open_model_folder(context: WorkerContext) -> AsyncIterator[Path]:
         RunFailedError: no trainer has started within `abort.stall_timeout_s`.
         RecordError: a file on the server is not the one that the trainer uploaded.
     """
-    path = Path(context.settings.model.path)
+    path = context.settings.model.folder
     if await anyio.to_thread.run_sync(os.path.isdir, path):
         yield path
         return

@@ -51,7 +51,7 @@ class TrainableModel:
         """Return the reference policy and the context to run it in, which disables the adapter if there is one."""
         if self.adapter is not None:
             return self.logprob_model, self.adapter.disabled
-        return self._load(Path(self.settings.model.path), trained=False), nullcontext
+        return self._load(self.settings.model.folder, trained=False), nullcontext
 
     @property
     def saved_dtype(self) -> torch.dtype:

@@ -81,7 +81,7 @@ class Learner:
         torch.set_num_threads(settings.run.threads)
         self.ranks = Ranks(device)
         self.device, self.dtype = self.ranks.device, dtype
-        self.policy = TrainableModel(settings, Path(settings.model.path), self.ranks, dtype)
+        self.policy = TrainableModel(settings, settings.model.folder, self.ranks, dtype)
         self.model, self.parameters = self.policy.model, self.policy.parameters
         self.critic = None
         if isinstance(settings.estimator, Gae):
