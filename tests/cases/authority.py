@@ -11,7 +11,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Authority:
-    """Signs certificates; all files are PEM."""
+    """Signs certificates; all files are PEM. They meet RFC 5280, which Python 3.13 demands by default."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
@@ -43,9 +43,27 @@ class Authority:
             .add_extension(
                 x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False
             )
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False)
+            .add_extension(_key_usage(authority=authority), critical=True)
         )
         return builder.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     def _write(self, name: str, content: bytes) -> Path:
         (self.folder / name).write_bytes(content)
         return self.folder / name
+
+
+def _key_usage(*, authority: bool) -> x509.KeyUsage:
+    """Return the permission to sign certificates, or else to sign the handshake."""
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        encipher_only=False,
+        decipher_only=False,
+    )
