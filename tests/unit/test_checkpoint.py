@@ -292,6 +292,7 @@ def test_an_exported_model_loads_with_transformers(base, tmp_path, which, step):
     kept = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / f"step-{step:06d}" / "model")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), kept.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([3, 4]) == "w3 w4"
+    assert f"after step {step}" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_export_never_overwrites(base, tmp_path):

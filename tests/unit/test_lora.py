@@ -7,6 +7,7 @@ import warnings
 import peft
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -215,10 +216,25 @@ def test_an_export_contains_the_merged_model_and_the_adapter(base, tmp_path, dty
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == getattr(torch, dtype)
-    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()
+    cards = {folder: ModelCard.load(tmp_path / "out" / folder / "README.md") for folder in ("", "adapter")}
+    assert {folder: card.data.library_name for folder, card in cards.items()} == {"": "transformers", "adapter": "peft"}
+    assert all("after step 3" in card.text for card in cards.values())
     with pytest.raises(SettingsError, match="penstock export"):
         find_policy_folder(tmp_path)
     assert find_policy_folder(tmp_path / "out") == tmp_path / "out"
+
+
+def test_an_exported_adapter_and_the_exported_model_are_one_policy_to_peft_and_transformers(base, rows, tmp_path):
+    result = trained(base)
+    CheckpointStore(tmp_path / "checkpoints").save(3, result, Progress(step=3))
+    export(tmp_path, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with warnings.catch_warnings():  # peft looks up a name that transformers deprecates since 5.6
+        warnings.filterwarnings("ignore", category=FutureWarning, message=".*is_gradient_checkpointing")
+        adapted = peft.PeftModel.from_pretrained(model, tmp_path / "out" / "adapter")
+    trained_logprobs = read(result.model, rows)
+    assert torch.allclose(whole_logprobs(adapted, rows), trained_logprobs, atol=TOLERANCE)
+    assert torch.allclose(plain(tmp_path / "out", rows), trained_logprobs, atol=TOLERANCE)
 
 
 def test_with_transport_adapter_only_the_adapter_is_published(base, tmp_path):

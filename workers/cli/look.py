@@ -108,7 +108,10 @@ def replay(target: str | None, as_json: bool) -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--which", default="latest", show_default=True, metavar="latest|best|STEP", help="Which checkpoint.")
 def export(target: str, out: Path, which: str) -> None:
-    """Copy a run's trained model to OUT, in Hugging Face form. RUN is its folder, settings file or name."""
+    """Copy a run's trained model to OUT, in Hugging Face form. RUN is its folder, settings file or name.
+
+    OUT/README.md is a model card: data, estimator, scores, what was masked and why, and how to make the model again.
+    """
     if which not in {"latest", "best"} and not which.isdigit():
         raise click.UsageError(f"--which {which}: write latest, best, or the number of a step")
     from workers.role import log_setup as logs

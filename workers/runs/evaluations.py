@@ -6,6 +6,7 @@
     evaluations/step-000010.groups   its scored groups (MessagePack, an array of records of `stream.codec`)
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,8 @@ from msgspec import Struct, field
 from stream.codec import decode
 from stream.durable import write_file_atomically
 from stream.errors import RecordError
-from stream.records import Group
+from stream.records import Completion, Group
+from stream.validity import Measured
 
 FILE: Final = "eval.jsonl"
 """Name of the file in the run's folder."""
@@ -25,6 +27,8 @@ GROUPS: Final = "evaluations"
 """Folder of the scored groups."""
 _KEPT: Final = 20
 """Evaluations whose groups are kept, the newest ones."""
+_NORMAL_95: Final = 1.96
+"""Half the width of a 95 % interval of the normal distribution, in standard deviations."""
 
 
 class EvaluationStats(Struct, kw_only=True):
@@ -106,6 +110,40 @@ def read_groups(folder: Path, step: int) -> list[Group]:
             with suppress(RecordError):
                 found.append(decode(payload, Group))
     return sorted(found, key=lambda group: (len(group.prompt.id), group.prompt.id))
+
+
+def mean_interval(score: EvaluationStats, version: int, groups: Sequence[Group]) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval of the mean reward over valid completions.
+
+    Completions of one prompt are alike, so the prompts are the independent units: the variance is that of the sum of
+    each prompt's deviations from the mean, and the normal distribution is assumed.
+
+    Args:
+        score: the statistics to which the interval belongs.
+        version: the evaluated policy version.
+        groups: all groups that the statistics count.
+
+    Returns:
+        The lower and the upper end; None with fewer than two prompts, or if these are not all of the groups.
+    """
+    rewards = [[_valid_reward(each, score, version) for each in group.completions] for group in groups]
+    known = [[reward for reward in some if reward is not None] for some in rewards]
+    count, mean = sum(map(len, known)), score.mean_valid
+    if mean is None or count != score.valid or len(known) < 2:
+        return None
+    deviations = [math.fsum(some) - mean * len(some) for some in known]
+    variance = math.fsum(each * each for each in deviations) * len(known) / (len(known) - 1)
+    half_width = _NORMAL_95 * math.sqrt(variance) / count
+    return mean - half_width, mean + half_width
+
+
+def _valid_reward(completion: Completion, score: EvaluationStats, version: int) -> float | None:
+    """Return the reward of a completion that counts in the mean; None for any other."""
+    is_excluded = completion.truncated is not None and f"truncated:{completion.truncated}" in score.invalid
+    is_mixed = any(span.version != version for row in completion.rows for span in row.spans)
+    if completion.failure is not None or is_excluded or is_mixed or not isinstance(completion.reward, Measured):
+        return None
+    return completion.reward.value
 
 
 def _groups_file(folder: Path, step: int) -> Path:

@@ -10,13 +10,14 @@ from safetensors import SafetensorError
 from stream.durable import create_folder_atomically
 from stream.errors import RunFailedError, RunMismatchError
 from workers.train.checkpointing.checkpoint import Checkpoint, CheckpointStore
+from workers.train.checkpointing.model_card import write_cards
 from workers.train.model.adapter import is_adapter, merge_adapter
 
 log = structlog.get_logger()
 
 
 def export(run_folder: Path, out: Path, which: Literal["latest", "best"] | int = "latest") -> Checkpoint:
-    """Copy a checkpoint's model to a new folder and check that it loads.
+    """Copy a checkpoint's model to a new folder, check that it loads, and write its model card.
 
     An adapter is merged into its base model; the adapter itself is copied to `adapter/`.
 
@@ -50,6 +51,7 @@ def export(run_folder: Path, out: Path, which: Literal["latest", "best"] | int =
         else:
             shutil.copytree(checkpoint.model, temporary, dirs_exist_ok=True)
         _verify(temporary)
+        write_cards(run_folder, temporary, checkpoint.progress.step, checkpoint.progress)
     log.info("model.exported", step=checkpoint.progress.step, version=checkpoint.progress.version, folder=str(out))
     return checkpoint
 
