@@ -62,21 +62,39 @@ def _demo_folder(seed: int, steps: int | None, control: str | None, engine: str 
 @click.option(
     "--name",
     type=click.Choice(["tool-caller", "calculator"]),
-    default="tool-caller",
-    show_default=True,
-    help="tool-caller: calls any tools by their schemas, at random; calculator: the demo's model.",
+    help="tool-caller, the default: calls any tools by their schemas, at random; calculator: the demo's model.",
 )
-def base_model(folder: Path, name: str) -> None:
-    """Write a small base model to FOLDER, to try an environment on a laptop.
+@click.option(
+    "source",
+    "--from",
+    type=click.Path(path_type=Path),
+    metavar="FILE.gguf",
+    help="Write the model of a GGUF file, or of a folder with one, without quantization.",
+)
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float32"]), help="Of the weights with --from; default: bfloat16."
+)
+def base_model(folder: Path, name: str | None, source: Path | None, dtype: Any) -> None:
+    """Write a small base model to FOLDER, to try an environment on a laptop; or the model of a GGUF file.
 
-    `[model] path = "FOLDER"` starts a run from it. It is in Hugging Face format, below a million parameters, and knows
-    no language: docs/base-models.md.
+    `[model] path = "FOLDER"` starts a run from it. It is in Hugging Face format. The shipped ones are below a million
+    parameters and know no language: docs/base-models.md.
     """
     from workers.demo.base_models import write_base_model
 
     if folder.exists() and any(folder.iterdir()):
         raise click.UsageError(f"{folder} is not empty; name a new folder")
-    write_base_model(name, folder)
+    if source is None and dtype:
+        raise click.UsageError("--dtype is for --from")
+    if source is None:
+        write_base_model(name or "tool-caller", folder)
+    elif name:
+        raise click.UsageError("--name is a shipped model, and --from another one: give one of the two")
+    else:
+        from workers.demo.gguf_models import write_gguf_model
+
+        for line in write_gguf_model(source, folder, dtype or "bfloat16").lines():
+            click.echo(line, err=True)
     click.echo(str(folder))
 
 
