@@ -67,10 +67,10 @@ def write_cards(run_folder: Path, out: Path, step: int, progress: Progress) -> N
         step: of the exported checkpoint.
         progress: of that checkpoint.
     """
-    facts = _Facts.read(run_folder, step, progress)
-    (out / CARD).write_text(facts.card(library="transformers"), encoding="utf-8")
+    content = _Card.read(run_folder, step, progress)
+    (out / CARD).write_text(content.render(library="transformers"), encoding="utf-8")
     if (out / "adapter").is_dir():
-        (out / "adapter" / CARD).write_text(facts.card(library="peft"), encoding="utf-8")
+        (out / "adapter" / CARD).write_text(content.render(library="peft"), encoding="utf-8")
 
 
 class _Score(Struct, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ class _Base(Struct, frozen=True, kw_only=True):
     language: tuple[str, ...] = ()
 
 
-class _Facts(Struct, frozen=True, kw_only=True):
+class _Card(Struct, frozen=True, kw_only=True):
     """What a card says."""
 
     name: str
@@ -106,7 +106,7 @@ class _Facts(Struct, frozen=True, kw_only=True):
     """Of the first evaluation, and of the weights that were exported."""
 
     @classmethod
-    def read(cls, folder: Path, step: int, progress: Progress) -> "_Facts":
+    def read(cls, folder: Path, step: int, progress: Progress) -> "_Card":
         try:
             settings = load_settings(folder / "run.toml")
         except PenstockError:
@@ -124,7 +124,7 @@ class _Facts(Struct, frozen=True, kw_only=True):
             scores=[score for number in sorted(shown) for score in _scores(folder, shown[number])],
         )
 
-    def card(self, *, library: str) -> str:
+    def render(self, *, library: str) -> str:
         """Return the card for the merged model (`transformers`) or for the adapter (`peft`)."""
         return render_card(self._metadata(library), "\n\n".join(self._paragraphs(library)) + "\n")
 
