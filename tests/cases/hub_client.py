@@ -69,7 +69,7 @@ def _answer(
 
     from stream.errors import PenstockError
     from workers.datasets.mix import open_dataset_mix
-    from workers.runs.hub_names import recorded_revisions, resolve_names
+    from workers.hub.names import recorded_revisions, resolve_names
     from workers.settings.toml_file import dump_settings, parse_settings
 
     constants.HF_HUB_OFFLINE = offline

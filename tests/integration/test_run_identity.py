@@ -163,8 +163,8 @@ async def test_a_second_feeder_with_another_seed_or_file_is_refused(make, connec
 async def test_roles_that_are_started_one_by_one_use_one_commit(make, connection, monkeypatch):
     """The first role that needs the hub's model looks up its branch; the others do not ask, though it has moved."""
     commits, downloaded = iter(["1" * 40, "2" * 40]), []
-    monkeypatch.setattr("workers.runs.hub_names.look_up", lambda *_: next(commits))
-    monkeypatch.setattr("workers.runs.hub_names.download", lambda _, revision, *__: downloaded.append(str(revision)))
+    monkeypatch.setattr("workers.hub.names.look_up", lambda *_: next(commits))
+    monkeypatch.setattr("workers.hub.names.download", lambda _, revision, *__: downloaded.append(str(revision)))
     model = {"path": "owner/name"}
     sampled = await join_run(connection, make("before", model=model), "rollout")  # it needs no file of the model
     trained = await join_run(connection, make("trainer", model=model), "train")

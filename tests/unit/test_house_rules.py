@@ -180,7 +180,7 @@ RELAYS = {
     "workers/local_engine/weights.py": "options of transformers' from_pretrained",
     "workers/local_engine/pooling/classifier.py": "options of transformers' apply_chat_template",
     "workers/rollout/tool_result.py": "arguments of a user's tool",
-    "workers/runs/hub_downloads.py": "options of huggingface_hub's snapshot_download",
+    "workers/hub/downloads.py": "options of huggingface_hub's snapshot_download",
     "workers/train/model/sharded_model.py": "arguments of torch's forward",
 }
 """Files that pass arguments of any type to third-party code."""

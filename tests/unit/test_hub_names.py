@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from stream.errors import SettingsError
-from workers.runs.hub_names import hub_names, recorded_revisions, revision_overrides
+from workers.hub.names import hub_names, recorded_revisions, revision_overrides
 from workers.settings import hub
 from workers.settings.hub import is_hub_name, local_folder, parse_revision
 from workers.settings.toml_file import load_settings, parse_settings
@@ -118,7 +118,7 @@ def test_keys_without_a_data_set_are_refused(tables, message):
 
 def test_without_such_a_name_no_library_of_the_hub_is_loaded():
     program = (
-        "import sys; from workers.runs.hub_names import resolve_names; from workers.settings.toml_file import "
+        "import sys; from workers.hub.names import resolve_names; from workers.settings.toml_file import "
         "parse_settings\n"
         "table = {'model': {'path': '.'}, 'data': {'path': 'rows.jsonl'}, 'environments': {'c': 'calculator'}}\n"
         "resolve_names(parse_settings(table), {}, print).model.folder\n"
@@ -129,7 +129,7 @@ def test_without_such_a_name_no_library_of_the_hub_is_loaded():
 
 
 def test_a_missing_library_is_named_with_its_extra_and_both_meanings(monkeypatch):
-    from workers.runs.hub_names import resolve_names
+    from workers.hub.names import resolve_names
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(SettingsError) as caught:

@@ -27,10 +27,10 @@ from workers.check.report import Checker, CheckReport
 from workers.check.rewards import check_rewards
 from workers.check.scripted import Call
 from workers.check.user_code import named_parameters, required_parameters
+from workers.hub.names import MODEL_SECTION, known_values, print_note, try_to_resolve
 from workers.role.log_setup import log_nothing
 from workers.role.watchdogs import HangGuard, LoopWatchdog
 from workers.rollout.tool_formats.parsing import ToolCall
-from workers.runs.hub_names import MODEL_SECTION, known_values, print_note, try_to_resolve
 from workers.settings import EnvironmentSettings, RewardSettings, Settings
 from workers.settings.toml_file import load_settings, settings_for_model, write_overrides
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from msgspec import Struct
 
 from workers.check.report import Checker, Subject
-from workers.runs.hub_downloads import needs_own_code
+from workers.hub.downloads import needs_own_code
 from workers.settings.secrets import max_positions
 
 _POINTER: Final = b"version https://git-lfs"

@@ -16,10 +16,10 @@ from workers.datasets.environment_rows import temporary_folder, write_evaluation
 from workers.datasets.prompts import read_evaluation_prompts
 from workers.evaluate.standalone_rollout import roll_out_and_score
 from workers.evaluate.temporary_engine import with_existing_engine, with_started_engine
+from workers.hub.names import EVAL_SECTION, MODEL_SECTION, find_model, known_values, print_note, resolve_names
 from workers.launch.process import run_async
 from workers.role.exit_codes import ExitCode
 from workers.runs.evaluations import EvaluationResult
-from workers.runs.hub_names import EVAL_SECTION, MODEL_SECTION, find_model, known_values, print_note, resolve_names
 from workers.score.worker import evaluate_group
 from workers.settings import LoraSettings, Settings
 from workers.settings.toml_file import load_settings

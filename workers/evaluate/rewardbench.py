@@ -20,8 +20,8 @@ from stream.errors import DataError
 from stream.records import Message
 from stream.validity import Measured, Reward, Unmeasured
 from workers.datasets.sources import open_source
+from workers.hub.names import find_model, print_note
 from workers.role.exit_codes import ExitCode
-from workers.runs.hub_names import find_model, print_note
 from workers.settings import DataSettings
 from workers.terminal.output import print_json
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 import anyio
 
 from stream.errors import PenstockError, SettingsError
+from workers.hub.names import MODEL_SECTION, find_model, known_values, print_note, resolve_names
 from workers.launch.process import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.role.exit_codes import ExitCode
 from workers.role.log_setup import configure_logging
-from workers.runs.hub_names import MODEL_SECTION, find_model, known_values, print_note, resolve_names
 from workers.settings import Settings
 from workers.settings.cross_checks import ENGINE_CHECKS
 from workers.settings.toml_file import load_settings, settings_for_model

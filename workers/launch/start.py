@@ -19,6 +19,8 @@ from stream.durable import write_file_atomically
 from stream.errors import PenstockError, RunFailedError, SettingsError
 from stream.operator.status import RunStatus
 from workers.check.report_text import print_report
+from workers.hub.downloads import say_nothing
+from workers.hub.names import bind_revisions, download_names, known_values, print_note, revision_overrides
 from workers.launch.preflight import run_preflight_process
 from workers.launch.supervisor import RunOutcome, Supervisor
 from workers.launch.watch import newest_archived_group, sample_lines
@@ -26,8 +28,6 @@ from workers.role import log_setup as logs
 from workers.role.exit_codes import ExitCode
 from workers.runs.find import explain_missing_file, find_settings_file
 from workers.runs.folder import disk_problems, find_newest_run, lock_folder, new_run_name, settings_file
-from workers.runs.hub_downloads import say_nothing
-from workers.runs.hub_names import bind_revisions, download_names, known_values, print_note, revision_overrides
 from workers.runs.identity import check_folder, describe_changes
 from workers.runs.metrics_file import read_metrics
 from workers.runs.progress_picture import draw_progress

@@ -1,6 +1,6 @@
 """Names on a hub: `owner/name` in place of a folder or a file, and the commit that a run keeps using.
 
-A revision is a branch, a tag or a commit. When a run starts, `workers.runs.hub_names` looks up the commit that a branch
+A revision is a branch, a tag or a commit. When a run starts, `workers.hub.names` looks up the commit that a branch
 or tag stands for and writes both, as `main@COMMIT`. From then on every process finds the files in the cache of the
 machine by the commit alone. Nothing here asks the hub, and nothing is downloaded.
 """

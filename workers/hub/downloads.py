@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError, SettingsError
-from workers.runs.hub_errors import FAULTS_OF_OURS, explain, is_unreachable
+from workers.hub.errors import FAULTS_OF_OURS, explain, is_unreachable
 from workers.settings.hub import Repository, Revision
 
 Say = Callable[[str], None]
