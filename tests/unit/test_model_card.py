@@ -190,6 +190,16 @@ def test_a_model_from_the_hubs_cache_is_named_as_on_the_hub(tmp_path):
     assert card(tmp_path, model={"path": str(folder)}).data.base_model == "Qwen/Qwen3-0.6B"
 
 
+def test_model_and_data_that_were_named_on_the_hub_are_named_in_the_card(tmp_path):
+    bound = f"main@{'a' * 40}"
+    made = card(
+        tmp_path,
+        model={"path": "Qwen/Qwen3-0.6B", "revision": bound},
+        data={"path": "openai/gsm8k", "split": "train", "revision": bound},
+    )
+    assert (made.data.base_model, made.data.datasets) == ("Qwen/Qwen3-0.6B", ["openai/gsm8k"])
+
+
 def test_a_folder_that_looks_like_a_name_of_the_hub_is_not_taken_for_one(tmp_path):
     assert card(tmp_path, model={"path": "models/gone"}).data.base_model is None
 

@@ -5,14 +5,11 @@ What a text says is kept, and what it would do is not: it adds no line, no cell 
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
-HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}\Z", re.ASCII)
-"""`owner/name` of a model or a data set on the hub."""
 _IDENTIFIER: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,95}\Z", re.ASCII)
 """A license, a language, or a part of a name on the hub."""
 _MARKDOWN: Final = re.compile(r"([\\`*_{}\[\]()<>#|~&!$@])")
@@ -28,15 +25,6 @@ def render_card(metadata: "ModelCardData", text: str) -> str:
 def identifier(value: Any) -> str:
     """Return a name of letters, digits, `.`, `_` and `-`; empty if the value is anything else."""
     return value if isinstance(value, str) and _IDENTIFIER.match(value) else ""
-
-
-def is_hub_name(path: str, kind: Literal["model", "dataset"]) -> bool:
-    """Return whether a path means a model or a data set of the hub: `owner/name`, which this machine has loaded."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    if not HUB_NAME.match(path) or Path(path).exists():
-        return False
-    return (Path(HF_HUB_CACHE) / f"{kind}s--{path.replace('/', '--')}").is_dir()
 
 
 def one_line(text: str) -> str:

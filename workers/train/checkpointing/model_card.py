@@ -20,15 +20,15 @@ from workers.runs.evaluations import EvaluationResult, EvaluationStats, mean_int
 from workers.runs.progress import Progress
 from workers.settings import Settings
 from workers.settings.data import ENVIRONMENT_ROWS, DatasetSettings, RewardSettings
+from workers.settings.hub import is_hub_name, parse_revision
+from workers.settings.rollout import EvalSettings
 from workers.settings.run import ModelSettings
 from workers.settings.toml_file import DEFAULT_OPTIONS, dump_redacted, dump_settings, load_settings
 from workers.train.checkpointing.markdown import (
-    HUB_NAME,
     escape_markdown,
     fenced,
     figure,
     identifier,
-    is_hub_name,
     one_line,
     render_card,
     table,
@@ -120,7 +120,7 @@ class _Card(Struct, frozen=True, kw_only=True):
             step=step,
             progress=progress,
             settings=settings,
-            base=_read_base(settings.model.path) if settings else _Base(),
+            base=_read_base(settings.model) if settings else _Base(),
             scores=[score for number in sorted(shown) for score in _scores(folder, shown[number])],
         )
 
@@ -136,7 +136,7 @@ class _Card(Struct, frozen=True, kw_only=True):
         tags = ["penstock", "reinforcement-learning"]
         if settings:
             tags += [settings.estimator.name, *(["lora"] if settings.lora.rank else [])]
-        datasets = [each.path for each in settings.datasets if is_hub_name(each.path, "dataset")] if settings else []
+        datasets = [each.path.partition("#")[0] for each in settings.datasets if _is_on_hub(each)] if settings else []
         return ModelCardData(
             license=base.license or None,
             license_name=base.license_name or None,
@@ -172,7 +172,7 @@ class _Card(Struct, frozen=True, kw_only=True):
             if value is not None:
                 yield EvalResult(
                     task_type="text-generation",
-                    dataset_type=evaluation.source if is_hub_name(evaluation.source, "dataset") else "held-out",
+                    dataset_type=evaluation.path.partition("#")[0] if _is_on_hub(evaluation) else "held-out",
                     dataset_name=one_line(f"{score.environment} {evaluation.source}"),
                     metric_type=kind,
                     metric_value=round(value, 6),
@@ -304,20 +304,25 @@ def _scores(folder: Path, result: EvaluationResult) -> Iterator[_Score]:
         yield _Score(step=result.step, environment=name, stats=stats, interval=interval)
 
 
-def _read_base(path: str) -> _Base:
-    """Return what is known about the model at a path, from the path and from its own card."""
+def _is_on_hub(named: ModelSettings | DatasetSettings | EvalSettings) -> bool:
+    """Return whether the run used a model or a data set by its name on the hub."""
+    return is_hub_name(named.path.partition("#")[0]) and bool(parse_revision(named.revision).commit)
+
+
+def _read_base(model: ModelSettings) -> _Base:
+    """Return what is known about a model, from its path and from its own card."""
     from huggingface_hub import ModelCard
 
-    folder = Path(path)
+    path, folder = model.path, model.folder
     cached = [match for part in folder.parts if (match := _CACHED.match(part))]
-    hub_name = path if is_hub_name(path, "model") else "/".join(cached[-1].groups()) if cached else ""
+    hub_name = path if _is_on_hub(model) else "/".join(cached[-1].groups()) if cached else ""
     try:
         data = ModelCard((folder / CARD).read_text(encoding="utf-8"), ignore_metadata_errors=True).data
     except Exception:  # noqa: BLE001  (a stranger's YAML may raise anything; without it the card says less)
         return _Base(path=path, hub_name=hub_name)
     original = data.get("base_model")
     languages = data.get("language")
-    known = original if isinstance(original, str) and HUB_NAME.match(original) else ""
+    known = original if isinstance(original, str) and is_hub_name(original) else ""
     return _Base(
         path=path,
         hub_name=hub_name or known,
