@@ -147,6 +147,7 @@ SHORT_FILES = frozenset(
     workers/settings/secrets.py workers/terminal/engines.py
     workers/terminal/groups.py workers/terminal/output.py workers/train/algorithms/pass_at_k.py
     workers/train/algorithms/proximal.py workers/train/model/policy_folder.py
+    workers/train/checkpointing/markdown.py
     """.split()  # noqa: SIM905  (a list of words)
 )
 """Files below the smallest size that are a noun of their own all the same."""
