@@ -29,7 +29,11 @@ def measure(completions, number): return [1.0] * len(completions)
 @pytest.mark.parametrize(
     ("section", "change", "words"),
     [
-        ("data", {"sets": [{"path": "a", "share": 1.0}]}, ["data.sets[0].share", "path, rows, config, split, revision, weight, name"]),
+        (
+            "data",
+            {"sets": [{"path": "a", "share": 1.0}]},
+            ["data.sets[0].share", "path, rows, config, split, revision, weight, name"],
+        ),
         ("data", {"sets": [{"path": "a", "weight": math.inf}]}, ["data.sets[0].weight", "finite"]),
         ("data", {"sets": [{"path": "a", "weight": -1.0}]}, ["data.sets[0].weight", ">= 0"]),
         ("rewards", {"ref": "a:b"}, ["rewards:", "[[rewards]]"]),

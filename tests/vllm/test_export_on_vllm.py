@@ -1,6 +1,9 @@
 """What `penstock export` writes, on vLLM: the merged model as a server's model, the adapter on a server of its base."""
 
+from pathlib import Path
+
 import aiohttp
+import anyio
 import pytest
 
 from tests.cases.groups import completion, group
@@ -30,7 +33,13 @@ async def sample(url: str, model: str = "") -> tuple[list[int], list[float]]:
     return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
 
-async def test_the_exported_model_and_the_exported_adapter_serve_the_trained_policy(lora, tmp_path, measured):
+async def load_adapter(url: str, folder: Path) -> None:
+    body = {"lora_name": "exported", "lora_path": str(folder)}
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/load_lora_adapter", json=body) as response:
+        assert response.status == 200, await response.text()
+
+
+def test_the_exported_model_and_the_exported_adapter_serve_the_trained_policy(lora, tmp_path, measured):
     base = lora.folders[0]
     settings = parse_settings(
         {
@@ -50,14 +59,11 @@ async def test_the_exported_model_and_the_exported_adapter_serve_the_trained_pol
     export(tmp_path, out)
     trained, before = Judge(out), Judge(base)
 
-    async with aiohttp.ClientSession() as session:
-        body = {"lora_name": "exported", "lora_path": str(out / "adapter")}
-        async with session.post(f"{lora.url}/v1/load_lora_adapter", json=body) as response:
-            assert response.status == 200, await response.text()
+    anyio.run(load_adapter, lora.url, out / "adapter")
     with vllm_server(out, tmp_path / "vllm.log", "--enable-scale-out", "--max-model-len", "256") as merged:
         for name, (ids, served) in {
-            "adapter": await sample(lora.url, "exported"),
-            "merged model": await sample(merged),
+            "adapter": anyio.run(sample, lora.url, "exported"),
+            "merged model": anyio.run(sample, merged),
         }.items():
             off = difference(trained.logprobs(PROMPT, ids), served)
             measured(f"{name}: largest difference from transformers {off:.1e}")
