@@ -98,11 +98,12 @@ def differences(apart, shared, groups, steps=3):
     return one, other
 
 
+@pytest.mark.parametrize("steps", [3, pytest.param(10, marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", CASES)
-def test_every_algorithm_ends_with_the_weights_of_rows_apart(base, case):
+def test_every_algorithm_ends_with_the_weights_of_rows_apart(base, case, steps):
     apart, shared = (learner(base, share, **CASES[case]) for share in ("off", "on"))
     assert shared.runner.policy.can_share
-    one, other = differences(apart, shared, two_groups())
+    one, other = differences(apart, shared, two_groups(), steps)
     assert one.metrics["tokens/forwarded"] > other.metrics["tokens/forwarded"]
     assert (weights(apart) - weights(shared)).abs().max() < 1e-9
 
