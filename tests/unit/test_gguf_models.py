@@ -18,7 +18,6 @@ from tests.cases.smollm2 import smollm2_gguf
 from workers.cli import penstock
 from workers.demo.gguf_models import write_gguf_model
 
-
 PROMPT = torch.tensor([[1, 40, 41, 42, 43, 260, 9, 2]])
 
 
