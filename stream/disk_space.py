@@ -119,7 +119,7 @@ def persist(path: Path, write: Callable[[], T], errors: tuple[type[Exception], .
 
 
 def _note(path: Path, why: str, *, is_first: bool) -> None:
-    problem = DiskProblem(path=str(path), why=why, free_bytes=_free_bytes(path))
+    problem = DiskProblem(path=str(path), why=why, free_bytes=free_bytes(path))
     _waits.problems[threading.get_ident()] = problem
     if is_first:
         log.warning("disk.waiting", path=problem.path, why=why, free_bytes=problem.free_bytes)
@@ -146,7 +146,8 @@ def disk_problem(path: Path) -> DiskProblem | None:
     return None
 
 
-def _free_bytes(path: Path) -> int | None:
+def free_bytes(path: Path) -> int | None:
+    """Return the free bytes on the disk of a path, which need not exist; None if it cannot be asked. Blocks."""
     facts = _facts(path)
     return None if facts is None else _free(facts)
 

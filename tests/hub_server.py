@@ -156,7 +156,7 @@ def failing(status: int, code: str = "", times: int = 10**6) -> Fault:
 
 
 def cutting(after: int, times: int = 10**6) -> Fault:
-    """Close the connection after so many bytes of the content."""
+    """Close the connection after the first bytes of the content."""
     left = [times]
 
     def fault(handler: "_Handler") -> bool:
@@ -170,7 +170,7 @@ def cutting(after: int, times: int = 10**6) -> Fault:
 
 
 def stalling(after: int, release: threading.Event) -> Fault:
-    """Send so many bytes of the content, and nothing more until the event is set."""
+    """Send the first bytes of the content, and nothing more until the event is set."""
 
     def fault(handler: "_Handler") -> bool:
         handler.cut_after, handler.release = after, release

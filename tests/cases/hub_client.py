@@ -5,13 +5,11 @@ As a program it reads one JSON object a line, resolves the names of its settings
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +67,7 @@ def _answer(
 
     from stream.errors import PenstockError
     from workers.datasets.mix import open_dataset_mix
+    from workers.hub import downloads
     from workers.hub.names import recorded_revisions, resolve_names
     from workers.settings.toml_file import dump_settings, parse_settings
 
@@ -77,9 +76,9 @@ def _answer(
     os.environ.pop("HF_TOKEN", None)
     if token:
         os.environ["HF_TOKEN"] = token
-    usage, said = shutil.disk_usage, []
+    measure, said = downloads.free_bytes, []
     if free is not None:
-        shutil.disk_usage = lambda _: SimpleNamespace(free=free)  # type: ignore[assignment]
+        downloads.free_bytes = lambda _: free
     try:
         settings = resolve_names(parse_settings(table), known or {}, said.append)
         rows = []
@@ -89,7 +88,7 @@ def _answer(
     except PenstockError as error:
         return {"error": str(error), "kind": type(error).__name__, "said": said}
     finally:
-        shutil.disk_usage = usage
+        downloads.free_bytes = measure
     found = {"recorded": recorded_revisions(settings), "folder": str(settings.model.folder), "rows": rows, "said": said}
     return found | {"error": "", "toml": dump_settings(settings)}
 

@@ -403,7 +403,11 @@ def test_a_start_that_is_killed_leaves_nothing_that_is_taken_for_whole(hub, plac
     first.begin(model("c/killed"))
     snapshot = cached(place, "c/killed") / "snapshots" / commit
     deadline = time.monotonic() + 20
-    while not (part := list((snapshot.parents[1] / "blobs").glob("*.incomplete"))) or part[0].stat().st_size == 0:
+    whole = [snapshot / name for name in model_files() if name != "model.safetensors"]  # files come side by side
+    while not (
+        all(path.exists() for path in whole)
+        and [path.stat().st_size for path in (snapshot.parents[1] / "blobs").glob("*.incomplete")] == [300_000]
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     first.kill()

@@ -1,7 +1,6 @@
 """`penstock base-model --from FILE.gguf`: the same model, without quantization, or a refusal that says why."""
 
 import sys
-from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -201,8 +200,7 @@ def test_a_folder_that_holds_something_is_left_alone(file, tmp_path):
 
 
 def test_too_little_room_is_known_before_anything_is_written(file, tmp_path, monkeypatch):
-
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr("workers.demo.gguf_models.free_bytes", lambda _: 1 << 20)
     with pytest.raises(SettingsError, match="MB free"):
         write_gguf_model(file, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -49,7 +49,7 @@ def group(name, *rewards, version=24):
 
 
 def evaluate(folder, step, rewards, settings):
-    """Write an evaluation as the trainer does; `rewards` are those of each prompt's completions."""
+    """Write an evaluation as the trainer does; `rewards` has the rewards of each prompt's completions."""
     groups = [group(name, *values, version=step) for name, values in rewards.items()]
     evaluations = {each.prompt.id: evaluate_group(each, step, settings) for each in groups}
     prompts = {each.prompt.id: ("e", len(each.completions)) for each in groups}

@@ -6,7 +6,6 @@ reported: a weight that is missing, scaled rotary positions, and a tokenizer who
 """
 
 import re
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import Any, Final, Literal
 
 from msgspec import Struct
 
-from stream.disk_space import no_room
+from stream.disk_space import free_bytes, no_room
 from stream.durable import create_folder_atomically
 from stream.errors import SettingsError
 from workers.train.checkpointing.markdown import escape_markdown, identifier, render_card
@@ -174,9 +173,8 @@ def _read_header(file: Path) -> _Header:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    if free < needed:
+    free = free_bytes(folder.absolute())
+    if free is not None and free < needed:
         raise SettingsError(
             f"{folder}: the model takes {needed / 1e6:,.0f} MB, and its disk has {free / 1e6:,.0f} MB free; make room, "
             "or name a folder on another disk"
@@ -206,7 +204,7 @@ def _convert(header: _Header, link: Path, folder: Path, dtype: Dtype) -> GgufRep
             link.parent,
             gguf_file=str(link),  # a bare name would first be looked for in the working directory
             dtype=getattr(torch, dtype),
-            quantization_config=_dequantize(),
+            quantization_config=transformers.GgufConfig(dequantize=True),
             output_loading_info=True,
             local_files_only=True,
         )
@@ -250,15 +248,6 @@ def _bars_for_people() -> Iterator[None]:
         yield
 
 
-def _dequantize() -> Any:
-    """Return transformers' option to undo the quantization; None for versions that always do."""
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        return None
-    return GgufConfig(dequantize=True)
-
-
 def _check_positions(header: _Header, config: Any) -> None:
     """Refuse a model whose rotary positions are scaled in the file, and not in the configuration made of it."""
     architecture = header.fields.get("general.architecture", "")
@@ -275,6 +264,7 @@ def _tokenizer(header: _Header, link: Path, context: int) -> tuple[Any, list[str
     """Return the tokenizer, and notes about how it splits text."""
     import transformers
     from tokenizers import pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -290,7 +280,7 @@ def _tokenizer(header: _Header, link: Path, context: int) -> tuple[Any, list[str
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    elif split not in _GPT2_SPLITS and split not in _known_splits():
+    elif split not in _GPT2_SPLITS and split not in GGUF_PRE_TOKENIZER_SPLITS:
         notes.append(
             f"transformers does not know how the tokenizer splits text ({split}) and splits it as GPT-2 does: some "
             "texts become other tokens than in the original"
@@ -298,15 +288,6 @@ def _tokenizer(header: _Header, link: Path, context: int) -> tuple[Any, list[str
     if not tokenizer.chat_template:
         notes.append("the file has no chat template; put the model's own into chat_template.jinja")
     return tokenizer, notes
-
-
-def _known_splits() -> frozenset[str]:
-    """Return the names of ways to split text that transformers knows; older versions knew none by name."""
-    try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-    except ImportError:
-        return frozenset()
-    return frozenset(GGUF_PRE_TOKENIZER_SPLITS)
 
 
 def _first_line(error: Exception) -> str:

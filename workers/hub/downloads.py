@@ -1,13 +1,12 @@
 """Downloads of models and data sets from a hub, by `huggingface_hub` and `datasets`, with errors of one line.
 
-Cache, token, endpoint, proxies and offline mode are those of the two libraries: `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT`,
-`HF_HUB_OFFLINE`, `HTTPS_PROXY`. A file has its name in the cache only when it is whole. What an interrupted download
-completed is kept, and the next start downloads the rest.
+The two libraries read their own variables for cache, token, endpoint, offline mode and proxies: `HF_HOME`, `HF_TOKEN`,
+`HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HTTPS_PROXY`. A file has its name in the cache only when it is whole. What an
+interrupted download completed is kept, and the next start downloads the rest.
 """
 
 import glob
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Final
 
+from stream.disk_space import free_bytes
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError, SettingsError
 from workers.hub.errors import FAULTS_OF_OURS, explain, is_unreachable
@@ -267,10 +267,8 @@ def _files_of_config(repository: Repository, revision: Revision, config: str, si
 def _refuse_full_disk(repository: Repository, missing: int) -> None:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    folder = Path(HF_HUB_CACHE).expanduser().absolute()
-    while not folder.exists():
-        folder = folder.parent
-    if (free := shutil.disk_usage(folder).free) < missing:
+    free = free_bytes(Path(HF_HUB_CACHE).expanduser().absolute())
+    if free is not None and free < missing:
         raise PenstockError(
             f"no room for {repository}: {_size(missing)} are to be downloaded to {HF_HUB_CACHE}, and its disk has "
             f"{_size(free)} free; make room, or set HF_HOME to a folder on another disk"

@@ -201,7 +201,7 @@ def download_names(settings: Settings, say: Say, sections: tuple[str, ...] = SEC
 def resolve_names(
     settings: Settings, known: Mapping[str, str], say: Say, sections: tuple[str, ...] = SECTIONS
 ) -> Settings:
-    """Bind and download all names on a hub. Blocks. Arguments and errors are those of the two functions above."""
+    """Bind and download all names on a hub, as `bind_revisions` and `download_names` do one after the other. Blocks."""
     settings = bind_revisions(settings, known, say, sections)
     download_names(settings, say, sections)
     return settings
