@@ -33,10 +33,16 @@ async def sample(url: str, model: str = "") -> tuple[list[int], list[float]]:
     return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
 
-async def load_adapter(url: str, folder: Path) -> None:
+async def sample_with_adapter(url: str, folder: Path) -> tuple[list[int], list[float]]:
+    """Sample with an adapter that the server, which other tests use too, has for this time only."""
     body = {"lora_name": "exported", "lora_path": str(folder)}
-    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/load_lora_adapter", json=body) as response:
-        assert response.status == 200, await response.text()
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/v1/load_lora_adapter", json=body) as response:
+            assert response.status == 200, await response.text()
+        sampled = await sample(url, "exported")
+        async with session.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "exported"}) as response:
+            assert response.status == 200, await response.text()
+    return sampled
 
 
 def test_the_exported_model_and_the_exported_adapter_serve_the_trained_policy(lora, tmp_path, measured):
@@ -59,10 +65,9 @@ def test_the_exported_model_and_the_exported_adapter_serve_the_trained_policy(lo
     export(tmp_path, out)
     trained, before = Judge(out), Judge(base)
 
-    anyio.run(load_adapter, lora.url, out / "adapter")
     with vllm_server(out, tmp_path / "vllm.log", "--enable-scale-out", "--max-model-len", "256") as merged:
         for name, (ids, served) in {
-            "adapter": anyio.run(sample, lora.url, "exported"),
+            "adapter": anyio.run(sample_with_adapter, lora.url, out / "adapter"),
             "merged model": anyio.run(sample, merged),
         }.items():
             off = difference(trained.logprobs(PROMPT, ids), served)
