@@ -135,7 +135,9 @@ async def test_log_probs_are_those_of_the_sampled_tokens(random_model):
     streamed = [entry for part in parts if part for entry in part.content]
     entries = whole.logprobs.content
     assert len(entries) == 8
-    assert [(entry.token, entry.logprob) for entry in streamed] == [(entry.token, entry.logprob) for entry in entries]
+    assert [entry.token for entry in streamed] == [entry.token for entry in entries]
+    expected = pytest.approx([entry.logprob for entry in entries], abs=1e-5)  # its prompt's keys are cached by now
+    assert [entry.logprob for entry in streamed] == expected
     for entry in entries:
         assert entry.logprob < 0
         assert bytes(entry.bytes).decode() == entry.token

@@ -137,6 +137,8 @@ async def test_the_command_lists_source_health_and_version_of_each_engine(listed
         "healthy": True,
         "error": "",
         "policy_version": 7,
+        "cache_bytes": None,
+        "max_cache_bytes": None,
     }
 
 

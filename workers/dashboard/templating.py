@@ -16,6 +16,7 @@ import jinja2
 import structlog
 from markupsafe import Markup
 
+from stream.operator.memory import format_bytes
 from workers.runs.transcript import escape_controls, format_seconds
 
 _NOTHING: Final = "\u2013"
@@ -93,6 +94,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {
         "count": format_count,
         "value": format_value,
+        "bytes": format_bytes,
         "age": format_age,
         "time": format_time,
         "pretty": _format_json,

@@ -37,7 +37,14 @@ async def fetch_weight_name(
     Raises:
         EngineError: the engine does not answer, or does not name its weights.
     """
-    return (await connections.get(engine_url + WEIGHT_INFO_PATH, WeightInfo, timeout_s)).weight_version
+    return (await fetch_weight_info(connections, engine_url, timeout_s)).weight_version
+
+
+async def fetch_weight_info(
+    connections: ConnectionPool, engine_url: str, timeout_s: float = QUERY_TIMEOUT_S
+) -> WeightInfo:
+    """Return what the engine says of its weights and its cache; raises as `fetch_weight_name`."""
+    return await connections.get(engine_url + WEIGHT_INFO_PATH, WeightInfo, timeout_s)
 
 
 log = structlog.get_logger()

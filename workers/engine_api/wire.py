@@ -142,11 +142,20 @@ class GenerateResponse(Struct, kw_only=True):
     choices: list[CompletionChoice]
 
 
+class CacheInfo(Struct, frozen=True):
+    """Memory that an engine's keys and values take."""
+
+    bytes: int
+    max_bytes: int
+
+
 class WeightInfo(Struct):
     """Answer of `GET /weight_info`."""
 
     weight_version: str | None = None
     """Name of the weights; `policy_version` converts it to a number."""
+    cache: CacheInfo | None = None
+    """None: the engine does not say, as vLLM."""
 
 
 class WeightFile(Struct):

@@ -130,7 +130,7 @@ def _policy_server(target: Path, settings: Settings, dtype: str, host: str) -> C
             names=settings.engine.hosts,
             weight_folders=() if target.is_dir() or not settings.run.name else (settings.folder,),
         ),
-        limits=EngineLimits(settings.engine.max_batch_size, settings.max_model_len),
+        limits=EngineLimits(settings.engine.max_batch_size, settings.max_model_len, settings.engine.max_cache_bytes),
         threads=settings.run.threads,
         dtype=dtype,
         more_routes=chat_routes,

@@ -24,6 +24,7 @@ from stream.errors import EngineRefusedError
 from workers.engine_api.http_server import MAX_BODY_BYTES, Handler, error_middleware, error_response, listen
 from workers.engine_api.wire import (
     WEIGHT_TRANSFER_BACKEND,
+    CacheInfo,
     FinishUpdateRequest,
     GenerateRequest,
     PauseMode,
@@ -150,6 +151,8 @@ class EngineLimits(NamedTuple):
     """Largest number of sequences decoded together."""
     max_length: int
     """Largest number of tokens in a sequence, prompt included."""
+    max_cache_bytes: int = 1 << 62
+    """Memory for keys and values."""
 
 
 async def serve_local_engine(
@@ -180,7 +183,8 @@ async def serve_local_engine(
         EngineError: the local engine does not support the model, the address is not available, or generation failed.
     """
     max_batch = limits.max_batch
-    load = partial(SlotModel.load, model_path, slots=2 * max_batch, max_length=limits.max_length, dtype=dtype)
+    sizes = {"slots": 2 * max_batch, "max_length": limits.max_length, "max_cache_bytes": limits.max_cache_bytes}
+    load = partial(SlotModel.load, model_path, dtype=dtype, **sizes)
     model = await anyio.to_thread.run_sync(load)
     bridge = LoopBridge()
     scheduler = Scheduler(model, max_batch, deliver=bridge.deliver, on_failure=bridge.fail)
@@ -215,6 +219,7 @@ class EngineRoutes:
         weight_folders: tuple[Path, ...] = (),
     ) -> None:
         self._scheduler = scheduler
+        self._model = model
         self._info = InfoRoutes(scheduler, self._metrics, model_name, model.max_length)
         self.model_name = model_name
         self.max_length = model.max_length
@@ -310,8 +315,9 @@ class EngineRoutes:
         return json_response({"is_paused": self._scheduler.state != "running"})
 
     async def weight_info(self, _: web.Request) -> web.Response:
-        """Return the name of the weights; null before the first update."""
-        return json_response(WeightInfo(self._scheduler.version))
+        """Return the name of the weights, null before the first update; and what the cache takes."""
+        cache = CacheInfo(self._model.cache_bytes, self._model.max_cache_bytes)
+        return json_response(WeightInfo(self._scheduler.version, cache))
 
     async def pause(self, http: web.Request) -> web.Response:
         """Pause decoding; new requests wait."""
@@ -367,6 +373,8 @@ class EngineRoutes:
         yield GaugeMetricFamily("vllm:num_requests_running", "Requests that are being sampled.", s.running)
         yield GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait.", s.waiting)
         yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", s.kv_cache_usage)
+        yield GaugeMetricFamily("penstock_cache_bytes", "Memory of keys and values.", self._model.cache_bytes)
+        yield GaugeMetricFamily("penstock_cache_limit_bytes", "The most it may be.", self._model.max_cache_bytes)
         yield CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens read.", s.tokens_prefilled)
         yield CounterMetricFamily("vllm:generation_tokens", "Tokens sampled.", s.tokens_sampled)
 

@@ -2,7 +2,8 @@
 
 Running sequences always occupy slots 0 .. n-1 of the cache, so that a decode step reads one contiguous slice; when a
 sequence finishes, the last one moves into its slot. Slots from `max_batch` on hold finished sequences. The next turn of
-an episode extends one of them, and the siblings of a group share a prompt, so most of a prefill is a copy.
+an episode extends one of them, the siblings of a group share a prompt, and prompts begin alike, so most of a prefill is
+a copy.
 
 The queue of waiting requests. Admission prefills their prompts and reuses cached keys and values.
 """
@@ -12,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from queue import Empty
 from typing import ClassVar, Literal
@@ -22,6 +24,7 @@ from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.wire import UNNAMED_WEIGHTS, UPDATE_SEQUENCE, PauseMode
 from workers.local_engine.kv_cache import PrefixCache
 from workers.local_engine.model_thread import EngineMessage, Generation, ModelCommand, ModelThread
+from workers.local_engine.shared_prefill import TOKEN_BYTES, longest_shared
 from workers.local_engine.slot_model import SlotModel
 from workers.local_engine.token_sampling import sample
 from workers.local_engine.weights import load_weights
@@ -127,11 +130,12 @@ class Scheduler(ModelThread[EngineMessage]):
     def _generate(self) -> None:
         count = len(self._running)
         parts = []
-        if self.state == "running" and self._admission.should_prefill(count):
+        if self.state == "running" and self._admission.should_prefill(self._running):
             parts.append(self._admission.admit(self._running, self.version or UNNAMED_WEIGHTS))
         if count:
             old = self._running[:count]
-            parts.insert(0, self._model.extend(0, [g.tokens[-1:] for g in old], [g.cached_length for g in old]))
+            lengths = [g.cached_length for g in old]
+            parts.insert(0, self._model.extend(range(count), [g.tokens[-1:] for g in old], lengths))
         if not parts:
             return
         logits_BV = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -164,6 +168,7 @@ class Scheduler(ModelThread[EngineMessage]):
         if last is not generation:
             self._running[row] = last
             self._model.copy_slot(len(self._running), row, last.cached_length)
+        self._admission.fit_cache(self._running)
         self._finished.append(generation)
 
     def _take_unfinished(self) -> list[EngineMessage]:
@@ -243,7 +248,8 @@ class Scheduler(ModelThread[EngineMessage]):
         self.version = version
         self._prefix_cache.clear()
         if self._running and not self._keep_kv_cache:
-            self._model.extend(0, [g.tokens[:-1] for g in self._running], [0] * len(self._running))
+            count = len(self._running)
+            self._model.prefill(range(count), [g.tokens[:-1] for g in self._running], [0] * count)
         for generation in self._running:
             generation.begin_version(version)
             generation.has_stale_kv = self._keep_kv_cache
@@ -283,17 +289,33 @@ class AdmissionQueue:
         self._max_running = max_running
         self._deferred_steps = 0
 
-    def should_prefill(self, running: int) -> bool:
+    def should_prefill(self, running: list[Generation]) -> bool:
         """Return whether to prefill in this step; called once per step.
 
         Args:
-            running: number of running sequences.
+            running: running sequences.
         """
         waiting = len(self.waiting)
-        if not waiting or running == self._max_running:
+        if not self._count_fitting(running):
             return False
         self._deferred_steps += 1
-        return waiting * _RUNNING_PER_WAITING >= running or self._deferred_steps > _MAX_DEFERRED_STEPS
+        return waiting * _RUNNING_PER_WAITING >= len(running) or self._deferred_steps > _MAX_DEFERRED_STEPS
+
+    def fit_cache(self, running: list[Generation]) -> None:
+        """Forget finished sequences, and give back memory, so that running ones have room to their ends."""
+        self._prefix_cache.shrink(self._model.max_cached_tokens - sum(g.max_length for g in running))
+        in_use = {row: g.cached_length for row, g in enumerate(running)}
+        self._model.fit_cache(in_use | self._prefix_cache.lengths)
+
+    def _count_fitting(self, running: list[Generation]) -> int:
+        """Return how many of the waiting requests, in order, fit beside the running ones at their greatest lengths."""
+        tokens, count = sum(g.max_length for g in running), 0
+        for g in islice(self.waiting, self._max_running - len(running)):
+            tokens += g.max_length
+            if tokens > self._model.max_cached_tokens:
+                break
+            count += 1
+        return count
 
     def admit(self, running: list[Generation], version: str) -> torch.Tensor:
         """Start waiting requests: compute the keys and values of their prompts.
@@ -307,14 +329,16 @@ class AdmissionQueue:
         """
         self._deferred_steps = 0
         first = len(running)
-        count = min(self._max_running - first, len(self.waiting))
+        count = self._count_fitting(running)
+        self.fit_cache([*running, *islice(self.waiting, count)])
         unique: dict[bytes, Generation] = {}
         copies = []
         for g in islice(self.waiting, count):
             g.begin_version(version)
             if unique.setdefault(g.prompt_key, g) is not g:
                 copies.append(g)
-        sources = {key: self._cached_prefix(g, running) for key, g in unique.items()}
+        ordered = sorted((g.prompt_key, row) for row, g in enumerate(running) if not g.has_stale_kv)
+        sources = {key: self._cached_prefix(key, ordered) for key in unique}
         fresh = sorted(
             unique.values(), key=lambda g: g.prompt_length - sources[g.prompt_key][1]
         )  # similar lengths share a pass, with little padding
@@ -323,8 +347,9 @@ class AdmissionQueue:
         for g, length in zip(fresh, known, strict=True):
             if length:
                 self._model.copy_slot(sources[g.prompt_key][0], first + rows[g.prompt_key], length)
-        logits_BV = self._model.extend(first, [g.tokens[k:] for g, k in zip(fresh, known, strict=True)], known)
-        self.tokens_prefilled += sum(g.prompt_length for g in fresh) - sum(known)
+        slots = range(first, first + len(fresh))
+        logits_BV, computed = self._model.prefill(slots, [g.tokens for g in fresh], known)
+        self.tokens_prefilled += computed
         for row, g in enumerate(copies, start=first + len(fresh)):
             self._model.copy_slot(first + rows[g.prompt_key], row, g.prompt_length)
         for _ in range(count):  # last, so that no request is lost after an error
@@ -334,13 +359,14 @@ class AdmissionQueue:
             logits_BV = logits_BV[[*range(len(fresh)), *(rows[g.prompt_key] for g in copies)]]
         return logits_BV
 
-    def _cached_prefix(self, g: Generation, running: list[Generation]) -> tuple[int, int]:
-        """Return a slot that holds a prefix of a prompt, and the length of the prefix.
+    def _cached_prefix(self, prompt: bytes, running: list[tuple[bytes, int]]) -> tuple[int, int]:
+        """Return a slot that holds the beginning of a prompt, and the length of the beginning.
 
-        The prefix excludes the prompt's last token, which must be computed for its logits.
+        The beginning excludes the prompt's last token, which must be computed for its logits.
+
+        Args:
+            prompt: tokens as int32.
+            running: prompts of running sequences with their slots, in lexicographic order.
         """
-        for row, sibling in enumerate(running):
-            if sibling.prompt_key == g.prompt_key and not sibling.has_stale_kv:
-                return row, g.prompt_length - 1
-        slot, length = self._prefix_cache.longest_match(g.prompt_key) or (0, 0)
-        return slot, min(length, g.prompt_length - 1)
+        best = max(longest_shared(running, prompt), self._prefix_cache.longest_match(prompt), key=itemgetter(1))
+        return best[0], min(best[1], len(prompt) // TOKEN_BYTES - 1)

@@ -10,7 +10,7 @@ from msgspec import Struct
 from stream.errors import EngineError, SettingsError
 from workers.engine_api.connection_pool import ConnectionPool
 from workers.engine_api.discovery import explain_lookup, find_engines
-from workers.engine_api.engine_queries import check_health, fetch_weight_name
+from workers.engine_api.engine_queries import check_health, fetch_weight_info
 from workers.engine_api.wire import policy_version
 from workers.runs.live_run import read_live
 from workers.settings import Settings
@@ -33,6 +33,10 @@ class EngineReport(Struct, kw_only=True):
     """Why the engine does not answer; empty: it does."""
     policy_version: int | None = None
     """Policy version of the engine's weights; None if it has none or does not answer."""
+    cache_bytes: int | None = None
+    """Memory that its keys and values take; None if it does not say, as vLLM."""
+    max_cache_bytes: int | None = None
+    """The most that they may take; likewise."""
 
 
 async def read_engine_reports(settings: Settings | None, folder: Path | None) -> list[EngineReport]:
@@ -73,6 +77,9 @@ async def _probe(report: EngineReport) -> None:
         try:
             await check_health(connections, report.url, _PROBE_TIMEOUT_S)
             report.healthy = True
-            report.policy_version = policy_version(await fetch_weight_name(connections, report.url, _PROBE_TIMEOUT_S))
+            info = await fetch_weight_info(connections, report.url, _PROBE_TIMEOUT_S)
+            report.policy_version = policy_version(info.weight_version)
+            if info.cache is not None:
+                report.cache_bytes, report.max_cache_bytes = info.cache.bytes, info.cache.max_bytes
         except EngineError as error:  # a healthy engine need not name its weights
             report.error = "" if report.healthy else str(error)

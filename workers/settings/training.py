@@ -34,8 +34,9 @@ class TrainSettings(Section, frozen=True):
     """Weight decay of matrices; gains and biases have none."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """Gradient clipping norm."""
-    micro_batch_tokens: PositiveInt = 16384
-    """Tokens of one forward pass, padding included; of rows that share their history, shared tokens count once."""
+    micro_batch_tokens: Literal["auto"] | PositiveInt = "auto"
+    """Tokens of one forward pass, padding included; of rows that share their history, shared tokens count once. `auto`:
+    what fits into the memory of the device, at most 16384; chosen when a run begins, and kept when it is resumed."""
     packing: Literal["auto", "on", "off"] = "auto"
     """Concatenate the rows of a micro-batch without padding. `auto`: on a GPU in bfloat16, if a test at load time shows
     that the model reads packed rows correctly; `on`: refuse a model that does not."""
@@ -117,6 +118,9 @@ class EngineSettings(Section, frozen=True):
     """Deadline of one turn."""
     max_batch_size: PositiveInt = 128
     """Sequences that a started engine decodes together."""
+    max_cache_bytes: PositiveInt = 2_000_000_000
+    """Memory for keys and values in a started local engine. Sequences that do not fit wait; those that have ended are
+    forgotten, the least recently used first."""
     max_model_len: NonNegativeInt = 0
     """Tokens of a sequence in a started engine, prompt included; 0: `rollout.max_tokens` and 1024 for the prompt."""
 
