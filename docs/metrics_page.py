@@ -3,8 +3,10 @@
 import sys
 from collections.abc import Iterable, Iterator
 
+import msgspec
 from prometheus_client.core import Metric
 
+from stream.operator.memory import MachineMemory, ProcessMemory
 from stream.operator.status import RunStatus, StageStatus
 from workers.role import prometheus
 from workers.role.run_metrics import run_metrics
@@ -26,6 +28,13 @@ LABELS = {
     "penstock_groups_dropped": ("reason",),
     "penstock_dead_letters": ("reason",),
 }
+_MACHINE = MachineMemory(
+    host="host",
+    total=24_000_000_000,
+    available=2_000_000_000,
+    swap_rate=5e6,
+    processes=[ProcessMemory(name="train-0", bytes=21_000_000_000, swapped=1_000_000_000)],
+)
 
 
 def example_status() -> RunStatus:
@@ -44,6 +53,7 @@ def example_status() -> RunStatus:
         feed={"total": "20", "cursor": "12"},
         policy={"version": "1", "owner": "train-1", "owner_until": "2e12"},
         meta={"capacity": "8"},
+        memory={"host": f"999999999999 {msgspec.json.encode(_MACHINE).decode()}"},
     )
 
 

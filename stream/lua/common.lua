@@ -62,6 +62,8 @@
 --   {NAME}:latest       hash, metrics of the last step, for display
 --   {NAME}:in_flight:S:WORKER string, what a worker's leases in S are doing (JSON, `GroupInFlight`); written at most once a
 --                       second, for people alone, and expires as a lease does
+--   {NAME}:memory       hash, who reports -> ms and JSON (`MachineMemory`): what one machine's processes hold in memory, for
+--                       people alone; every two seconds
 --   {NAME}:wake         stream with one entry; every blocked worker waits on it
 --   {NAME}:published    stream with one entry, the policy version; for readers that must see each version immediately
 -- For evaluation:

@@ -10,7 +10,7 @@ local function hash(name)
 end
 local function age(id) return now - tonumber(string.match(id, '^%d+')) end
 local status = {now_ms = now, stages = {}, unfinished = redis.call('HLEN', key('unfinished')), outstanding = outstanding(),
-  counts = hash('counts'), feed = hash('feed'), policy = hash('policy'), meta = hash('meta'),
+  counts = hash('counts'), feed = hash('feed'), policy = hash('policy'), meta = hash('meta'), memory = hash('memory'),
   latest = redis.call('HGET', key('latest'), 'metrics') or '', dead = redis.call('XLEN', key('dead'))}
 local function stage_status(stage)
   local stream = key(stage)

@@ -14,10 +14,19 @@ from stream.operator.status import RunStatus
 from stream.queue.in_flight import ACTIVITY_TEXTS, ENVIRONMENT_ACTIVITIES, Activity, GroupInFlight
 
 Limit = Literal[
-    "finished", "paused", "prompts", "rollout workers", "engines", "environment", "rewards", "scorers", "trainer"
+    "finished",
+    "paused",
+    "memory",
+    "prompts",
+    "rollout workers",
+    "engines",
+    "environment",
+    "rewards",
+    "scorers",
+    "trainer",
 ]
 """What limits the run. `prompts`: none is left to claim. `rewards`: reward functions that run in rollout workers. A run
-that is `finished` or `paused` is limited by nothing."""
+that is `finished` or `paused` is limited by nothing. `memory`: a machine swaps, which slows down everything on it."""
 
 _WAITING_SHARE = 0.1
 """If more than this share of the completions waits for an engine, the engines are full, not just busy."""
@@ -31,6 +40,8 @@ class Bottleneck(Struct, frozen=True, kw_only=True):
     limit: Limit
     name: str = ""
     """Name of the environment that limits the run; empty if something else does."""
+    process: str = ""
+    """The process that holds most, if memory limits the run."""
     why: str
     """The figures in words."""
     figures: dict[str, float]
@@ -56,6 +67,10 @@ def find_bottleneck(status: RunStatus, groups: Sequence[GroupInFlight] = ()) -> 
         return Bottleneck(limit="finished", why=f"finished: {finished}", figures=figures)
     if status.paused:
         return Bottleneck(limit="paused", why=str(status.paused), figures=figures)
+    if short := next((machine for machine in status.machines if machine.is_short), None):
+        held = {f"memory/{each.name}": each.bytes for each in short.processes}
+        process = short.largest.name if short.largest else ""
+        return Bottleneck(limit="memory", process=process, why=short.problem, figures=figures | held)
     if load.is_training_limited:
         return Bottleneck(limit="trainer", why=load.describe_trainer(), figures=figures)
     if load.scoring > load.rolling_out:

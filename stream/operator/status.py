@@ -12,6 +12,7 @@ from stream.connection.keys import EVALUATION_STAGES, STAGES
 from stream.connection.run_connection import RunConnection
 from stream.disk_space import DiskProblem
 from stream.errors import NoRunError, PenstockError
+from stream.operator.memory import MachineMemory, read_reports
 from stream.queue.in_flight import ACTIVITY_TEXTS, CompletionInFlight, GroupInFlight
 
 _EVALUATION_FACTS = ("version", "step", "total", "unfinished", "results", "finished", "latest")
@@ -107,6 +108,8 @@ class RunStatus(Struct, kw_only=True):
     feed: dict[str, str] = field(default_factory=dict)
     policy: dict[str, str] = field(default_factory=dict)
     meta: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, str] = field(default_factory=dict)
+    """Reports of the memory that processes hold, by who reports; `machines` reads them."""
     latest: str = ""
     evaluation: EvaluationStatus | None = None
     """None if the run evaluates no prompts."""
@@ -137,6 +140,11 @@ class RunStatus(Struct, kw_only=True):
     def metrics(self) -> dict[str, Any]:
         """The last step's metrics; empty before the first."""
         return msgspec.json.decode(self.latest, type=dict[str, Any]) if self.latest else {}
+
+    @property
+    def machines(self) -> list[MachineMemory]:
+        """The machines whose processes report the memory that they hold."""
+        return read_reports(self.memory, self.now_ms)
 
     @property
     def version(self) -> int:

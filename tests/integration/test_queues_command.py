@@ -37,7 +37,7 @@ STAGE_KEYS = {"depth", "claimed", "delayed", "lag", "oldest_age_s", "rate", "con
 KEYS = {
     "run", "at", "stages", "fed", "trained", "dropped", "dropped_by_reason", "dead", "outstanding",
     "groups_outstanding", "capacity", "version", "step", "dead_letters", "duplicates", "cancelled", "finished",
-    "paused_by", "paused_at", "evaluation", "rows", "truncated", "status_id", "bottleneck", "disk",
+    "paused_by", "paused_at", "evaluation", "rows", "truncated", "status_id", "bottleneck", "disk", "memory",
 }  # fmt: skip
 
 

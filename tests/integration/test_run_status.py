@@ -1,16 +1,20 @@
 """The run's status: complete, atomic and read-only."""
 
+import os
+
 import anyio
 import anyio.to_thread
 import pytest
 
 from stream.connection.run_connection import connect
 from stream.errors import PenstockError
+from stream.operator.memory import report_memory
 from stream.operator.status import groups_in_flight, read_status
 from stream.queue.in_flight import CompletionInFlight, GroupInFlight
 from stream.trainer.ledger_records import Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
 from tests.cases.records import dumped
+from workers.role.memory_watch import MemoryReports
 
 
 async def busy_run(pipe, tmp_path) -> None:
@@ -115,3 +119,18 @@ async def test_two_runs_on_one_server_do_not_see_each_other(pipe, redis_url, pip
     async with connect(redis_url, f"{pipe.connection.run}-too") as other:
         stage = pipe_on(other).stage("prompts")
         assert (await stage.claim(1)).leases == []
+
+
+async def test_the_memory_that_processes_hold_is_in_the_status_until_their_reports_are_old(pipe):
+    await pipe.feed("p")
+    reports = MemoryReports("host", lambda: {"train-0": os.getpid()})
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reports.run, pipe.connection)
+        while not (machines := (await read_status(pipe.connection)).machines):
+            await anyio.sleep(0.01)
+        tasks.cancel_scope.cancel()
+    (process,) = machines[0].processes
+    assert (process.name, process.bytes > 1 << 20) == ("train-0", True)
+    await pipe.connection.redis.hset(pipe.connection.key("memory"), "gone", "1000 {}")
+    await report_memory(pipe.connection, "host", machines[0])
+    assert (await read_status(pipe.connection)).memory.keys() == {"host"}

@@ -88,11 +88,13 @@ def travel(
     """
     journey = Journey(settings=settings)
 
-    def behind_proxies(settings: Settings, file: Path, server: str, engines: tuple[str, ...]) -> list[ProcessSpec]:
+    def behind_proxies(
+        settings: Settings, file: Path, server: str, engines: tuple[str, ...], memory: str
+    ) -> list[ProcessSpec]:
         journey.redis.upstream = address_of(server)
         if engines:  # none yet while the supervisor preloads the roles' modules
             journey.engine.upstream = address_of(engines[0])
-        return role_specs(settings, file, journey.redis.url("redis"), (journey.engine.url("http"),))
+        return role_specs(settings, file, journey.redis.url("redis"), (journey.engine.url("http"),), memory)
 
     @asynccontextmanager
     async def proxies() -> AsyncIterator[None]:

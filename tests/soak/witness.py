@@ -31,6 +31,9 @@ _BALLAST = 1 << 18
 class Witness:
     """Implements the trainer's `Learner` interface, with one parameter for each row of the prompt file."""
 
+    choice = None
+    """It has no passes whose tokens could be chosen."""
+
     def __init__(self, settings: Settings) -> None:
         torch.set_num_threads(1)
         self.vocab_size = json.loads((Path(settings.model.path) / "config.json").read_text())["vocab_size"]

@@ -10,6 +10,12 @@ from stream.queue.in_flight import Activity, CompletionInFlight, GroupInFlight
 from workers.launch.watch import BottleneckLog
 
 NOW_MS = 1_000_000.0
+SWAPPING = {
+    "h": '999000 {"host":"h","total":24000000000,"available":0,"swap_rate":5000000.0,'
+    '"processes":[["engine-0",2000000000,0],["train-0",21000000000,1000000000]]}'
+}
+SWAPPED_EARLIER = {"h": SWAPPING["h"].replace("999", "9", 1)}
+"""Reported nearly a thousand seconds ago."""
 TRAINER = {"owner": "train-1", "owner_until": "1010000", "version": "3"}
 
 
@@ -48,6 +54,9 @@ def doing(activity: str, completions: int = 4, environment: str = "", stage: str
     [
         (status(meta={"finished": "trained 3 steps"}), [], "finished"),
         (status(meta={"paused": "anna", "paused_ms": "1000"}), [], "paused"),
+        # A machine that swaps slows down whatever else would limit the run.
+        (status(stage(100, 4), scored=stage(12, 12), memory=SWAPPING), [], "memory"),
+        (status(stage(100, 4), scored=stage(12, 12), memory=SWAPPED_EARLIER), [], "trainer"),
         # Most groups are in front of the trainer, and a batch is complete.
         (status(stage(100, 4), scored=stage(12, 12)), [], "trainer"),
         (status(stage(100, 4), scored=stage(4), unpublished=8), [], "trainer"),
@@ -127,3 +136,10 @@ def test_a_change_is_logged_once_it_lasts():
         ("bottleneck.changed", "engines"),
         ("bottleneck.changed", "trainer"),
     ]
+
+
+def test_the_process_that_makes_a_machine_swap_is_named():
+    found = find_bottleneck(status(memory=SWAPPING))
+    assert str(found) == "limited by memory: train-0 holds 21.0 GB of 24.0 GB, the machine swaps"
+    assert found.process == "train-0"
+    assert found.figures["memory/engine-0"] == 2_000_000_000

@@ -509,7 +509,7 @@ def test_a_disk_and_a_memory_that_are_too_small_are_errors(project, monkeypatch)
     checker = Checker(load_settings(project.folder / "run.toml"))
     facts = ModelFacts(parameters=10**15, max_positions=512)
     check_disk(checker, facts)
-    monkeypatch.setattr("workers.check.machine._HAS_GPU", False)
+    monkeypatch.setattr("workers.check.memory._HAS_GPU", False)
     check_memory(checker, facts)
     assert [each.place for each in checker.findings] == ["run.folder", "model.path"]
 

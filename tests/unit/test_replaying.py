@@ -393,3 +393,25 @@ def test_nothing_is_changed(made):
     made.replay()
     assert contents() == before
     assert len(ArchivedGroups(made.folder / "groups")) == len(made.lines())
+
+
+def test_a_run_whose_micro_batches_became_smaller_is_repeated_step_by_step(base, tmp_path):
+    """Smaller micro-batches sum gradients in another order, which the last bits show."""
+    made = Made(base, tmp_path / "run")
+    step = made.step
+
+    def with_fewer_tokens_later(learner, archive, ledger, progress, numbers):
+        tokens = 64 if progress.step < 3 else 16
+        if not progress.micro_batch_tokens or progress.micro_batch_tokens[-1][1] != tokens:
+            progress.micro_batch_tokens = [*progress.micro_batch_tokens, (progress.step, tokens)]
+        learner.use_micro_batch_tokens(tokens)
+        return step(learner, archive, ledger, progress, numbers)
+
+    made.step = with_fewer_tokens_later
+    made.run()
+    assert made.replay().is_identical
+    unrecorded = CheckpointStore(made.folder / "checkpoints").latest()
+    manifest = json.loads((unrecorded.folder / MANIFEST).read_text())
+    manifest["progress"]["micro_batch_tokens"] = [[0, 16]]
+    sign(unrecorded.folder, manifest)
+    assert not made.replay().is_identical, "the bound of the last steps gives other bits in the first ones"

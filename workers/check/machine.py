@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
-import psutil
 
 from stream.connection.run_connection import connect
 from stream.errors import EngineError, PenstockError, ServerError, SettingsError
 from stream.private_server import find_server
+from workers.check.memory import check_memory
 from workers.check.model import ModelFacts
 from workers.check.report import Checker
 from workers.engine_api.discovery import explain_lookup, find_engines
@@ -27,12 +27,9 @@ from workers.vllm.launch_command import check_interpreter, resolve_interpreter
 _DASHBOARD_HOST: Final = "127.0.0.1"
 _CONNECT_TIMEOUT_S: Final = 2.0
 _VLLM_TIMEOUT_S: Final = 20.0
-_TRAINED_BYTES: Final = 16
-"""Bytes of each trained parameter in the trainer: float32 weights, gradients, and Adam's two moments."""
 _SAVED_BYTES: Final = 12
 """Bytes of each trained parameter in a checkpoint: float32 weights and Adam's two moments."""
 _LEAST_FREE_BYTES: Final = 64 << 20
-_HAS_GPU: Final = Path("/dev/nvidiactl").exists()
 _GPU_FILES: Final = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 """Files of the drivers of NVIDIA, of AMD, and of Windows for Linux."""
 
@@ -81,25 +78,6 @@ def check_disk(checker: Checker, facts: ModelFacts | None) -> None:
         )
     if not _is_writable(folder):
         disk.error(f"{folder} cannot be written to", "set run.folder to a folder that can")
-
-
-def check_memory(checker: Checker, facts: ModelFacts | None) -> None:
-    """Compare memory with what the trainer and the local engines take, on a machine without a GPU."""
-    settings = checker.settings
-    if facts is None or not facts.parameters or _HAS_GPU:
-        return
-    trained = facts.parameters * (4 if settings.lora.rank else _TRAINED_BYTES)
-    engines = settings.engine.count * facts.parameters * 4 if not settings.engine.urls else 0
-    needed, memory = trained + engines, psutil.virtual_memory()
-    text = (
-        f"a model of {facts.parameters / 1e6:,.0f} million parameters takes about {_size(needed)} in trainer and "
-        f"engines, and this machine has "
-    )
-    remedy = "use a smaller model, [lora], or a larger machine"
-    if trained > memory.total:
-        checker.about("memory", "model.path").error(f"{text}{_size(memory.total)}", remedy)
-    elif needed > memory.available:
-        checker.about("memory", "model.path").warn(f"{text}{_size(memory.available)} free", remedy)
 
 
 def check_gpus(checker: Checker) -> None:

@@ -25,6 +25,7 @@ from stream.durable import append_all
 from stream.errors import RunFailedError
 from workers.launch.hang_watch import end_hanging, wait_until_hanging
 from workers.launch.specs import ProcessSpec
+from workers.role.memory_watch import WATCHED
 from workers.role.watchdogs import CALL_MEMORY
 
 log = structlog.get_logger()
@@ -62,7 +63,7 @@ def start_process(spec: ProcessSpec, output: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, **spec.environment},
+            env={**os.environ, WATCHED: "1", **spec.environment},
             start_new_session=True,  # Ctrl-C reaches only this process, which stops the roles in order
         )
     except OSError as error:
@@ -328,6 +329,11 @@ class ChildProcesses:
     def count_running(self, role: str) -> int:
         """Return how many processes of a role run or restart. Callable from any thread."""
         return sum(child.spec.role == role and not child.exited.is_set() for child in list(self._all))
+
+    def process_ids(self) -> dict[str, int]:
+        """Return the ids of the running processes and of this one, by name."""
+        running = {child.spec.name: child.last_pid for child in self._all if not child.exited.is_set()}
+        return {"supervisor": os.getpid()} | {name: pid for name, pid in running.items() if pid is not None}
 
     async def trim_logs(self) -> None:
         """Trim every log that is too large."""

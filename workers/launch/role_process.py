@@ -24,6 +24,7 @@ from workers.launch.process import limit_drain, report_error, run_to_exit_code, 
 from workers.role.context import RoleMain, WorkerContext
 from workers.role.exit_codes import ExitCode
 from workers.role.log_setup import configure_logging, drop_output_when_full
+from workers.role.memory_watch import WATCHED, MemoryReports
 from workers.role.watchdogs import HangGuard, LoopWatchdog, WorkerRecycler
 from workers.runs.folder import lock_folder
 from workers.runs.identity import join_run
@@ -171,6 +172,8 @@ async def _run_connected(name: str, settings: Settings, url: str, main: RoleMain
         async with _serve_metrics(name, context), anyio.create_task_group() as tasks:
             tasks.start_soon(recycler.watch)
             tasks.start_soon(guard.watch)
+            if not os.environ.get(WATCHED):
+                tasks.start_soon(MemoryReports(consumer, lambda: {consumer: os.getpid()}).run, connection)
             tasks.start_soon(LoopWatchdog(queue.lease_s / 3).watch)
             tasks.start_soon(watch_signals, stopping, tasks.cancel_scope)
             tasks.start_soon(limit_drain, stopping, queue.shutdown_timeout_s, tasks.cancel_scope)

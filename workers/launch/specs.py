@@ -6,6 +6,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from workers.role.memory import BUDGET
 from workers.settings import Settings
 from workers.settings.secrets import without_secrets
 
@@ -44,8 +45,10 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
         return f"{self.role}-{self.index}"
 
 
-def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, ...]) -> list[ProcessSpec]:
-    """Return the specs of all roles except engines.
+def role_specs(
+    settings: Settings, file: Path, redis: str, engines: tuple[str, ...], trainer_memory: str = ""
+) -> list[ProcessSpec]:
+    """Return the specs of all roles except engines; `trainer_memory` is the trainer's `BUDGET`.
 
     A command line contains the Redis URL only if the settings file does not: the URL may contain a password, and every
     user of the machine can read command lines.
@@ -63,6 +66,7 @@ def role_specs(settings: Settings, file: Path, redis: str, engines: tuple[str, .
                     role=role,
                     index=index,
                     command=(sys.executable, *COMMANDS[role], str(file), *addresses, *metrics),
+                    environment={BUDGET: trainer_memory} if role == "train" and trainer_memory else {},
                 )
             )
     return specs

@@ -16,10 +16,11 @@ No process outlives the supervisor: each dies with it and is killed together wit
 
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 
 import anyio
 import anyio.to_thread
@@ -37,15 +38,17 @@ from stream.operator.control import read_last_error
 from stream.operator.dead_letters import dead_letter_causes
 from stream.operator.status import RunStatus, groups_in_flight, read_status
 from stream.private_server import private_server
+from workers.check.memory import trainer_budget
 from workers.launch.children import ChildProcess, ChildProcesses
 from workers.launch.engines import DashboardProcess, EngineProcesses
 from workers.launch.process import unwrap_single_error
 from workers.launch.restarts import RestartLoop, RunEnding
-from workers.launch.specs import DASHBOARD, ENGINE, ProcessSpec, role_specs
+from workers.launch.specs import DASHBOARD, ENGINE, role_specs
 from workers.launch.wait_lines import WaitLines
 from workers.launch.watch import BottleneckLog, DiskWatch, SampleSchedule, StallDetector, describe_longest
 from workers.role import prometheus
 from workers.role.context import Readiness
+from workers.role.memory_watch import MemoryReports
 from workers.runs.folder import replace_last_start
 from workers.runs.identity import FolderCheck, begin_run
 from workers.runs.live_run import LiveRun, read_live, remove_live, write_live
@@ -109,7 +112,9 @@ class Supervisor:
         self._log_folder = settings.folder / "logs"
         self._children = ChildProcesses(settings.queue.shutdown_timeout_s + _EXIT_MARGIN_S)
         self._ending = RunEnding()
-        self._disk = DiskWatch(settings.folder, lambda line: self._display.print_lines([Text(line, "yellow")]))
+        self._alarm = partial(self._show, style="yellow")
+        self._disk = DiskWatch(settings.folder, self._alarm)
+        self._memory = MemoryReports(gethostname(), self._children.process_ids, self._alarm)
         self._started_at = time.monotonic()
         self._phase = "starting"
         self._server_gone = False
@@ -133,6 +138,7 @@ class Supervisor:
         limit_waits(self._settings.abort.stall_timeout_s)
         await anyio.Path(self._log_folder).mkdir(parents=True, exist_ok=True)
         self._warnings_read = await anyio.to_thread.run_sync(warnings_size, self._settings.folder)
+        self._trainer_memory = await anyio.to_thread.run_sync(trainer_budget, self._settings)
         outcome = None
         with unwrap_single_error():
             async with anyio.create_task_group() as tasks:
@@ -164,6 +170,7 @@ class Supervisor:
                 async with self._serve_metrics(), anyio.create_task_group() as tasks:
                     tasks.start_soon(self._watch, connection, restart_loop)
                     tasks.start_soon(self._watch_stop_command, connection)
+                    tasks.start_soon(self._memory.run, connection)
                     dashboard = self._start_dashboard(tasks)
                     await self._start_engines(tasks, restart_loop, url)
                     await self._ending.requested.wait()
@@ -201,14 +208,13 @@ class Supervisor:
         """Start the run's dashboard, unless it is switched off."""
         if self._settings.run.dashboard == "off":
             return None
-
         dashboard = DashboardProcess(self._settings, self._log_folder, self._show)
         self._children.add(dashboard.child)
         tasks.start_soon(dashboard.keep_running)
         return dashboard
 
-    def _show(self, text: str) -> None:
-        self._display.print_lines([Text(text)])
+    def _show(self, text: str, style: str = "") -> None:
+        self._display.print_lines([Text(text, style)])
 
     async def _start_engines(self, tasks: TaskGroup, restart_loop: RestartLoop, url: str) -> None:
         """Start the run's own engines, if it has any, and then the roles."""
@@ -227,8 +233,7 @@ class Supervisor:
                 others = tuple(role for role in _ROLES if role not in early)
                 tasks.start_soon(self._start_roles, tasks, restart_loop, url, own.urls, others)
 
-        self._launch_roles(tasks, restart_loop, role_specs(self._settings, self._file, url, ()), early)
-
+        self._launch_roles(tasks, restart_loop, url, (), early)
         for child in own.processes:
             self._children.add(child)
             tasks.start_soon(restart_loop.keep_running, child, own.listening_callback(child, on_first_listening))
@@ -243,16 +248,16 @@ class Supervisor:
     ) -> None:
         await self._write_live_run(url, engines)
         self._phase = _RUNNING
-        self._launch_roles(tasks, restart_loop, role_specs(self._settings, self._file, url, engines), roles)
+        self._launch_roles(tasks, restart_loop, url, engines, roles)
 
     def _launch_roles(
-        self, tasks: TaskGroup, restart_loop: RestartLoop, specs: Sequence[ProcessSpec], roles: Collection[str]
+        self, tasks: TaskGroup, loop: RestartLoop, url: str, engines: tuple[str, ...], roles: Collection[str]
     ) -> None:
-        for spec in specs:
+        for spec in role_specs(self._settings, self._file, url, engines, self._trainer_memory):
             if spec.role in roles:
                 child = ChildProcess(spec, self._log_folder, self._settings.hang_timeout_s)
                 self._children.add(child)
-                tasks.start_soon(restart_loop.keep_running, child)
+                tasks.start_soon(loop.keep_running, child)
 
     async def _write_live_run(self, url: str, engines: tuple[str, ...]) -> None:
         def write() -> None:
@@ -304,18 +309,18 @@ class Supervisor:
         return RunFailedError(f"{alarm}; {last}", last.cause) if last else RunFailedError(alarm)
 
     async def _show_warnings(self) -> None:
-        """Print the trainer's new warnings."""
-        found, self._warnings_read = await anyio.to_thread.run_sync(
-            read_warnings, self._settings.folder, self._warnings_read
-        )
-        self._display.print_lines([Text(f"warning at step {each.step}: {each.text}", "yellow") for each in found])
+        """Print the trainer's new warnings and notes."""
+        read = partial(read_warnings, self._settings.folder, self._warnings_read)
+        found, self._warnings_read = await anyio.to_thread.run_sync(read)
+        for each in found:
+            self._show(each.text) if each.is_note else self._alarm(f"warning at step {each.step}: {each.text}")
 
     async def _show_blocking_code(self) -> None:
         """Print, once each, which code blocks the event loop of a worker, before leases expire."""
-        for cause in await self._children.new_blocking_codes(self._settings.queue.lease_s):
-            if cause.headline not in self._blocking_shown:
-                self._blocking_shown.add(cause.headline)
-                self._display.print_lines([Text(f"warning: {cause.headline}", "yellow")])
+        causes = await self._children.new_blocking_codes(self._settings.queue.lease_s)
+        for headline in {cause.headline for cause in causes} - self._blocking_shown:
+            self._blocking_shown.add(headline)
+            self._alarm(f"warning: {headline}")
 
     async def _show_sample(self, connection: RunConnection, status: RunStatus | None, samples: SampleSchedule) -> None:
         """Print one sampled completion if it is due; a server that does not answer is reported elsewhere."""
@@ -344,6 +349,7 @@ class Supervisor:
             phase=self._phase,
             seconds=time.monotonic() - self._started_at,
             restarts=dict(restart_loop.restarts),
+            memory=self._memory.problem,
             disk=[str(problem) for problem in self._disk.problems],
         )
         self._display.show(status, state)

@@ -46,6 +46,7 @@ def run_metrics(status: RunStatus) -> Iterator[Metric]:
     yield from _stage_metrics(stages)
     yield from _prompt_metrics(status)
     yield from _pacing_metrics(status)
+    yield from _memory_metrics(status)
     yield _gauge("penstock_policy_version", "Published policy version; -1 before the first.", status.version)
     yield _gauge(
         "penstock_trainer_lease_held",
@@ -135,6 +136,38 @@ def _pacing_metrics(status: RunStatus) -> Iterator[Metric]:
             "Prompts that no worker has claimed yet, fed or not; at 0 there is no work for more rollout workers.",
             max(0, unfed) + waiting,
         )
+
+
+def _memory_metrics(status: RunStatus) -> Iterator[Metric]:
+    held: dict[str, int] = {}
+    swapped: dict[str, int] = {}
+    for process in (each for machine in status.machines for each in machine.processes):
+        role = process.name.partition("-")[0]
+        held[role] = held.get(role, 0) + process.bytes
+        swapped[role] = swapped.get(role, 0) + process.swapped
+    yield _labelled(
+        GaugeMetricFamily,
+        "penstock_memory_bytes",
+        "Memory that the processes of a role hold, swapped out or not; without files and shared libraries.",
+        ("role",),
+        [((role,), value) for role, value in sorted(held.items())],
+    )
+    yield _labelled(
+        GaugeMetricFamily,
+        "penstock_memory_swapped_bytes",
+        "The part of it that is swapped out.",
+        ("role",),
+        [((role,), value) for role, value in sorted(swapped.items())],
+    )
+    short = [machine for machine in status.machines if machine.is_short]
+    largest = {machine.largest.name.partition("-")[0] for machine in short if machine.largest}
+    yield _labelled(
+        GaugeMetricFamily,
+        "penstock_memory_short",
+        "1 for the role that holds most on a machine that swaps, or on which processes wait for memory; otherwise 0.",
+        ("role",),
+        [((role,), float(role in largest)) for role in sorted(held)],
+    )
 
 
 def _workers(stage: StageStatus) -> int:

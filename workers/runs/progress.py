@@ -81,6 +81,9 @@ class Progress(Struct, kw_only=True):
     """Digest of that part of the ledger, so that an altered one is refused."""
     resumed: list[tuple[int, int]] = field(default_factory=list)
     """Step and version of each checkpoint that the run was resumed from."""
+    micro_batch_tokens: list[tuple[int, int]] = field(default_factory=list)
+    """The tokens of a pass that were chosen with `train.micro_batch_tokens = "auto"`: the number of steps done before,
+    and the tokens. A replay uses the same."""
     metrics_bytes: int = 0
     """Length of the metrics file up to this step; a resumed run cuts the rest."""
     groups: int = 0

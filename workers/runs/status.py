@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from stream.operator.bottleneck import Bottleneck, find_bottleneck
+from stream.operator.memory import MachineMemory
 from stream.operator.status import EvaluationStatus, Pause, RunStatus, StageStatus, groups_in_flight, ongoing_activities
 from stream.queue.in_flight import ACTIVITY_TEXTS
 from stream.validity import TruncationReason
@@ -96,6 +97,8 @@ class QueueReport(Struct, kw_only=True):
     """Unix time of the pause in seconds, by the server's clock; None if not paused."""
     evaluation: EvaluationReport | None
     """None: the run has no evaluation."""
+    memory: list[MachineMemory] = []
+    """Machines, and what processes hold on them; empty if none reports."""
     disk: list[str] = []
     """Disks that cannot be written, for which the run waits."""
 
@@ -163,6 +166,7 @@ def queue_report(run: str, status: RunStatus, disk: Sequence[str] = ()) -> Queue
         paused_by=status.paused.paused_by if status.paused else "",
         paused_at=status.paused.paused_at if status.paused else None,
         evaluation=evaluation_report(status.evaluation) if status.evaluation else None,
+        memory=status.machines,
         disk=list(disk),
     )
 

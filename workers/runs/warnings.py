@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 import structlog
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from stream.durable import append_all
 from stream.errors import PenstockError
@@ -38,6 +38,8 @@ class TrainingWarning(Struct, frozen=True, kw_only=True):
     step: int
     time: float
     """Unix time in seconds."""
+    is_note: bool = False
+    """Nothing is wrong: it says what the run does."""
 
 
 def write_warnings(folder: Path, warnings: Sequence[TrainingWarning]) -> None:
@@ -47,6 +49,15 @@ def write_warnings(folder: Path, warnings: Sequence[TrainingWarning]) -> None:
     """
     for warning in warnings:
         log.warning("training.warning", rule=warning.name, step=warning.step, why=warning.text)
+    _append(folder, warnings)
+
+
+def write_note(folder: Path, note: TrainingWarning) -> None:
+    """Append to `warnings.jsonl` what `penstock run` prints, though nothing is wrong. Blocks on file I/O."""
+    _append(folder, [structs.replace(note, is_note=True)])
+
+
+def _append(folder: Path, warnings: Sequence[TrainingWarning]) -> None:
     with suppress(OSError), (folder / WARNINGS_FILE).open("ab", buffering=0) as file:
         append_all(file, *(msgspec.json.encode(warning) + b"\n" for warning in warnings))
 
@@ -89,7 +100,11 @@ class Incident(Struct, frozen=True, kw_only=True):
 def read_incidents(folder: Path, count: int) -> list[Incident]:
     """Return the last warnings, restarts and deaths of processes of a run, the newest first. Blocks on file I/O."""
     warnings, _ = read_warnings(folder, 0)
-    found = [Incident(time=each.time, what=f"{each.name} at step {each.step}", text=each.text) for each in warnings]
+    found = [
+        Incident(time=each.time, what=f"{each.name} at step {each.step}", text=each.text)
+        for each in warnings
+        if not each.is_note
+    ]
     with suppress(PenstockError):  # there is no such log yet
         for line in RunLogs(folder, "supervisor").read_new():
             if word := _INCIDENTS.get(line.event):

@@ -33,6 +33,8 @@ class SupervisorState(Struct, kw_only=True):
     seconds: float = 0.0
     restarts: dict[str, int] = field(default_factory=dict)
     """Restarts after a failure, by process name."""
+    memory: str = ""
+    """Which process makes the machine swap; empty if none does."""
     disk: list[str] = field(default_factory=list)
     """Disks that cannot be written, for which the run waits."""
 
@@ -146,7 +148,7 @@ class TableDisplay:
 
 def format_line(status: RunStatus | None, state: SupervisorState) -> str:
     """Format the run's status as one line."""
-    parts = [f"{state.run} {format_duration(state.seconds)}", state.phase, *state.disk]
+    parts = [f"{state.run} {format_duration(state.seconds)}", state.phase, *_alarms(state)]
     if status is not None:
         report, counts = queue_report(state.run, status), status.prompt_counts
         depths = " ".join(f"{name} {stage.depth}" for name, stage in report.stages.items())
@@ -169,9 +171,9 @@ def render_table(status: RunStatus | None, state: SupervisorState, rewards: Mapp
     head = Text.assemble(
         (state.run, "bold"), "  ", (state.phase, _QUIET), "  ", (format_duration(state.seconds), _QUIET)
     )
-    disk = [Text(text, _ALARM) for text in state.disk]
+    alarms = [Text(text, _ALARM) for text in _alarms(state)]
     if status is None:
-        return Padding(Group(head, *disk), (1, 2))
+        return Padding(Group(head, *alarms), (1, 2))
     head.append_text(
         Text.assemble(
             ("   step ", _QUIET), (str(status.policy.get("step", 0)), "bold"),
@@ -183,7 +185,7 @@ def render_table(status: RunStatus | None, state: SupervisorState, rewards: Mapp
     parts = [
         head,
         *paused,
-        *disk,
+        *alarms,
         *_bar(status),
         Text(),
         stage_table(report),
@@ -196,6 +198,10 @@ def render_table(status: RunStatus | None, state: SupervisorState, rewards: Mapp
         restarts = ", ".join(f"{name} {count}x" for name, count in sorted(state.restarts.items()))
         parts.append(Text.assemble(("restarted  ", _QUIET), (restarts, _ALARM)))
     return Padding(Group(*parts), (1, 2))
+
+
+def _alarms(state: SupervisorState) -> list[str]:
+    return [*state.disk, *([f"limited by memory: {state.memory}"] if state.memory else [])]
 
 
 def stage_table(report: QueueReport) -> Table:

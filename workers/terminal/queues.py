@@ -13,6 +13,7 @@ from rich.text import Text
 
 from stream.errors import NoRunError, PenstockError, SettingsError
 from stream.operator.bottleneck import Bottleneck
+from stream.operator.memory import ProcessMemory, format_bytes
 from stream.operator.status import RunStatus, read_status
 from workers.runs.find import open_run
 from workers.runs.folder import disk_problems
@@ -226,6 +227,7 @@ def render_queues(report: QueueReport) -> RenderableType:
         stage_table(report),
         Text(),
         *_consumer_table(report),
+        *_memory_lines(report),
         *evaluation_lines(report),
         prompt_counts_text(report),
         paced,
@@ -255,6 +257,23 @@ def _consumer_table(report: QueueReport) -> list[RenderableType]:
         for consumer, count in sorted(stage.consumers.items()):
             grid.add_row(Text(f"{name} held by", _QUIET), consumer, str(count))
     return [grid, Text()] if grid.row_count else []
+
+
+def _memory_lines(report: QueueReport) -> list[RenderableType]:
+    """Return one line for each machine: what its processes hold, the largest first."""
+    lines: list[RenderableType] = []
+    for machine in report.memory:
+        held = sorted(machine.processes, key=lambda each: -each.bytes)
+        parts = [f"{each.name} {format_bytes(each.bytes)}" + _swapped(each) for each in held]
+        text = Text.assemble(("memory ", _QUIET), escape_controls(", ".join(parts)))
+        text.append(f"   {format_bytes(machine.available)} of {format_bytes(machine.total)} available", _QUIET)
+        text.append(f" ({machine.source})" if machine.source != "machine" else "", _QUIET)
+        lines.append(text)
+    return lines
+
+
+def _swapped(process: ProcessMemory) -> str:
+    return f" ({format_bytes(process.swapped)} swapped out)" if process.swapped else ""
 
 
 def render_in_flight(shown: Sequence[Activity], count: int, stuck_s: float) -> RenderableType:

@@ -32,7 +32,7 @@ from workers.role.context import WorkerContext
 from workers.role.prometheus import count_step
 from workers.runs.identity import flat_settings
 from workers.runs.progress import Progress
-from workers.runs.warnings import TrainingWarning, write_warnings
+from workers.runs.warnings import TrainingWarning, write_note, write_warnings
 from workers.settings import Settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.checkpointing.object_store import RESTORED, Bucket, Uploader
@@ -211,6 +211,7 @@ def _open_files(
         checkpoint.restore(learner)
         progress = checkpoint.progress
         progress.resumed = [*progress.resumed, (progress.step, progress.version)]
+    _settle_micro_batches(settings.folder, learner, progress)
     evaluation_log = None
     if settings.eval.source:
         evaluation_log = EvaluationLog(settings.folder, progress.step, folder_lock, cut=False)
@@ -222,6 +223,27 @@ def _open_files(
         evaluation_log=evaluation_log,
         archive=_open_archive(settings, folder_lock),
     )
+
+
+def _settle_micro_batches(folder: Path, learner: Learner, progress: Progress) -> None:
+    """Use the tokens of a pass that the run has used so far, if they fit, so that it repeats bit for bit; record them.
+
+    Have `penstock run` print what was chosen.
+    """
+    choice, recorded = learner.choice, progress.micro_batch_tokens
+    if choice is None:
+        return
+    text, tokens = choice.text, choice.tokens
+    if recorded and choice.allows(recorded[-1][1]):
+        tokens = recorded[-1][1]
+        learner.use_micro_batch_tokens(tokens)
+        text = f"micro_batch_tokens = {tokens:,} as before"
+    elif recorded:
+        text = f"{text}; it was {recorded[-1][1]:,}, which does not fit into this memory"
+    if not recorded or recorded[-1][1] != tokens:
+        progress.micro_batch_tokens = [*recorded, (progress.step, tokens)]
+    log.info("micro_batch.chosen", tokens=tokens, why=text)
+    write_note(folder, TrainingWarning(name="micro_batch_tokens", text=text, step=progress.step, time=time.time()))
 
 
 def _warn_of_rebuilt(folder: Path, text: str, step: int) -> None:

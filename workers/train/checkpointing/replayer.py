@@ -107,6 +107,7 @@ class Replayer:
         if last is None:
             raise RunMismatchError(f"{folder}: there is no intact checkpoint that a replay could be compared with")
         self._last_step = last.progress.step
+        self._micro_batch_tokens = last.progress.micro_batch_tokens
         self._checkpoint_steps = {checkpoint.progress.step for checkpoint in self._checkpoints.list_all()}
         self._lines = _ledger_lines(folder, last)
         self._archive = ArchivedGroups(folder / "groups")
@@ -160,6 +161,7 @@ class Replayer:
             return  # dropped on the way to a step that never came
         if not batch:
             raise _ledger_mismatch(groups[-1][0], step, "ends a step in which no group was left to train on")
+        self._use_micro_batch_tokens()
         version = batch[0][0].record.version
         for line, _ in batch:
             if line.record.version != version:
@@ -177,6 +179,12 @@ class Replayer:
                     f"the replay it is {encode_outcome(outcome)}",
                 )
         self._compare(step)
+
+    def _use_micro_batch_tokens(self) -> None:
+        """Use the tokens of a pass that the run used for the next step, if it chose them."""
+        used = [tokens for steps, tokens in self._micro_batch_tokens if steps <= self._learner.steps]
+        if used and self._learner.choice is not None and used[-1] != self._learner.micro_batch_tokens:
+            self._learner.use_micro_batch_tokens(used[-1])
 
     def _check_end(self) -> None:
         """Check, after the last line, that every step up to the newest checkpoint was repeated."""

@@ -57,12 +57,8 @@ class Adapter:
         self._layers = [model.get_submodule(name) for name in self._config.target_modules]
         self.parameters: dict[str, torch.nn.Parameter] = {}
         """Parameters by their names in peft's file."""
-        dtype = torch.promote_types(model.dtype, torch.float32)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(requires_grad=f".{_NAME}." in name)
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
-                self.parameters[_PREFIX + name.replace(f".{_NAME}.", ".")] = parameter
+        for name, parameter in _train_adapter_alone(model):
+            self.parameters[_PREFIX + name.replace(f".{_NAME}.", ".")] = parameter
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.parameters.items():
             if "lora_A" in name:
@@ -198,6 +194,23 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
             yield opened
     except (OSError, SafetensorError) as error:
         raise RunMismatchError(f"{file}: cannot be read: {error}; take another checkpoint") from error
+
+
+def inject_adapter(model: Any, base: Path, lora: LoraSettings) -> None:
+    """Give a model an adapter whose matrices are not initialized; its other parameters are frozen."""
+    _inject(model, base, lora)
+    for _ in _train_adapter_alone(model):
+        pass
+
+
+def _train_adapter_alone(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Freeze all parameters but the adapter's, which become float32 or wider; yield these."""
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(requires_grad=f".{_NAME}." in name)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+            yield name, parameter
 
 
 def _inject(model: Any, base: Path, lora: LoraSettings) -> Any:

@@ -25,6 +25,9 @@ VARLEN: Final = "varlen"
 """Name in `train.attention` and in transformers."""
 TREE: Final = "tree"
 """Name in transformers."""
+CAUSAL: Final = "causal"
+"""Name in transformers of its SDPA without a mask, for tensors without values: with those it always makes a mask, since
+it cannot see that rows are not packed."""
 
 
 def switch_attention(model: Any, name: str) -> str:
@@ -45,9 +48,11 @@ def switch_attention(model: Any, name: str) -> str:
 def _register() -> None:
     """Register with transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import flash_attention_mask
 
-    for name, attention in ((VARLEN, varlen_attention), (TREE, tree_attention)):
+    kernels = {VARLEN: varlen_attention, TREE: tree_attention, CAUSAL: sdpa_attention_forward}
+    for name, attention in kernels.items():
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, flash_attention_mask)  # it makes no mask: bounds are passed separately
 

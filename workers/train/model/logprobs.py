@@ -102,13 +102,44 @@ def token_logprobs(
     positions = layout.places_MT[rows_N, columns_N - 1]
     if end_states:
         positions = torch.cat([positions, layout.places_MT.gather(1, lengths_M.unsqueeze(1) - 1).squeeze(1)])
-    targets_N, count = tokens_MT[chosen_MT], len(rows_N)
-    temperature = temperature or 1.0
+    return logprobs_at(
+        model,
+        layout.inputs,
+        positions,
+        tokens_MT[chosen_MT],
+        temperature=temperature,
+        entropy=entropy,
+        sum_pi_squared=sum_pi_squared,
+    )
+
+
+def logprobs_at(
+    model: LogprobModel,
+    inputs: dict[str, Any],
+    positions: Tensor,
+    targets_N: Tensor,
+    *,
+    temperature: float,
+    entropy: EntropyMode = "",
+    sum_pi_squared: bool = False,
+) -> TokenLogprobs:
+    """Compute log-probs of targets from model inputs.
+
+    Args:
+        model: the model, with its attention set for these inputs.
+        inputs: keyword arguments of the model.
+        positions: int64, where in the flattened inputs each target is predicted; then those of the end states, if any.
+        targets_N: int64.
+        temperature: as in `token_logprobs`, and so are the others.
+        entropy: whether to compute entropies.
+        sum_pi_squared: whether to compute sums of squared probabilities.
+    """
+    count, temperature = len(targets_N), temperature or 1.0
     if model.head is None:
-        logits, hidden = _logits(model.model, layout.inputs, positions)
+        logits, hidden = _logits(model.model, inputs, positions)
         outputs = _from_logits(logits[:count], targets_N, temperature, entropy, squares=sum_pi_squared)
     else:
-        hidden = _hidden(model.model, model.head, layout.inputs, positions)
+        hidden = _hidden(model.model, model.head, inputs, positions)
         outputs = TokenLogprobs(
             *_from_hidden(hidden[:count], model.head, targets_N, temperature, entropy, squares=sum_pi_squared)
         )
@@ -117,7 +148,7 @@ def token_logprobs(
         outputs.entropy_N if entropy else None,
         outputs.sum_pi_squared_N if sum_pi_squared else None,
         None if hidden is None else hidden[:count].detach(),
-        None if hidden is None or not end_states else hidden[count:].detach(),
+        None if hidden is None or len(positions) == count else hidden[count:].detach(),
     )
 
 

@@ -64,6 +64,12 @@ class Restore(Struct, frozen=True, tag=True):
     skipped_steps: int
 
 
+class UseMicroBatchTokens(Struct, frozen=True, tag=True):
+    """Set the largest number of tokens of a pass."""
+
+    tokens: int
+
+
 class Heartbeat(Struct, frozen=True, tag=True):
     """Meet at a barrier, to show that all ranks are alive."""
 
@@ -72,7 +78,9 @@ class Shutdown(Struct, frozen=True, tag=True):
     """Exit."""
 
 
-RankCommand = CreateLearner | TrainStep | GatherWeights | GatherState | Restore | Heartbeat | Shutdown
+RankCommand = (
+    CreateLearner | TrainStep | GatherWeights | GatherState | Restore | UseMicroBatchTokens | Heartbeat | Shutdown
+)
 
 
 class RankCommands:

@@ -26,6 +26,7 @@ from workers.train.rank_control.commands import (
     Restore,
     Shutdown,
     TrainStep,
+    UseMicroBatchTokens,
 )
 from workers.train.ranks import Ranks, destroy_process_group, init_process_group
 from workers.train.step.batch import Batch
@@ -52,6 +53,11 @@ class Rank0Learner(Learner):
         self._commands = commands
         with commands.broadcast(CreateLearner(settings, str(dtype).removeprefix("torch."))):
             super().__init__(settings, dtype=dtype)
+
+    def use_micro_batch_tokens(self, tokens: int) -> None:
+        """Set the largest number of tokens of a pass on all ranks."""
+        with self._commands.broadcast(UseMicroBatchTokens(tokens)):
+            super().use_micro_batch_tokens(tokens)
 
     def step(
         self,
@@ -169,10 +175,14 @@ def _create_learner(command: CreateLearner, commands: RankCommands) -> Learner:
         raise
 
 
-def _execute(command: TrainStep | GatherWeights | GatherState | Restore, learner: Learner) -> None:
+def _execute(
+    command: TrainStep | GatherWeights | GatherState | Restore | UseMicroBatchTokens, learner: Learner
+) -> None:
     match command:
         case TrainStep():
             learner.step(command.batch, command.version)
+        case UseMicroBatchTokens():
+            learner.use_micro_batch_tokens(command.tokens)
         case GatherWeights():
             learner.weights()
         case GatherState():

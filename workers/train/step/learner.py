@@ -17,13 +17,16 @@ from stream.durable import create_folder_atomically
 from stream.errors import RunMismatchError, SettingsError
 from stream.records import TrainedCompletion
 from stream.validity import DropReason
+from workers.role.memory import PassMemory
 from workers.settings import Settings
 from workers.settings.estimator_options import Gae
 from workers.train.model.lm_head import Critic, hidden_size
 from workers.train.model.trainable_model import TrainableModel
 from workers.train.ranks import Ranks, gather_full
 from workers.train.step.batch import Batch
+from workers.train.step.device_memory import MicroBatchChoice, choose_micro_batch, plan_loaded
 from workers.train.step.group_checks import GroupRewards, count_without_loss, describe_completions
+from workers.train.step.memory_plan import TrainerMemory
 from workers.train.step.model_runner import ModelRunner
 from workers.train.step.optimizer import Optimizer
 from workers.train.step.prepared_batch import CompleteComparison, PreparedBatch, prepare
@@ -92,12 +95,27 @@ class Learner:
             self.policy.logprob_model, reference, self.critic, settings, self.ranks, as_reference=as_reference
         )
         self.optimizer = Optimizer(self.parameters, self.critic_parameters, settings)
+        self.choice: MicroBatchChoice | None = None
+        """The tokens of a pass that fit into memory; None if the settings name a number."""
+        if settings.train.micro_batch_tokens == "auto":
+            shares = self.runner.policy.can_share
+            self.choice = choose_micro_batch(settings, self.plan_memory, self.ranks, shares=shares)
+            self.runner.micro_batch_tokens = self.choice.tokens
         self._keeps_trained_tokens = self.ranks.is_rank0 and settings.archive.keep != "none"
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids in the model's embedding."""
         return int(self.model.get_input_embeddings().num_embeddings)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The largest number of tokens of a pass."""
+        return self.runner.micro_batch_tokens
+
+    def use_micro_batch_tokens(self, tokens: int) -> None:
+        """Set the largest number of tokens of a pass: sums in the same order give the same bits."""
+        self.runner.micro_batch_tokens = tokens
 
     def step(
         self,
@@ -232,6 +250,14 @@ class Learner:
         """
         self.optimizer.load_state(tensors, set(names), self.ranks)
         self.steps, self.skipped_steps = steps, skipped_steps
+
+    def plan_memory(self, passes: PassMemory) -> TrainerMemory:
+        """Return what this rank needs if its passes need that."""
+        models = [self.runner.policy.model, *([self.runner.reference.model] if self.runner.reference else [])]
+        weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        critic = [*self.critic_parameters.values()]
+        trained = [*self.parameters.values(), *critic]
+        return plan_loaded(self.settings, [*weights, *critic], trained, passes, self.ranks)
 
     def _describe(self, prepared: PreparedBatch, *, trained: bool) -> dict[str, list[TrainedCompletion]]:
         rows = trained_rows(prepared, trained=trained) if self._keeps_trained_tokens else None

@@ -16,6 +16,7 @@ from workers.train.model.logprobs import LogprobModel, TokenLogprobs, token_logp
 from workers.train.ranks import Ranks
 from workers.train.step.batch import Batch, ForwardStatistics
 from workers.train.step.loss import micro_batch_loss
+from workers.train.step.memory_plan import MAX_TOKENS
 from workers.train.step.micro_batches import MicroBatch, MicroBatches, plan_micro_batches
 from workers.train.step.prepared_batch import PreparedBatch
 
@@ -47,15 +48,17 @@ class ModelRunner:
         as_reference: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.settings, self.ranks, self.critic = settings, ranks, critic
+        given = settings.train.micro_batch_tokens
+        self.micro_batch_tokens = MAX_TOKENS if given == "auto" else given
+        """The largest number of tokens of a pass."""
         self.policy = self._with_attention(policy)
         self.reference = None if reference is None else self._with_attention(reference)
         self._as_reference = as_reference
 
     def plan(self, batch: Batch, rows_R: Tensor) -> MicroBatches:
         """Partition some rows into the micro-batches of all ranks."""
-        train = self.settings.train
-        share = train.share_history if self.policy.can_share else "off"
-        return plan_micro_batches(batch, train.micro_batch_tokens, rows_R, packed=self.policy.packed, share=share)
+        share = self.settings.train.share_history if self.policy.can_share else "off"
+        return plan_micro_batches(batch, self.micro_batch_tokens, rows_R, packed=self.policy.packed, share=share)
 
     def forward_statistics(self, batch: Batch, mask_RT: Tensor) -> ForwardStatistics:
         """Run policy and critic without gradient over the tokens that may bear loss."""
