@@ -27,7 +27,7 @@ from workers.train.model.adapter import inject_adapter
 from workers.train.model.lm_head import LMHead
 from workers.train.model.logit_blocks import LogitTransform
 from workers.train.model.logprobs import LogprobModel, logprobs_at
-from workers.train.model.pass_memory import LiveBytes, measure_model
+from workers.train.model.pass_memory import LiveBytes, MeasuredModel, measure_model
 from workers.train.model.trainable_model import checkpoint_layers
 from workers.train.step.batch import collate
 from workers.train.step.learner import Learner
@@ -286,18 +286,23 @@ def test_tokens_of_a_pass_change_only_rounding(small):
 
 
 SHORT = {"max_tokens": 256}
-MEASURED = {}
 
 
-def measure_once(given, folder):
-    """Measure a model with settings that decide about its passes; each once, since a refusal tries several."""
-    key = (folder, given.lora.rank, given.model.dtype, given.train.gradient_checkpointing)
-    if key not in MEASURED:
-        MEASURED[key] = measure_model(given, folder)
-    return MEASURED[key]
+def known_model(given, _folder):
+    """Return what `measure_model` returned of this model: a refusal measures several settings, which takes a while."""
+    lora, layers = given.lora.rank, 1.0
+    if given.train.gradient_checkpointing:
+        layers = 0.02
+    elif given.model.dtype == "bfloat16":
+        layers = 0.65
+    return MeasuredModel(
+        parameters=139_400_000 if lora else 134_500_000,
+        trained=4_900_000 if lora else 134_500_000,
+        passes=PassMemory(constant=(200 if lora else 264) * MB, per_token=(1.41 if lora else 1.53) * MB * layers),
+    )
 
 
-def found_by_check(folder, monkeypatch, available, measure=measure_once, **sections):
+def found_by_check(folder, monkeypatch, available, measure=known_model, **sections):
     """Return the findings of a check on a machine with so many bytes available."""
     monkeypatch.setattr(check_memory_module, "_HAS_GPU", False)
     monkeypatch.setattr(pass_memory, "measure_model", measure)
@@ -341,7 +346,7 @@ def test_an_adapter_helps_most_where_the_engine_is_elsewhere(smol, monkeypatch):
 
 @pytest.mark.full
 def test_an_adapter_that_cannot_fit_is_refused_too(smol, monkeypatch):
-    (error,) = found_by_check(smol, monkeypatch, 2_147 * MB, lora={"rank": 16}, rollout=SHORT)
+    (error,) = found_by_check(smol, monkeypatch, 2_147 * MB, measure=measure_model, lora={"rank": 16}, rollout=SHORT)
     assert error.level == "error"
     assert "lora" not in error.remedy
 
