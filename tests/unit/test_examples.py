@@ -12,17 +12,23 @@ from workers.settings.toml_file import load_settings
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.glob("examples/*/run.toml")), ids=lambda path: path.parent.name)
+TASKS = [ROOT / "examples/real_model/sums.toml"]
+SETTINGS = [*sorted(ROOT.glob("examples/*/run.toml")), *TASKS]
+
+
+@pytest.mark.parametrize("file", SETTINGS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_example_has_prompts_an_environment_and_a_reward(file, monkeypatch):
+    if file in TASKS:
+        pytest.importorskip("reasoning_gym")
     monkeypatch.chdir(file.parent)
     settings = load_settings(file)
     if settings.data.path:
         rows = [json.loads(line) for line in Path(settings.data.path).read_text().splitlines()]
         assert all(row[settings.data.prompt] for row in rows)
     assert settings.data.path or settings.data.rows
-    for reference in settings.environments.values():
-        factory = EnvironmentFactory.load(reference)
-        assert factory.tools or factory.responds
+    for named in settings.environments.values():
+        factory = EnvironmentFactory.load(*([named] if isinstance(named, str) else [named.ref, named.args]))
+        assert factory.tools or factory.responds or settings.rollout.max_turns == 1
         assert factory.has_reward
     for reward in settings.rewards:
         assert RewardFunction.load(reward.ref, reward.weight, reward.run_in, reward.name, reward.args).name
