@@ -83,7 +83,7 @@ def test_the_least_recently_used_sequences_are_forgotten_until_the_others_fit():
 
 
 class BoundedModel:
-    """A model with memory for so many tokens; it notes what is kept."""
+    """A model with memory for a given number of tokens; it records which slots are kept."""
 
     def __init__(self, max_cached_tokens: int) -> None:
         self.max_cached_tokens = max_cached_tokens

@@ -303,7 +303,7 @@ def known_model(given, _folder):
 
 
 def found_by_check(folder, monkeypatch, available, measure=known_model, **sections):
-    """Return the findings of a check on a machine with so many bytes available."""
+    """Return the findings of a check on a machine with `available` bytes of free memory."""
     monkeypatch.setattr(check_memory_module, "_HAS_GPU", False)
     monkeypatch.setattr(pass_memory, "measure_model", measure)
     monkeypatch.setattr(

@@ -16,7 +16,7 @@ class SharedPass(NamedTuple):
     """A beginning that several sequences share: one of them computes it, and the others copy its keys and values."""
 
     level: int
-    """Number of shared beginnings before it, which other passes compute; those of one level can share a pass."""
+    """Number of shorter beginnings that must be computed first. Beginnings of one level can share a forward pass."""
     row: int
     """The sequence that computes it."""
     end: int

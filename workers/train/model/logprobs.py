@@ -128,7 +128,7 @@ def logprobs_at(
     Args:
         model: the model, with its attention set for these inputs.
         inputs: keyword arguments of the model.
-        positions: int64, where in the flattened inputs each target is predicted; then those of the end states, if any.
+        positions: int64, where in the flattened inputs each target is predicted; any end states follow.
         targets_N: int64.
         temperature: as in `token_logprobs`, and so are the others.
         entropy: whether to compute entropies.

@@ -34,7 +34,7 @@ from workers.train.model.trainable_model import checkpoint_layers
 _ROWS: Final = ((4, 256), (12, 256))
 """Number and length of the rows of each pass over rows apart."""
 _LONG_ROWS: Final = (2, 1024)
-"""Those of one more pass, for an attention that stores scores."""
+"""Number and length of the rows of one more pass, for an attention that stores scores."""
 _GROUPS: Final = (1, 2)
 """Number of groups of each pass over a prefix tree."""
 _PROMPT: Final = 256

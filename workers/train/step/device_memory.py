@@ -83,8 +83,8 @@ def plan_loaded(
 
     Args:
         settings: of the run.
-        tensors: all weights on this rank, those of a reference policy and a critic included.
-        trained: those of them that get gradients.
+        tensors: all weights on this rank, including a reference policy and a critic.
+        trained: the weights among these that get gradients.
         passes: memory of its passes.
         ranks: that share the model.
     """

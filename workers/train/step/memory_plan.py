@@ -134,7 +134,7 @@ def plan_memory(
     Args:
         settings: of the run.
         parameters: of the policy.
-        trained: those of them that get gradients.
+        trained: how many of these parameters get gradients.
         passes: memory of its passes.
         process: bytes of the process before it loads a model.
     """
@@ -204,7 +204,7 @@ _ROLE_BYTES: Final[Mapping[str, int]] = {
     "redis": 60 << 20,
 }
 """Memory of each process. In one run with short episodes and a trivial reward `smaps_rollup` showed resident MiB: feed
-53, rollout 75, score 53, server 15. The figures are chosen above that; those of supervisor and dashboard are estimated.
+53, rollout 75, score 53, server 15. The figures are chosen above that. Supervisor and dashboard are estimates.
 What environments and rewards of a project load is not counted.
 """
 _ENGINE_BYTES: Final = 380 << 20
