@@ -43,6 +43,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     for more, extra in (("", {}), *([(" recomputed", {"recompute": True})] if model == "llama-135m" else []))
 } | {
     "llama-135m full apart": {"model": "llama-135m", "lora": 0, "share": "off"},
+    "llama-135m lora published": {"model": "llama-135m", "lora": 16, "publish": "adapter"},
     "llama-135m lora bfloat16": {"model": "llama-135m", "lora": 16, "dtype": "bfloat16"},
     "llama-135m full bfloat16": {"model": "llama-135m", "lora": 0, "dtype": "bfloat16"},
 }
@@ -71,6 +72,7 @@ def run_case(
         data=settings.DataSettings(path="none"),
         run=settings.RunSettings(threads=2),
         lora=settings.LoraSettings(rank=case["lora"]),
+        weights=settings.WeightsSettings(transport=case.get("publish", "files")),
         train=settings.TrainSettings(
             micro_batch_tokens=tokens,
             share_history=case.get("share", "on"),

@@ -1,4 +1,4 @@
-"""A run that trains only an adapter, on the local engine, which receives merged weights."""
+"""A run that trains only an adapter, on the local engine, which receives merged weights or adds the adapter itself."""
 
 import math
 
@@ -21,15 +21,19 @@ from workers.train.model.adapter import merge_adapter
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("preloaded")]
 
 
-def test_log_probs_match_the_merged_weights_and_the_replay_is_exact(project, random_model):
+@pytest.mark.parametrize("transport", ["files", "auto"])
+def test_log_probs_match_the_merged_weights_and_the_replay_is_exact(project, random_model, transport):
     project.table["train"] |= {"batch_size": 2, "learning_rate": 3e-3, "save_every": 1, "max_checkpoints": 99}
     project.table["lora"] = {"rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    project.table["weights"] = {"transport": transport}
     project.table["algorithm"] = {"kl_coefficient": 0.05}
     project.table["archive"] = {"keep": "all"}
     summary = summary_of(project.run("run", str(project.write()), "--json"), project)
     assert balanced(summary)
     assert summary["steps"] >= 3
 
+    published = {file.name for file in (project.run_folder / "weights").glob("v*/*.safetensors")}
+    assert published == {"adapter_model.safetensors" if transport == "auto" else "model.safetensors"}
     policies = {0: random_model}
     for checkpoint in CheckpointStore(project.run_folder / "checkpoints").list_all():
         policies[checkpoint.progress.version] = folder = project.folder / checkpoint.folder.name

@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -10,16 +11,22 @@ from aiohttp import web
 
 from stream.errors import EngineRefusedError, EngineUnavailableError
 from stream.records import Span
+from tests.cases.models import write_small_qwen3
+from tests.integration.test_local_engine import serving
 from tests.scripted_engine.engine import ScriptedEngine
+from tests.unit.test_learner import VOCABULARY
+from tests.unit.test_lora import trained
 from workers.engine_api.discovery import EngineDiscovery
 from workers.engine_api.http_server import listen
 from workers.engine_api.wire import adapter_name
 from workers.rollout.engine_client.client import EngineClient
-from workers.rollout.engine_client.sampling import SamplingOptions
+from workers.rollout.engine_client.sampling import UNVERSIONED, SamplingOptions
 from workers.settings.toml_file import parse_settings
+from workers.train.model.adapter import merge_adapter
 from workers.train.publishing.adapter_update import AdapterUpdate
 from workers.train.publishing.policy_versions import _prune
 from workers.train.publishing.publisher import WeightPublisher
+from workers.train.publishing.transport import AdapterTransport, PausedUpdate, SharedFolderTransfer
 from workers.vllm.launch_command import build_command, build_environment
 
 SAMPLING = SamplingOptions(temperature=1.0, max_tokens=3, seed=4)
@@ -142,7 +149,8 @@ async def engine():
 
 
 def publisher_of(*urls, rank=4, patience_s=5.0):
-    return WeightPublisher(EngineDiscovery(urls), AdapterUpdate(rank), retry_timeout_s=patience_s, update_timeout_s=5)
+    transport = AdapterTransport(beside=AdapterUpdate(rank), merged=PausedUpdate(SharedFolderTransfer()))
+    return WeightPublisher(EngineDiscovery(urls), transport, retry_timeout_s=patience_s, update_timeout_s=5)
 
 
 def client_of(engine, reconnect_s=5.0):
@@ -199,11 +207,68 @@ async def test_an_engine_without_the_route_or_the_folder_is_refused(engine):
         await publisher_of(engine.url).push(Path("/w/v3"), 3)
 
 
-async def test_the_local_engine_is_refused_with_the_alternative():
-    async with ScriptedEngine(lambda *_: [1]) as local:
-        local.transfer_config = None
+async def test_an_engine_that_takes_whole_weights_alone_is_refused_with_the_alternative():
+    async with ScriptedEngine(lambda *_: [1]) as other:
+        other.transfer_config = None
         with anyio.fail_after(3), pytest.raises(EngineRefusedError, match=r"weights\.transport = 'files'"):
-            await publisher_of(local.url).push(Path("/w/v3"), 3)
+            await publisher_of(other.url).push(Path("/w/v3"), 3)
+
+
+@pytest.mark.models
+async def test_an_engine_that_merges_gets_the_same_adapter_and_is_asked_for_no_name(engine, tmp_path):
+    base, adapter, merged = tmp_path / "base", tmp_path / "v3", tmp_path / "merged"
+    write_small_qwen3(base, VOCABULARY, layers=1, tied=True)
+    for folder in (adapter, merged):
+        folder.mkdir()
+    await anyio.to_thread.run_sync(lambda: trained(base).write_trained_weights(adapter))
+    await anyio.to_thread.run_sync(merge_adapter, adapter, merged)
+    async with serving(base, trusted=[]) as local, serving(merged) as whole:
+        publisher = publisher_of(engine.url, local.url)
+        await publisher.push(adapter, 3)
+        assert await publisher.engine_versions() == {engine.url: 3, local.url: 3}
+        assert engine.adapters == {"policy-v3": str(adapter)}
+        async with client_of(local) as client, client_of(whole) as other:
+            ours = await client.sample([1], SAMPLING, min_policy_version=3)
+            theirs = await other.sample([1], SAMPLING, min_policy_version=UNVERSIONED)
+        assert ours.spans == [Span(3, 0, 3)]
+        assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
+
+
+@pytest.mark.models
+async def test_a_request_during_which_an_adapter_is_merged_has_tokens_of_both_versions(tmp_path):
+    base = write_small_qwen3(tmp_path / "base", VOCABULARY, layers=1, tied=True)
+    for version in (3, 4):
+        (tmp_path / f"v{version}").mkdir()
+        learner = await anyio.to_thread.run_sync(partial(trained, base, steps=version))
+        await anyio.to_thread.run_sync(learner.write_trained_weights, tmp_path / f"v{version}")
+    long = SamplingOptions(temperature=1.0, max_tokens=390, min_tokens=390, seed=4)
+    async with serving(base, trusted=[tmp_path]) as local, client_of(local) as client:
+        publisher, sampled = publisher_of(local.url), []
+        await publisher.push(tmp_path / "v3", 3)
+
+        async def one():
+            sampled.append(await client.sample([1], long, min_policy_version=3))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one)
+            await local.until("num_requests_running", lambda count: count == 1)
+            await publisher.push(tmp_path / "v4", 4)
+    assert [span.version for span in sampled[0].spans] == [3, 4]
+
+
+@pytest.mark.models
+async def test_an_engine_that_refuses_an_adapter_of_another_base_goes_on(tmp_path):
+    for name, tied in (("base", True), ("other", False)):
+        write_small_qwen3(tmp_path / name, VOCABULARY, layers=1, tied=tied)
+    (tmp_path / "v3").mkdir()
+    await anyio.to_thread.run_sync(lambda: trained(tmp_path / "other").write_trained_weights(tmp_path / "v3"))
+    async with serving(tmp_path / "base") as local:
+        with anyio.fail_after(5), pytest.raises(EngineRefusedError, match="trained on other weights"):
+            await publisher_of(local.url).push(tmp_path / "v3", 3)
+        async with client_of(local) as client:
+            assert (await client.sample([1], SAMPLING, min_policy_version=UNVERSIONED)).token_ids, (
+                "it goes on with its old weights"
+            )
 
 
 async def test_a_request_names_the_newest_adapter_and_keeps_its_version(engine):

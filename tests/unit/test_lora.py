@@ -15,10 +15,8 @@ from stream.errors import RunMismatchError, SettingsError
 from tests.cases.models import loaded_once, write_small_qwen3
 from tests.unit.test_learner import VOCABULARY, completion, group, learner
 from workers.evaluate.evaluate import find_policy_folder
-from workers.launch.serve import run_engine
-from workers.role.exit_codes import ExitCode
 from workers.runs.progress import Progress
-from workers.settings.toml_file import dump_settings, parse_settings
+from workers.settings.toml_file import parse_settings
 from workers.train.checkpointing.checkpoint import CheckpointStore
 from workers.train.checkpointing.export import export
 from workers.train.model.adapter import merge_adapter
@@ -123,7 +121,7 @@ def test_bfloat16_halves_the_frozen_weights_and_the_adapter_stays_float32(base):
 
 @TIED
 def test_merged_weights_equal_the_adapted_model(base, rows, tmp_path):
-    result = trained(base)
+    result = trained(base, weights={"transport": "files"})
     result.copy_weights()(tmp_path / "v1")
     adapted = read(result.model, rows)
     assert torch.allclose(plain(tmp_path / "v1", rows), adapted, atol=TOLERANCE)
@@ -208,7 +206,7 @@ def test_the_seed_determines_the_initial_adapter(base):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_contains_the_merged_model_and_the_adapter(base, tmp_path, dtype):
-    result = trained(base, dtype=dtype)
+    result = trained(base, dtype=dtype, weights={"transport": "files"})
     CheckpointStore(tmp_path / "checkpoints").save(3, result, Progress(step=3))
     export(tmp_path, tmp_path / "out")
     result.copy_weights()(tmp_path / "published")
@@ -292,13 +290,20 @@ def test_publishing_adapters_needs_a_rank_and_does_not_keep_the_kv_cache():
         parse_settings(LEAST | {"lora": {"rank": 4}, "weights": {"transport": "adapter", "kv_cache": "keep"}})
 
 
-def test_the_local_engine_refuses_to_serve_a_run_that_publishes_adapters(base, tmp_path, capsys):
-    table = LEAST | {"lora": {"rank": 4}, "weights": {"transport": "adapter"}, "model": {"path": str(base)}}
-    (tmp_path / "run.toml").write_text(dump_settings(parse_settings(table)))
-    assert run_engine(tmp_path / "run.toml", "127.0.0.1", 0, ()) == ExitCode.USAGE
-    output = capsys.readouterr().err
-    assert "weights.transport" in output
-    assert "'files'" in output
+@pytest.mark.parametrize(
+    ("sections", "alone"),
+    [
+        ({"lora": {"rank": 4}}, True),
+        ({}, False),
+        ({"lora": {"rank": 4}, "engine": {"server": "vllm"}}, False),
+        ({"lora": {"rank": 4}, "engine": {"urls": ["http://127.0.0.1:1"]}}, False),
+        ({"lora": {"rank": 4}, "weights": {"kv_cache": "keep"}}, False),
+        ({"lora": {"rank": 4}, "weights": {"transport": "files"}}, False),
+        ({"lora": {"rank": 4}, "engine": {"server": "vllm"}, "weights": {"transport": "adapter"}}, True),
+    ],
+)
+def test_local_engines_of_the_run_get_the_adapter_alone_unless_settings_say_otherwise(sections, alone):
+    assert parse_settings(LEAST | sections).publishes_adapters == alone
 
 
 def test_an_adapter_with_other_settings_is_refused(base, bases, tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from workers.check.model import ModelFacts
 from workers.check.report import Checker
 from workers.demo.base_models import FOLDERS
 from workers.launch.specs import role_specs
+from workers.role import memory as role_memory
 from workers.role.memory import BUDGET, Memory, PassMemory
 from workers.runs.progress import Progress
 from workers.runs.warnings import read_incidents, read_warnings
@@ -40,6 +42,7 @@ from workers.train.step.memory_plan import (
     other_processes,
     plan_memory,
     rough_passes,
+    with_heap_gaps,
 )
 
 pytestmark = pytest.mark.models
@@ -190,10 +193,12 @@ def test_a_run_on_one_machine_tells_its_trainer_what_the_other_processes_leave(l
     monkeypatch.setattr(
         check_memory_module, "read_memory", lambda: Memory(total=6000 * MB, available=5000 * MB, source="cgroup")
     )
+    own = SimpleNamespace(rss=70 * MB, shared=20 * MB)
+    monkeypatch.setattr(check_memory_module.psutil.Process, "memory_info", lambda _: own)
     given = settings(llama, run={"name": "r"})
     budget = trainer_budget(given)
     others = other_processes(given, ModelShape.read(llama).parameters, ModelShape.read(llama))
-    assert budget == f"{int(5000 * MB - others.total)} (cgroup)"
+    assert budget == f"{int(5050 * MB - others.total)} (cgroup)", "the supervisor is one of the others"
     specs = {each.role: each for each in role_specs(given, tmp_path, "redis://x", (), budget)}
     assert specs["train"].environment == {BUDGET: budget}
     assert BUDGET not in specs["rollout"].environment
@@ -306,9 +311,11 @@ def found_by_check(folder, monkeypatch, available, measure=known_model, **sectio
     """Return the findings of a check on a machine with `available` bytes of free memory."""
     monkeypatch.setattr(check_memory_module, "_HAS_GPU", False)
     monkeypatch.setattr(pass_memory, "measure_model", measure)
-    monkeypatch.setattr(
-        check_memory_module, "read_memory", lambda: Memory(total=available, available=available, source="cgroup")
-    )
+    memory = Memory(total=available, available=available, source="cgroup")
+    for module in (check_memory_module, role_memory):
+        monkeypatch.setattr(module, "read_memory", lambda: memory)
+    own = SimpleNamespace(rss=0, shared=0)
+    monkeypatch.setattr(check_memory_module.psutil.Process, "memory_info", lambda _: own)
     checker = Checker(settings(folder, **sections))
     check_memory(checker, ModelFacts(parameters=135 * MB, max_positions=0))
     return checker.findings
@@ -328,13 +335,41 @@ def smol(tmp_path_factory):
 def test_a_run_that_cannot_fit_is_refused_with_figures_and_what_helps_most(smol, monkeypatch):
     (error,) = found_by_check(smol, monkeypatch, 4_000 * MB, rollout=SHORT)
     assert error.level == "error"
-    # 134.5 million parameters: weights .54, optimizer 1.61, copies 1.08, a pass .66, process .55,
-    # an engine 3.48, others .64
-    assert error.message.startswith("with the smallest passes (256 tokens) the run needs 8.5 GB: trainer 4.4 GB (")
+    # 134.5 million parameters: weights .54, optimizer 1.61, copies 1.08, a pass .66, process .49,
+    # an engine 1.72 with a cache of .25, others .60
+    assert error.message.startswith("with the smallest passes (256 tokens) the run needs 6.7 GB: trainer 4.4 GB (")
     assert "4.0 GB available (cgroup)" in error.message
-    assert error.remedy.startswith(
-        "engine.max_cache_bytes = 200_000_000 helps most: the run then needs 6.7 GB, which is"
-    )
+    assert error.remedy.startswith("[lora] rank = 16 helps most: the run then needs 4.4 GB, which is still too much")
+
+
+def test_a_large_cache_that_was_asked_for_is_what_to_lower(smol, monkeypatch):
+    engine = {"max_cache_bytes": 6_000_000_000}
+    (error,) = found_by_check(smol, monkeypatch, 8_000 * MB, rollout={"max_tokens": 4096}, engine=engine)
+    assert error.remedy.startswith("engine.max_cache_bytes = 200_000_000 helps most: the run then needs 6.")
+
+
+def test_an_adapter_that_is_published_whole_is_told_what_helps(smol, monkeypatch):
+    own = {"lora": {"rank": 16}, "weights": {"transport": "files"}, "rollout": SHORT, "model": {"dtype": "bfloat16"}}
+    (error,) = found_by_check(smol, monkeypatch, 3_600 * MB, **own)
+    assert error.remedy.startswith("weights.transport = 'adapter' helps most: the run then needs 3.")
+
+
+def test_the_cache_of_an_engine_is_a_part_of_the_memory(monkeypatch):
+    for total, expected in ((4 << 30, 1 << 28), (100 << 30, 2_000_000_000)):
+        memory = Memory(total=total, available=total, source="machine")
+        monkeypatch.setattr(role_memory, "read_memory", lambda memory=memory: memory)
+        assert role_memory.engine_cache_bytes("auto") == expected
+    assert role_memory.engine_cache_bytes(5) == 5
+
+
+def test_gaps_of_the_heap_are_those_of_an_adapter_on_a_cpu_and_bounded(smol):
+    passes = PassMemory(constant=1, per_token=1000)
+    assert with_heap_gaps(settings(smol), passes) == passes
+    adapted = with_heap_gaps(settings(smol, lora={"rank": 16}), passes)
+    half = with_heap_gaps(settings(smol, lora={"rank": 16}, model={"dtype": "bfloat16"}), passes)
+    gaps = [adapted.bytes_of(tokens, 100) - passes.bytes_of(tokens, 100) for tokens in (100, 4096, 10_000)]
+    assert gaps == [100 * adapted.gaps_per_token, 4096 * adapted.gaps_per_token, 4096 * adapted.gaps_per_token]
+    assert half.gaps_per_token == adapted.gaps_per_token / 2 > 0
 
 
 def test_an_adapter_helps_most_where_the_engine_is_elsewhere(smol, monkeypatch):
@@ -355,7 +390,7 @@ def test_a_number_of_tokens_that_cannot_fit_is_named(smol, monkeypatch):
     own = {"lora": {"rank": 16}, "rollout": SHORT, "train": {"micro_batch_tokens": 16384}}
     (error,) = found_by_check(smol, monkeypatch, 20_000 * MB, **own)
     assert (error.level, error.place) == ("error", "train.micro_batch_tokens")
-    assert error.message.startswith("with passes over 16,384 tokens the run needs 29.")
+    assert error.message.startswith("with passes over 16,384 tokens the run needs 3")
     assert error.remedy.startswith('train.micro_batch_tokens = "auto" helps most')
 
 

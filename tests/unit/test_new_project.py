@@ -64,7 +64,7 @@ def test_the_schema_is_that_of_the_settings():
     assert json.loads(json.dumps(made)) == SCHEMA, "run `make reference`"
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_the_schema_accepts_the_examples(path):
     assert problems(path.read_text()) == []
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -16,7 +17,7 @@ from stream.errors import PenstockError
 from stream.operator.memory import format_bytes
 from workers.check.model import ModelFacts
 from workers.check.report import Checker
-from workers.role.memory import Memory, PassMemory, read_memory
+from workers.role.memory import Memory, PassMemory, engine_cache_bytes, read_memory
 from workers.settings import Settings
 from workers.train.step.memory_plan import (
     MIN_TOKENS,
@@ -63,9 +64,15 @@ def trainer_budget(settings: Settings) -> str:
     shape = ModelShape.read(Path(settings.model.path))
     if shape is None:
         return ""
-    memory = read_memory()
+    memory = _memory_for_a_run()
     others = other_processes(settings, shape.parameters, shape)
     return f"{max(1, int(memory.available - others.total))} ({memory.source})"
+
+
+def _memory_for_a_run() -> Memory:
+    """Return the memory with that of this process, which is the run's supervisor or ends before the run begins."""
+    memory, own = read_memory(), psutil.Process().memory_info()
+    return replace(memory, available=min(memory.total, memory.available + own.rss - own.shared))
 
 
 def check_memory(checker: Checker, facts: ModelFacts | None) -> None:
@@ -97,7 +104,7 @@ def check_memory(checker: Checker, facts: ModelFacts | None) -> None:
 
 def estimate(settings: Settings, parameters: int) -> RunMemory | None:
     """Return what a run needs; None if the model's configuration does not say, or torch is missing to measure it."""
-    folder, memory = Path(settings.model.path), read_memory()
+    folder, memory = Path(settings.model.path), _memory_for_a_run()
     shape = ModelShape.read(folder)
     others = other_processes(settings, parameters, shape)
     if shape is not None and (bound := rough_passes(settings, shape)) is not None:
@@ -164,5 +171,9 @@ def _remedies(settings: Settings, found: RunMemory) -> Iterator[tuple[str, Setti
     if settings.model.dtype == "float32":
         yield 'model.dtype = "bfloat16"', replace(settings, model=replace(settings.model, dtype="bfloat16"))
     if found.others.engines:
-        engine = replace(settings.engine, max_cache_bytes=min(settings.engine.max_cache_bytes, 200_000_000))
-        yield "engine.max_cache_bytes = 200_000_000", replace(settings, engine=engine)
+        cache = min(engine_cache_bytes(settings.engine.max_cache_bytes), 200_000_000)
+        engine = replace(settings.engine, max_cache_bytes=cache)
+        yield f"engine.max_cache_bytes = {cache:_}", replace(settings, engine=engine)
+    if settings.lora.rank and not settings.publishes_adapters and settings.engine.server == "local":
+        weights = replace(settings.weights, transport="adapter")
+        yield "weights.transport = 'adapter'", replace(settings, weights=weights)

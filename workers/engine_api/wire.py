@@ -156,6 +156,8 @@ class WeightInfo(Struct):
     """Name of the weights; `policy_version` converts it to a number."""
     cache: CacheInfo | None = None
     """None: the engine does not say, as vLLM."""
+    merges_adapters: bool = False
+    """An update may be a LoRA adapter, which the engine adds to its weights. vLLM serves each adapter beside them."""
 
 
 class WeightFile(Struct):
@@ -172,7 +174,7 @@ class UpdateInfo(Struct, forbid_unknown_fields=True):
     """`update_info` of `POST /update_weights`: `path`, which may come with `files`, or `url` with `files`."""
 
     path: str | None = None
-    """Model folder in Hugging Face format, or a safetensors file; outside of the run's folder only with `files`."""
+    """Folder of a model or an adapter, or a safetensors file; outside of the run's folder only with `files`."""
     url: str | None = None
     """URL of the folder that holds the files, ending in a slash."""
     files: list[WeightFile] = field(default_factory=list)

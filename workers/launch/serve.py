@@ -12,6 +12,7 @@ from workers.hub.names import MODEL_SECTION, find_model, known_values, print_not
 from workers.launch.process import limit_drain, report_error, run_to_exit_code, watch_signals
 from workers.role.exit_codes import ExitCode
 from workers.role.log_setup import configure_logging
+from workers.role.memory import engine_cache_bytes
 from workers.settings import Settings
 from workers.settings.cross_checks import ENGINE_CHECKS
 from workers.settings.toml_file import load_settings, settings_for_model
@@ -105,11 +106,6 @@ def choose_server(
             threads=settings.run.threads,
             dtype=dtype,
         )
-    if settings.publishes_adapters:
-        raise SettingsError(
-            f"{target}: weights.transport is 'adapter', but the local engine does not support adapters; set it to "
-            "'files', or serve the model with vLLM and --enable-lora"
-        )
     return _policy_server(target, settings, dtype, host)
 
 
@@ -130,7 +126,11 @@ def _policy_server(target: Path, settings: Settings, dtype: str, host: str) -> C
             names=settings.engine.hosts,
             weight_folders=() if target.is_dir() or not settings.run.name else (settings.folder,),
         ),
-        limits=EngineLimits(settings.engine.max_batch_size, settings.max_model_len, settings.engine.max_cache_bytes),
+        limits=EngineLimits(
+            settings.engine.max_batch_size,
+            settings.max_model_len,
+            engine_cache_bytes(settings.engine.max_cache_bytes),
+        ),
         threads=settings.run.threads,
         dtype=dtype,
         more_routes=chat_routes,

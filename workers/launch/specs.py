@@ -60,12 +60,17 @@ def role_specs(
     for role, count in wanted.items():
         for index in range(count):
             metrics_address = _metrics_address(settings, len(specs) + 1)
-            metrics = ("--set", f"run.metrics_address={json.dumps(metrics_address)}") if metrics_address else ()
+            overrides: tuple[str, ...] = ()
+            if metrics_address:
+                overrides = ("--set", f"run.metrics_address={json.dumps(metrics_address)}")
+            if settings.publishes_adapters and role in {"rollout", "train"}:
+                # With the URLs of engines alone they could not tell that the run has started these.
+                overrides += ("--set", "weights.transport=adapter")
             specs.append(
                 ProcessSpec(
                     role=role,
                     index=index,
-                    command=(sys.executable, *COMMANDS[role], str(file), *addresses, *metrics),
+                    command=(sys.executable, *COMMANDS[role], str(file), *addresses, *overrides),
                     environment={BUDGET: trainer_memory} if role == "train" and trainer_memory else {},
                 )
             )

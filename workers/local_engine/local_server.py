@@ -315,9 +315,9 @@ class EngineRoutes:
         return json_response({"is_paused": self._scheduler.state != "running"})
 
     async def weight_info(self, _: web.Request) -> web.Response:
-        """Return the name of the weights, null before the first update; and what the cache takes."""
+        """Return the weights' name, null before the first update, what the cache takes, and what updates may be."""
         cache = CacheInfo(self._model.cache_bytes, self._model.max_cache_bytes)
-        return json_response(WeightInfo(self._scheduler.version, cache))
+        return json_response(WeightInfo(self._scheduler.version, cache, merges_adapters=True))
 
     async def pause(self, http: web.Request) -> web.Response:
         """Pause decoding; new requests wait."""
@@ -341,7 +341,7 @@ class EngineRoutes:
         return await self._run_command(lambda _: self._scheduler.start_weight_update())
 
     async def update_weights(self, http: web.Request) -> web.Response:
-        """Load a safetensors file or a model folder into the model: of the run's folder, or with the files' digests."""
+        """Load a model or an adapter from a folder, or a safetensors file: of the run's folder, or with digests."""
         info = _decode(await http.read(), UpdateWeightsRequest).update_info
         if (info.path is None) == (info.url is None):
             raise EngineRefusedError("update_info has a path, or a url with files")

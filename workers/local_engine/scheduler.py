@@ -22,12 +22,13 @@ import torch
 
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.wire import UNNAMED_WEIGHTS, UPDATE_SEQUENCE, PauseMode
+from workers.local_engine.base_weights import BaseWeights
 from workers.local_engine.kv_cache import PrefixCache
 from workers.local_engine.model_thread import EngineMessage, Generation, ModelCommand, ModelThread
 from workers.local_engine.shared_prefill import TOKEN_BYTES, longest_shared
 from workers.local_engine.slot_model import SlotModel
 from workers.local_engine.token_sampling import sample
-from workers.local_engine.weights import load_weights
+from workers.local_engine.weights import holds_adapter, load_weights
 
 SchedulerState = Literal["running", "draining", "paused"]
 UpdateState = Literal["none", "started", "updated"]
@@ -58,6 +59,7 @@ class Scheduler(ModelThread[EngineMessage]):
         """Name of the weights; None before the first update."""
         self.tokens_sampled = 0
         self._model = model
+        self._base = BaseWeights(model.model)
         self._max_batch = max_batch
         self._running: list[Generation] = []
         self._prefix_cache = PrefixCache(range(max_batch, model.slots))
@@ -234,10 +236,14 @@ class Scheduler(ModelThread[EngineMessage]):
         return True
 
     def update_weights(self, path: Path) -> bool:
-        """Load the weights at `path` into the model."""
+        """Load the weights at `path` into the model, or add the adapter there to its base weights."""
         if self._update_state == "none":
             raise EngineRefusedError(f"update_weights before start_weight_update; the order is {UPDATE_SEQUENCE}")
-        load_weights(self._model.model, path)
+        if holds_adapter(path):
+            self._base.add(path)
+        else:
+            load_weights(self._model.model, path)
+            self._base.forget()
         self._update_state = "updated"
         return True
 

@@ -29,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from stream.errors import EngineError, EngineRefusedError, SettingsError
 from workers.engine_api.http_access import AccessRules
 from workers.engine_api.wire import NEEDS_DIGESTS, WeightFile
+from workers.local_engine.base_weights import ADAPTER_FILE
 
 _INDEX = "model.safetensors.index.json"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -71,7 +72,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files of a folder, or the file itself.
+    """Return the safetensors files of a folder, which holds a model or an adapter, or the file itself.
 
     Raises:
         ValueError: the folder's index cannot be read.
@@ -79,7 +80,14 @@ def weight_files(path: Path) -> list[Path]:
     if path.is_dir() and (path / _INDEX).is_file():
         index = msgspec.json.decode((path / _INDEX).read_bytes(), type=_Shards)
         return [path / name for name in sorted(set(index.weight_map.values()))]
+    if holds_adapter(path):
+        return [path / ADAPTER_FILE]
     return [path / "model.safetensors" if path.is_dir() else path]
+
+
+def holds_adapter(path: Path) -> bool:
+    """Whether a folder holds an adapter instead of a model."""
+    return (path / ADAPTER_FILE).is_file()
 
 
 def _check(live: dict[str, Tensor], found: dict[str, Tensor], path: Path) -> None:

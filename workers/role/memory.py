@@ -8,7 +8,7 @@ the container does not see; then its own group is mounted at the root.
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import psutil
 from msgspec import Struct
@@ -16,6 +16,10 @@ from msgspec import Struct
 BUDGET: Final = "PENSTOCK_TRAINER_MEMORY"
 """Environment variable in which `penstock run` tells the trainer how many bytes of main memory it may use."""
 _ROOT: Final = Path("/")
+_LARGEST_CACHE, _CACHE_SHARE = 2_000_000_000, 16
+"""An engine's cache of keys and values has at most this many bytes, and this part of main memory; chosen."""
+_TOKENS_WITH_GAPS: Final = 4096
+"""With more tokens most blocks of a pass exceed 32 MB, above which the C library keeps none; a rough figure."""
 _UNLIMITED: Final = 1 << 60
 """Version 1 says "no limit" by a number near 2**63."""
 
@@ -38,10 +42,13 @@ class PassMemory(Struct, frozen=True, kw_only=True):
     per_token: float
     per_token_and_length: float = 0.0
     """For each token, times the length of its row: an attention that stores all its scores has this."""
+    gaps_per_token: float = 0.0
+    """Gaps between the blocks of the heap. Blocks of larger passes lie outside of it, and leave none."""
 
     def bytes_of(self, tokens: int, longest: int) -> float:
         """Return the bytes of a pass over this number of tokens, in rows of at most this length."""
-        return self.constant + tokens * (self.per_token + self.per_token_and_length * min(tokens, longest))
+        stored = tokens * (self.per_token + self.per_token_and_length * min(tokens, longest))
+        return self.constant + stored + self.gaps_per_token * min(tokens, _TOKENS_WITH_GAPS)
 
     def tokens_in(self, room: float, longest: int) -> int:
         """Return the most tokens whose pass takes at most `room` bytes; 0 if not even one fits."""
@@ -81,6 +88,11 @@ def read_memory(root: Path = _ROOT) -> Memory:
         if available < found.available:
             found = Memory(total=min(limit, found.total), available=available, source="ulimit")
     return found
+
+
+def engine_cache_bytes(given: Literal["auto"] | int) -> int:
+    """Return how many bytes the keys and values of a local engine may take, by `engine.max_cache_bytes`."""
+    return min(_LARGEST_CACHE, read_memory().total // _CACHE_SHARE) if given == "auto" else given
 
 
 def pressure_files(root: Path = _ROOT) -> list[Path]:

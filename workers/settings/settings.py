@@ -181,6 +181,8 @@ class Settings(Section, frozen=True, kw_only=True):
     @property
     def publishes_adapters(self) -> bool:
         """Engines get LoRA adapters instead of whole weights."""
+        if self.weights.transport == "auto" and self.weights.kv_cache == "recompute":
+            return bool(self.lora.rank) and self.engine.server == "local" and not self.engine.urls
         return self.weights.transport == "adapter"
 
     @property

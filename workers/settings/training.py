@@ -81,9 +81,10 @@ LOOPBACK_HOSTS: Final = ("127.0.0.1", "localhost", "::1")
 class WeightsSettings(Section, frozen=True):
     """`[weights]`: how engines get new weights (docs/weights.md)."""
 
-    transport: Literal["files", "http", "nccl", "adapter"] = "files"
+    transport: Literal["auto", "files", "http", "nccl", "adapter"] = "auto"
     """`files`: from a file system that trainer and engines share; `http`: download from the trainer (`run.address`);
-    `nccl`: GPU to GPU, unverified; `adapter`: only the LoRA adapter, as files, for vLLM with `--enable-lora`."""
+    `nccl`: GPU to GPU, unverified; `adapter`: only the LoRA adapter, as files. `auto`: `adapter` to local engines that
+    the run starts, if `lora.rank` is set; else `files`."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """KV cache of running requests after an update. `recompute`: each token's log-prob belongs to one version; `keep`:
     faster, and a mixture of versions."""
@@ -118,9 +119,9 @@ class EngineSettings(Section, frozen=True):
     """Deadline of one turn."""
     max_batch_size: PositiveInt = 128
     """Sequences that a started engine decodes together."""
-    max_cache_bytes: PositiveInt = 2_000_000_000
-    """Memory for keys and values in a started local engine. Sequences that do not fit wait; those that have ended are
-    forgotten, the least recently used first."""
+    max_cache_bytes: Literal["auto"] | PositiveInt = "auto"
+    """Memory for keys and values in a local engine; `auto`: a sixteenth of main memory, at most 2 GB. Sequences that do
+    not fit wait; those that have ended are forgotten, the least recently used first."""
     max_model_len: NonNegativeInt = 0
     """Tokens of a sequence in a started engine, prompt included; 0: `rollout.max_tokens` and 1024 for the prompt."""
 

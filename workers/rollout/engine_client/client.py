@@ -53,7 +53,7 @@ class EngineClient:
         max_attempts: attempts at one request while some engine answers.
         unavailable_timeout_s: how long to wait for an engine to answer, or for it to get its weights.
         sampling_options: every way in which the run samples, for the probe.
-        uses_adapters: each policy version is a separate adapter, requested by name.
+        uses_adapters: each policy version is an adapter; engines that do not merge it are asked for it by name.
         salts_prefix_cache: engines keep KV blocks that older weights computed; a salt per version keeps them apart.
     """
 

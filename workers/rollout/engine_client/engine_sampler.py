@@ -35,7 +35,7 @@ class EngineSampler:
         connections: HTTP connections.
         monitor: asks engines for their version.
         timeout_s: for one answer.
-        uses_adapters: each policy version is a separate adapter, requested by name.
+        uses_adapters: each policy version is an adapter; engines that do not merge it are asked for it by name.
         salts_prefix_cache: engines keep KV blocks that older weights computed; a salt per version keeps them apart.
     """
 
@@ -99,7 +99,8 @@ class EngineSampler:
             raise StaleWeightsError(str(engine.outdated_error(min_policy_version)))
         if capabilities.max_length:  # the completions route would refuse what the generate route cuts off
             options = options.capped(capabilities.max_length - len(prompt_ids))
-        adapter = adapter_name(version) if self._uses_adapters and version > UNVERSIONED else ""
+        names_adapter = self._uses_adapters and not capabilities.merges_adapters and version > UNVERSIONED
+        adapter = adapter_name(version) if names_adapter else ""
         salt = f"v{version}" if self._salts_prefix_cache else ""
         request = SamplingRequest(prompt_ids, options, model=adapter or capabilities.model, cache_salt=salt)
         body = api.encode(request)

@@ -16,7 +16,7 @@ from msgspec import structs
 from envs.remote.service_client import describe_response
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.connection_pool import QUERY_TIMEOUT_S, ConnectionPool
-from workers.engine_api.engine_queries import WEIGHT_INFO_PATH
+from workers.engine_api.engine_queries import WEIGHT_INFO_PATH, fetch_weight_info
 from workers.engine_api.wire import PROBE_PREFIX
 from workers.rollout.engine_client.sampling import UNVERSIONED, IncompatibleEngineError, SamplingOptions
 from workers.rollout.engine_client.sampling_apis import CompletionsApi, GenerateApi, SamplingApi, SamplingRequest
@@ -51,6 +51,8 @@ class Capabilities:
     """`/weight_info` names the policy version that the engine has."""
     reports_spans: bool
     """Answers name the policy version of each token; otherwise the client asks before and after each request."""
+    merges_adapters: bool
+    """Adapters are added to the engine's weights; otherwise a request names the one that samples it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class EngineProbe:
                 f"{url} answers, but /version or /v1/models is not that of vLLM's API"
             ) from error
         reports_version = await self._has_route("GET", url + WEIGHT_INFO_PATH)
+        merges_adapters = reports_version and (await fetch_weight_info(self._connections, url)).merges_adapters
         api: SamplingApi = GenerateApi() if await self._has_route("POST", url + GenerateApi.path) else CompletionsApi()
         target = _Target(url, model, api)
         answers = [await self._try_sampling(target, options) for options in self._sampling_options]
@@ -104,7 +107,7 @@ class EngineProbe:
             log.warning("engine.context_too_short", url=url, max_length=max_length, rollout_max_tokens=longest)
         log.info("engine.found", url=url, version=server_version, model=model, route=api.path, max_length=max_length)
         reports_spans = all(map(api.reports_versions, answers))
-        return Capabilities(server_version, model, max_length, api, reports_version, reports_spans)
+        return Capabilities(server_version, model, max_length, api, reports_version, reports_spans, merges_adapters)
 
     async def _has_route(self, method: str, url: str) -> bool:
         """Whether the server has this route; one that is there refuses an empty request."""

@@ -4,7 +4,6 @@ The layers are peft's, injected in place, so the model keeps its interface. On d
 format, which `peft.PeftModel.from_pretrained` and vLLM load.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,18 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stream.errors import RunMismatchError, SettingsError
+from workers.local_engine.base_weights import ADAPTER_FILE, BASE, NAME_PREFIX, SCALE, weights_digest
 from workers.settings import LoraSettings
 from workers.train.model.policy_folder import load_policy, save_policy
 from workers.train.ranks import full_tensor, shard_like
 
 CONFIG: Final = "adapter_config.json"
-WEIGHTS: Final = "adapter_model.safetensors"
 _NAME: Final = "default"
 """Name of the adapter inside the model; the file leaves it out of tensor names."""
-_PREFIX: Final = "base_model.model."
-"""Prefix of tensor names in peft's files."""
-_DIGEST_ELEMENTS: Final = 64
-"""Number of elements of each weight in the digest of a base model."""
 
 
 class Adapter:
@@ -52,13 +47,13 @@ class Adapter:
     def __init__(self, model: Any, base: Path, lora: LoraSettings, seed: int) -> None:
         self.model = model
         self.base = base
-        self._digest = _digest(model)
+        self._digest = weights_digest((name, full_tensor(value.detach())) for name, value in model.named_parameters())
         self._config = _inject(model, base, lora)
         self._layers = [model.get_submodule(name) for name in self._config.target_modules]
         self.parameters: dict[str, torch.nn.Parameter] = {}
         """Parameters by their names in peft's file."""
         for name, parameter in _train_adapter_alone(model):
-            self.parameters[_PREFIX + name.replace(f".{_NAME}.", ".")] = parameter
+            self.parameters[NAME_PREFIX + name.replace(f".{_NAME}.", ".")] = parameter
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.parameters.items():
             if "lora_A" in name:
@@ -112,7 +107,9 @@ class Adapter:
         """
         self._config.save_pretrained(folder)
         written = dict(tensors or self.copy_tensors())
-        save_file(written, folder / WEIGHTS, {"format": "pt", "base": self._digest, "dtype": dtype_name})
+        scale = repr(self._config.lora_alpha / self._config.r)
+        metadata = {"format": "pt", BASE: self._digest, SCALE: scale, "dtype": dtype_name}
+        save_file(written, folder / ADAPTER_FILE, metadata)
 
     def load(self, folder: Path) -> dict[str, Tensor]:
         """Load an adapter's tensors, by name.
@@ -121,7 +118,7 @@ class Adapter:
             RunMismatchError: the folder holds no adapter or a damaged one, or one with another shape, scale or base
                 model.
         """
-        if not (folder / WEIGHTS).is_file():
+        if not (folder / ADAPTER_FILE).is_file():
             raise RunMismatchError(
                 f"{folder}: there is no adapter, but lora.rank is set: it was written by a run that trained the whole "
                 "model; use another run name"
@@ -132,8 +129,8 @@ class Adapter:
                 f"{folder}: the adapter was trained with lora.alpha = {alpha:g}, not {self._config.lora_alpha:g}, and "
                 "would be another policy with it; put it back, or use another run name"
             )
-        with _open_safetensors(folder / WEIGHTS) as file:
-            if file.metadata().get("base") != self._digest:
+        with _open_safetensors(folder / ADAPTER_FILE) as file:
+            if file.metadata().get(BASE) != self._digest:
                 raise RunMismatchError(
                     f"{folder}: the adapter was trained with other base weights than those in {self.base} (or with "
                     "another "
@@ -165,7 +162,7 @@ def merge_adapter(folder: Path, out: Path) -> None:
         RunMismatchError: the base model has changed, or the adapter is damaged.
     """
     config = _config(folder)
-    with _open_safetensors(folder / WEIGHTS) as file:
+    with _open_safetensors(folder / ADAPTER_FILE) as file:
         dtype_name = file.metadata()["dtype"]
     base = Path(config["base_model_name_or_path"])
     if not (base / "config.json").is_file():
@@ -251,14 +248,3 @@ def _inject(model: Any, base: Path, lora: LoraSettings) -> Any:
         name for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)
     )
     return config
-
-
-def _digest(model: Any) -> str:
-    """Return a digest of a model's weights: names, shapes, and some elements of each."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
-        flat = full_tensor(parameter.detach()).flatten()
-        some = flat[:: max(1, len(flat) // _DIGEST_ELEMENTS)].float().cpu().contiguous()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(some.numpy().tobytes())
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""LoRA adapters: each policy version is loaded under a name and from a folder of its own.
+"""LoRA adapters in vLLM: each policy version is loaded under a name and from a folder of its own.
 
 One adapter samples a whole request, so the request's version is known from the start; running requests finish on their
 adapter while newer ones are loaded. Nothing is paused and no cache is cleared: vLLM keeps cached prefixes apart by the
@@ -41,7 +41,7 @@ class AdapterUpdate:
             config = await engine.server_config("lora_config")
         except EngineRefusedError as error:
             raise EngineRefusedError(
-                f"{engine.url} takes no adapters: it is the local engine, or a vLLM without VLLM_SERVER_DEV_MODE=1 "
+                f"{engine.url} takes no adapters: it is a vLLM without VLLM_SERVER_DEV_MODE=1, or another server "
                 f"({error}); set weights.transport = 'files', or {self._start_hint}"
             ) from error
         if config is None:

@@ -9,7 +9,7 @@ from envs.remote.service_client import describe_response
 from stream.errors import EngineError, EngineRefusedError
 from workers.engine_api.connection_pool import ConnectionPool, decode_response
 from workers.engine_api.engine_queries import WEIGHT_INFO_PATH, check_health, fetch_weight_name
-from workers.engine_api.wire import UNNAMED_WEIGHTS, policy_version
+from workers.engine_api.wire import UNNAMED_WEIGHTS, WeightInfo, policy_version
 
 log = structlog.get_logger()
 
@@ -124,6 +124,13 @@ class EngineControlClient:
     async def set_weight_version(self, version: int) -> None:
         """Set the version of the weights that the engine holds."""
         await self._post("/update_weight_version", {"new_version": str(version)})
+
+    async def merges_adapters(self) -> bool:
+        """Whether the engine adds adapters to its weights, as the local engine does."""
+        try:
+            return (await self._get(WEIGHT_INFO_PATH, WeightInfo)).merges_adapters
+        except EngineRefusedError:  # a vLLM without this route; its check names the remedy
+            return False
 
     async def server_config(self, name: str) -> Any:
         """Return one part of the configuration that the engine was started with; None if it has no such part.

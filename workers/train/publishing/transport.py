@@ -1,8 +1,7 @@
 """How weights reach engines: the `WeightTransport` protocol, and the transport that the settings name.
 
-Whole weights: pause the engine between two tokens, transfer the weights, resume.
-
-Whole weights through a file system that trainer and engines share.
+Weights that replace others: pause the engine between two tokens, transfer them, resume; here through a file system
+that trainer and engines share.
 """
 
 from collections.abc import AsyncIterator
@@ -61,7 +60,7 @@ async def open_transport(settings: Settings) -> AsyncIterator[WeightTransport]:
     if settings.publishes_adapters:
         from workers.train.publishing.adapter_update import AdapterUpdate
 
-        yield AdapterUpdate(settings.lora.rank)
+        yield AdapterTransport(beside=AdapterUpdate(settings.lora.rank), merged=PausedUpdate(SharedFolderTransfer()))
     elif weights.transport == "http":
         from workers.train.publishing.http_transfer import serve_weights
 
@@ -80,7 +79,7 @@ log = structlog.get_logger()
 
 
 class Transfer(Protocol):
-    """Moves whole weights into a paused engine."""
+    """Moves weights into a paused engine."""
 
     backend: ClassVar[str]
     """vLLM weight-transfer backend that the engine must run."""
@@ -141,6 +140,42 @@ class PausedUpdate:
             await engine.resume()
         except EngineError as resume_error:
             log.warning("engine.resume_failed", url=engine.url, why=str(resume_error))
+
+
+class AdapterTransport:
+    """Gives each engine adapters in the way that it takes them. A `WeightTransport`.
+
+    Args:
+        beside: for engines that serve adapters beside their weights.
+        merged: for engines that add an adapter to their weights.
+    """
+
+    def __init__(self, *, beside: WeightTransport, merged: WeightTransport) -> None:
+        self._beside, self._merged = beside, merged
+        self._merging: set[str] = set()
+        """URLs of the engines that merge; `check` finds it out."""
+
+    async def prepare(self, path: Path) -> None:
+        """Nothing to do: the files are in place."""
+
+    async def check(self, engine: EngineControlClient) -> None:
+        """See `WeightTransport`."""
+        if await engine.merges_adapters():
+            self._merging.add(engine.url)
+        else:
+            self._merging.discard(engine.url)
+            await self._beside.check(engine)
+
+    async def send(self, engine: EngineControlClient, path: Path, version: int) -> None:
+        """See `WeightTransport`."""
+        await self._of(engine).send(engine, path, version)
+
+    async def abort(self, engine: EngineControlClient, error: Exception) -> None:
+        """See `WeightTransport`."""
+        await self._of(engine).abort(engine, error)
+
+    def _of(self, engine: EngineControlClient) -> WeightTransport:
+        return self._merged if engine.url in self._merging else self._beside
 
 
 class SharedFolderTransfer:

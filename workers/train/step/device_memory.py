@@ -25,6 +25,7 @@ from workers.train.step.memory_plan import (
     TrainerMemory,
     longest_row,
     rough_passes,
+    with_heap_gaps,
 )
 
 log = structlog.get_logger()
@@ -99,7 +100,7 @@ def plan_loaded(
         weights=weights,
         optimizer=3.0 * _bytes_of(trained),
         copies=copies,
-        passes=passes,
+        passes=passes if ranks.device.type == "cuda" else with_heap_gaps(settings, passes),
         longest=longest_row(settings),
     )
 

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from stream.operator.memory import format_bytes
-from workers.role.memory import PassMemory
+from workers.role.memory import PassMemory, engine_cache_bytes
 from workers.settings import Settings
 
 MAX_TOKENS: Final = 16_384
@@ -31,8 +32,10 @@ MIN_TOKENS: Final = 256
 HEADROOM: Final = 0.15
 """Share of the memory that a choice leaves free, since allocators lose some of it between blocks; chosen."""
 _MULTIPLE: Final = 64
-TRAINER_BYTES: Final = 520 << 20
-"""Memory of a trainer before it has loaded a model; estimated."""
+TRAINER_BYTES: Final = 470 << 20
+"""Memory of a trainer before it has loaded a model: 412 to 465 MB in `benchmarks/memory.py`, peft included."""
+_HEAP_GAPS: Final = 0.35
+"""Gaps of the heap with an adapter, as a share of the bound of `rough_passes`; `benchmarks/memory.py` measures it."""
 _LOGITS_BYTES: Final = 3 * (64 << 20)
 """Blocks of logits that exist at a time (`workers.train.model.logit_blocks`)."""
 
@@ -47,6 +50,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     """Channels of all key heads of a layer."""
     query_size: int
     vocabulary: int
+    is_bfloat16: bool
+    """Its files are in bfloat16."""
     is_plain: bool
     """It has no experts, and each layer is attention and a gated network, so that bounds by these numbers hold."""
 
@@ -67,6 +72,7 @@ class ModelShape(Struct, frozen=True, kw_only=True):
                 key_value_size=size * int(text.get("num_key_value_heads") or heads),
                 query_size=size * heads,
                 vocabulary=int(text["vocab_size"]),
+                is_bfloat16="bfloat16" in {text.get("dtype"), text.get("torch_dtype")},
                 is_plain=kinds <= {"full_attention", "sliding_attention"} and not any("expert" in key for key in text),
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
@@ -129,7 +135,7 @@ class TrainerMemory(Struct, frozen=True, kw_only=True):
 def plan_memory(
     settings: Settings, *, parameters: int, trained: int, passes: PassMemory, process: float = TRAINER_BYTES
 ) -> TrainerMemory:
-    """Return what a trainer that is alone on its device needs.
+    """Return what a trainer that is alone on its CPU needs.
 
     Args:
         settings: of the run.
@@ -144,7 +150,7 @@ def plan_memory(
         weights=weight_bytes(settings, parameters, trained),
         optimizer=12.0 * trained,
         copies=0.0 if settings.publishes_adapters else 2.0 * published,
-        passes=passes,
+        passes=with_heap_gaps(settings, passes),
         longest=longest_row(settings),
     )
 
@@ -183,6 +189,21 @@ def rough_passes(settings: Settings, shape: ModelShape) -> PassMemory | None:
     )
 
 
+def with_heap_gaps(settings: Settings, passes: PassMemory) -> PassMemory:
+    """Return the memory of passes on a CPU, with the gaps that the heap has between blocks if there is an adapter.
+
+    An adapter stores many small tensors between large ones that are freed at once, and the C library (glibc 2.36) gives
+    such gaps neither back nor to blocks of other sizes. Without an adapter the gaps are small. Recomputed layers leave
+    as large ones.
+    """
+    shape = ModelShape.read(Path(settings.model.path))
+    bound = None if shape is None else rough_passes(settings, shape)
+    if bound is None or not settings.lora.rank:
+        return passes
+    width = 0.5 if settings.model.dtype == "bfloat16" else 1.0  # the bound is that of float32
+    return replace(passes, gaps_per_token=_HEAP_GAPS * width * bound.per_token)
+
+
 class OtherProcesses(Struct, frozen=True, kw_only=True):
     """Bytes that the other processes of a run need in main memory, if one machine runs them all."""
 
@@ -196,16 +217,16 @@ class OtherProcesses(Struct, frozen=True, kw_only=True):
 
 
 _ROLE_BYTES: Final[Mapping[str, int]] = {
-    "supervisor": 90 << 20,
-    "feed": 80 << 20,
+    "supervisor": 60 << 20,
+    "feed": 120 << 20,
     "rollout": 170 << 20,
-    "score": 110 << 20,
-    "dashboard": 100 << 20,
-    "redis": 60 << 20,
+    "score": 120 << 20,
+    "dashboard": 60 << 20,
+    "redis": 40 << 20,
 }
 """Memory of each process. In one run with short episodes and a trivial reward `smaps_rollup` showed resident MiB: feed
-53, rollout 75, score 53, server 15. The figures are chosen above that. Supervisor and dashboard are estimates.
-What environments and rewards of a project load is not counted.
+53, rollout 75, score 53, server 15, supervisor and dashboard 50; with reasoning-gym's environments 118, 173, 120. The
+figures are chosen above that. What else environments and rewards of a project load is not counted.
 """
 _ENGINE_BYTES: Final = 380 << 20
 """Memory of a local engine before it has loaded a model; estimated."""
@@ -228,7 +249,10 @@ def _engine_bytes(settings: Settings, parameters: int, shape: ModelShape | None)
         return 0.0
     if engine.server == "vllm":
         return float(engine.count * (_VLLM_BYTES + parameters * width))
-    cache = float(engine.max_cache_bytes)
+    cache = float(engine_cache_bytes(engine.max_cache_bytes))
     if shape is not None:
         cache = min(cache, shape.cache_bytes(2 * engine.max_batch_size * settings.max_model_len, width))
-    return engine.count * (_ENGINE_BYTES + 2.0 * parameters * width + cache)  # new weights are read beside the old ones
+    copies = 2.0  # new weights are read beside the old ones
+    if settings.publishes_adapters and width == 4 and shape is not None and shape.is_bfloat16:
+        copies = 1.5  # adapters are added to a base that is kept as it is in the file
+    return engine.count * (_ENGINE_BYTES + copies * parameters * width + cache)
