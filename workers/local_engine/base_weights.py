@@ -46,6 +46,11 @@ class _Product:
     b: Tensor
 
     @property
+    def fits_together(self) -> bool:
+        """Whether the two can be multiplied."""
+        return self.a.ndim == self.b.ndim == 2 and self.b.shape[1] == self.a.shape[0] > 0
+
+    @property
     def shape(self) -> tuple[int, int]:
         return self.b.shape[0], self.a.shape[1]
 
@@ -89,7 +94,7 @@ class BaseWeights:
                 "or with another model.dtype: serve the run's model.path, or set weights.transport to 'files'"
             )
         live = dict(self._model.named_parameters())
-        products, scale = _pair(tensors), float(metadata.get(SCALE, "nan"))
+        products, scale = _pair(tensors), _scale(metadata)
         problems = [*_problems(products, live, scale), *_alone(tensors)]
         if problems:
             more = f" and {len(problems) - 1} more like it" if len(problems) > 1 else ""
@@ -130,6 +135,13 @@ def _pair(tensors: Mapping[str, Tensor]) -> dict[str, _Product]:
     }
 
 
+def _scale(metadata: Mapping[str, str]) -> float:
+    try:
+        return float(metadata.get(SCALE, "nan"))
+    except ValueError:
+        return math.nan
+
+
 def _alone(tensors: Mapping[str, Tensor]) -> Iterable[str]:
     for name in sorted(tensors):
         partner = name.removesuffix(_A) + _B if name.endswith(_A) else name.removesuffix(_B) + _A
@@ -146,6 +158,8 @@ def _problems(products: Mapping[str, _Product], live: Mapping[str, Tensor], scal
         weight = live.get(name)
         if weight is None or weight.ndim != 2:
             yield f"the model has no matrix {name}"
+        elif not product.fits_together:
+            yield f"{name}: matrices {tuple(product.b.shape)} and {tuple(product.a.shape)} have no product"
         elif product.shape != tuple(weight.shape):
             yield f"{name} {product.shape} instead of {tuple(weight.shape)}"
         elif not product.largest() * abs(scale) < torch.finfo(weight.dtype).max:
