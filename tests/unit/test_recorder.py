@@ -10,7 +10,7 @@ from stream.errors import EngineRefusedError
 from stream.records import Completion, Prompt
 from tests.cases.families import template_of
 from tests.unit.test_episode import Scripted, make_chat
-from workers.rollout.agent_endpoint.openai_messages import parse_messages, to_openai_message
+from workers.rollout.agent_endpoint.dialects.openai_chat import OpenAIChat, parse_messages, to_openai_message
 from workers.rollout.agent_endpoint.recorder import Recorder
 from workers.rollout.episode import EpisodeContext
 from workers.rollout.episode_clock import EpisodeClock
@@ -39,14 +39,19 @@ def recorder_of(sampler, chat=None, **limits):
     return Recorder(context, completion, EpisodeClock(60.0)), completion
 
 
+async def ask(recorder, body):
+    """Ask for a turn as a program of OpenAI's chat completions does; returns the message."""
+    return to_openai_message((await recorder.complete(OpenAIChat().parse(body, {}))).message)
+
+
 @pytest.mark.parametrize("argument", [str(10**40), "[" * 120 + "]" * 120], ids=["huge", "nested"])
 async def test_a_call_that_a_record_cannot_hold_is_recorded_as_text_and_the_row_continues(argument):
     call = '<tool_call>{"name": "add", "arguments": {"a": ' + argument + "}}</tool_call>"
     recorder, completion = recorder_of(Scripted([call, "done"]))
-    reply = to_openai_message(await recorder.complete({"messages": [user("a")], "tools": ADD}))
+    reply = await ask(recorder, {"messages": [user("a")], "tools": ADD})
     assert json.loads(reply["tool_calls"][0]["function"]["arguments"]) == {"a": json.loads(argument)}
     answer = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "3"}
-    await recorder.complete({"messages": [user("a"), reply, answer], "tools": ADD})
+    await ask(recorder, {"messages": [user("a"), reply, answer], "tools": ADD})
     assert len(recorder.rows()) == 1
     assert parse_messages([reply])[0]["tool_calls"] == completion.messages[0]["tool_calls"]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(completion), type=Completion) == completion
@@ -55,7 +60,7 @@ async def test_a_call_that_a_record_cannot_hold_is_recorded_as_text_and_the_row_
 async def test_a_request_that_a_record_cannot_hold_is_refused():
     recorder, _ = recorder_of(Scripted(["one"]))
     with pytest.raises(EngineRefusedError, match="a record cannot hold"):
-        await recorder.complete({"messages": [user("a")], "tools": [{"huge": 10**40}]})
+        await ask(recorder, {"messages": [user("a")], "tools": [ADD[0] | {"huge": 10**40}]})
 
 
 async def test_closing_the_recorder_cancels_the_running_turn_and_refuses_the_next():
@@ -67,15 +72,15 @@ async def test_closing_the_recorder_cancels_the_running_turn_and_refuses_the_nex
     asked, refused = anyio.Event(), []
     recorder, completion = recorder_of(Slow([]))
 
-    async def ask():
+    async def one():
         try:
-            await recorder.complete({"messages": [user("a")]})
+            await ask(recorder, {"messages": [user("a")]})
         except EngineRefusedError as error:
             refused.append(str(error))
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask)
-        tasks.start_soon(ask)
+        tasks.start_soon(one)
+        tasks.start_soon(one)
         await asked.wait()
         recorder.close()
     assert refused == ["the episode is over"] * 2
@@ -86,6 +91,6 @@ async def test_closing_the_recorder_cancels_the_running_turn_and_refuses_the_nex
 async def test_a_row_ends_where_the_template_drops_reasoning_before_a_user_message(role, rows):
     sampler = Scripted(["<think>\nHm.\n</think>\n\nOne.", "Two."])
     recorder, _ = recorder_of(sampler, make_chat(template_of("qwen3")))
-    reply = to_openai_message(await recorder.complete({"messages": [user("a")]}))
-    await recorder.complete({"messages": [user("a"), reply, {"role": role, "content": "b"}]})
+    reply = await ask(recorder, {"messages": [user("a")]})
+    await ask(recorder, {"messages": [user("a"), reply, {"role": role, "content": "b"}]})
     assert len(recorder.rows()) == rows

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 
 from stream.records import Message
 from workers.local_engine.model_thread import Generation
-from workers.rollout.agent_endpoint.openai_messages import Reply, to_openai_message, to_template_message
+from workers.rollout.agent_endpoint.dialects.openai_chat import to_openai_message
+from workers.rollout.agent_endpoint.messages import turn_message
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.engine_client.sampling import cut_at_stop
 from workers.rollout.tool_formats.parsing import ParsedTurn, ToolFormat
 
 
@@ -51,11 +53,10 @@ class ChatChoice:
         """Return the finished turn as OpenAI's message, and why it ended."""
         text, stopped = cut_at_stop(self._prompt.chat.decode(self.generation.sampled), self._prompt.stops)
         turn = self._parse(text)
-        reply = Reply(to_template_message(turn, self._prompt.messages), self._finish_reason(turn, stopped=stopped))
-        message = to_openai_message(reply)
+        message = to_openai_message(turn_message(turn, self._prompt.messages))
         if turn.calls and not turn.content:
             message["content"] = None
-        return message, reply.finish_reason
+        return message, self._finish_reason(turn, stopped=stopped)
 
     def deltas(self) -> Iterator[dict[str, Any]]:
         """Yield the choice's part of each event that can be sent now; the last one has the reason of its end."""
@@ -129,12 +130,6 @@ class ChatChoice:
         if turn.calls and self.generation.finish_reason != "length":
             return "tool_calls"
         return "stop" if stopped else str(self.generation.finish_reason)
-
-
-def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
-    """Return the text before the first stop string, and whether there is one."""
-    ends = [found for stop in stops if (found := text.find(stop)) >= 0]
-    return (text[: min(ends)], True) if ends else (text, False)
 
 
 def _length_of_beginning(text: str, markers: Sequence[str]) -> int:

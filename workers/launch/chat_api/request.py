@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from stream.errors import EngineRefusedError
 from stream.records import Message
 from workers.engine_api.wire import GenerateRequest, SamplingParams
-from workers.rollout.agent_endpoint.openai_messages import parse_messages
+from workers.rollout.agent_endpoint.dialects.openai_chat import parse_messages
 
 _Count = Annotated[int, Meta(ge=1)]
 

@@ -1,101 +1,197 @@
-"""An OpenAI-compatible endpoint inside a rollout worker, for environments that run their own loop.
+"""An endpoint inside a rollout worker, for programs and environments that run their own loop.
 
-Each episode has its own URL with a secret, valid until the episode ends::
+It speaks three dialects (`dialects`). Each episode has a key, valid until the episode ends, which a client sends as it
+sends its vendor's key, or which stands in the URL::
 
-    POST http://host:port/SECRET/v1/chat/completions      {"messages": [...], "tools": [...], "stream": true}
+    POST http://host:port/v1/messages                     Authorization: Bearer KEY, or x-api-key: KEY
+    POST http://host:port/KEY/v1/chat/completions         {"messages": [...], "tools": [...], "stream": true}
 
-Only messages and tools of a request are read; temperature and limits come from the run's settings.
+What becomes of each field of a request stands in `fields`; temperature and limits come from the run's settings.
 
 One episode of an environment that runs its own loop: it asks the endpoint for every turn of the model.
 """
 
+import hashlib
 import secrets
-import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
+import anyio
 import msgspec
 import structlog
 from aiohttp import web
 
 from envs.contract import Observation
 from envs.factory import EnvironmentFactory
-from stream.errors import EngineRefusedError, EngineUnavailableError
+from stream.errors import EngineError, EngineRefusedError, EngineUnavailableError
 from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, Row
 from stream.validity import RolloutReason, TruncationReason
-from workers.engine_api.http_server import MAX_BODY_BYTES, error_middleware, error_response, listen
-from workers.rollout.agent_endpoint.openai_messages import Reply, to_openai_message
+from workers.engine_api.http_server import MAX_BODY_BYTES, error_middleware, listen
+from workers.rollout.agent_endpoint.dialects import DIALECTS
+from workers.rollout.agent_endpoint.dialects.base import MODEL_NAME, Dialect
+from workers.rollout.agent_endpoint.neutral import ModelReply, ModelRequest, RequestRefusedError
 from workers.rollout.agent_endpoint.recorder import Recorder
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.episode import BaseEpisode, EpisodeContext, EpisodeEnd
 
 log = structlog.get_logger()
 
-MODEL_NAME = "policy"
-"""Name of the only model that it serves."""
+_PING_S: Final = 5.0
+"""A stream begins after this time, and then says as often that it is alive. Earlier errors keep their status."""
+_RETRY_AFTER: Final = {"Retry-After": "5"}
+_OVER: Final = "the episode is over, or never was: no episode has this key"
 
 
 class AgentEndpoint:
-    """Gives each running episode its own URL. Made by `serve_endpoint`.
+    """Gives each running episode its own key and URL. Made by `serve_endpoint`.
 
     Args:
         url: where the routes are served.
-        recorders: the recorder of each running episode, by its secret; the routes read it.
+        recorders: the recorder of each running episode, by the digest of its key; the routes read it.
     """
 
-    def __init__(self, url: str, recorders: dict[str, Recorder]) -> None:
+    def __init__(self, url: str, recorders: dict[bytes, Recorder]) -> None:
         self.url = url
         self._recorders = recorders
 
     @contextmanager
     def episode(self, recorder: Recorder) -> Iterator[str]:
         """Serve one episode while the context is open; yields its base URL. Leaving cancels a running request."""
-        secret = secrets.token_urlsafe(16)
-        self._recorders[secret] = recorder
+        key = secrets.token_urlsafe(32)
+        self._recorders[_digest(key)] = recorder
         try:
-            yield f"{self.url}/{secret}/v1"
+            yield f"{self.url}/{key}/v1"
         finally:
-            del self._recorders[secret]
+            del self._recorders[_digest(key)]
             recorder.close()
+
+
+def _digest(key: str) -> bytes:
+    """Return what a key is found by: the time that takes says nothing about the keys."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 class _Routes:
     """Answers the requests of the running episodes."""
 
-    def __init__(self, recorders: Mapping[str, Recorder]) -> None:
+    def __init__(self, recorders: Mapping[bytes, Recorder]) -> None:
         self._recorders = recorders
+        self._unused: set[tuple[str, str]] = set()
 
     def app(self) -> web.Application:
         """Return the web application."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
-        app.router.add_post("/{secret}/v1/chat/completions", self._complete)
-        app.router.add_get("/{secret}/v1/models", self._models)
+        for start in ("", "/{key}"):
+            for dialect in DIALECTS:
+                app.router.add_post(start + dialect.path, partial(self._complete, dialect))
+            app.router.add_post(start + "/v1/messages/count_tokens", self._count_tokens)
+            app.router.add_get(start + "/v1/models", self._models)
         return app
 
     async def _models(self, _: web.Request) -> web.Response:
         """List the policy as the only model."""
-        return web.json_response({"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
+        model = {"id": MODEL_NAME, "object": "model", "type": "model", "display_name": MODEL_NAME}
+        return web.json_response({"object": "list", "data": [model], "has_more": False})
 
-    async def _complete(self, http: web.Request) -> web.StreamResponse:
+    async def _count_tokens(self, http: web.Request) -> web.Response:
+        """Count the tokens of a request to `/v1/messages`, in the form in which the model would see it."""
+        dialect = next(each for each in DIALECTS if each.name == "messages")
+        try:
+            recorder, request = await self._read(http, dialect)
+            return web.json_response({"input_tokens": await recorder.count_tokens(request)})
+        except EngineRefusedError as error:
+            return web.json_response(dialect.error(400, error), status=400)
+
+    async def _complete(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         """Sample a turn; its tokens become part of the completion."""
-        recorder = self._recorders.get(http.match_info["secret"])
-        if recorder is None:
-            return error_response(404, "no such episode, or it has ended")
         try:
-            request = msgspec.json.decode(await http.read(), type=dict[str, Any])
+            recorder, request = await self._read(http, dialect)
+            if request.streams:
+                return await _stream(http, dialect, request, partial(recorder.complete, request))
+            return web.json_response(dialect.body(await recorder.complete(request), request))
+        except EngineError as error:
+            return _error(dialect, error)
+
+    async def _read(self, http: web.Request, dialect: Dialect) -> tuple[Recorder, ModelRequest]:
+        """Return the episode and what it asks for.
+
+        Raises:
+            RequestRefusedError: there is no such episode, or the request is malformed.
+        """
+        recorder = self._recorders.get(_digest(_key(http)))
+        if recorder is None:  # 401 would make Claude Code wait for minutes
+            raise RequestRefusedError(_OVER)
+        try:
+            body = msgspec.json.decode(await http.read(), type=dict[str, Any])
         except ValueError as error:
-            raise EngineRefusedError(f"the request is not a JSON object: {error}") from error
-        is_retry = http.headers.get("x-stainless-retry-count", "0") != "0"
+            raise RequestRefusedError(f"the request is not a JSON object: {error}") from error
+        except RecursionError as error:
+            raise RequestRefusedError("the request is nested too deeply") from error
+        request = dialect.parse(body, http.headers)
+        for name in request.unused:
+            if (dialect.name, name) not in self._unused:
+                self._unused.add((dialect.name, name))
+                log.warning("endpoint.field_without_effect", dialect=dialect.name, field=name)
+        return recorder, request
+
+
+def _key(http: web.Request) -> str:
+    if key := http.match_info.get("key"):
+        return key
+    if key := http.headers.get("x-api-key"):
+        return key
+    return http.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _status(dialect: Dialect, error: EngineError) -> int:
+    if isinstance(error, EngineRefusedError):
+        return 400
+    if isinstance(error, EngineUnavailableError):
+        return 529 if dialect.name == "messages" else 503
+    return 500
+
+
+def _error(dialect: Dialect, error: EngineError) -> web.Response:
+    status = _status(dialect, error)
+    headers = _RETRY_AFTER if status in (503, 529) else {}
+    return web.json_response(dialect.error(status, error), status=status, headers=headers)
+
+
+async def _stream(
+    http: web.Request, dialect: Dialect, request: ModelRequest, complete: Callable[[], Awaitable[ModelReply]]
+) -> web.StreamResponse:
+    """Send the answer as server-sent events; nothing is sent before it is there, or before some seconds."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    answered = anyio.Event()
+
+    async def keep_alive() -> None:
+        while not answered.is_set():
+            with anyio.move_on_after(_PING_S):
+                await answered.wait()
+            if not answered.is_set():
+                if not response.prepared:
+                    await response.prepare(http)
+                await response.write(dialect.ping)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(keep_alive)
         try:
-            reply = await recorder.complete(request, is_retry=is_retry)
-        except EngineUnavailableError as error:
-            return error_response(503, str(error))
-        answer = _response_body(reply)
-        if not request.get("stream"):
-            return web.json_response(answer)
-        return await _stream(http, answer, with_usage=bool((request.get("stream_options") or {}).get("include_usage")))
+            chunks = list(dialect.events(await complete(), request))
+        except EngineError as error:
+            answered.set()
+            if not response.prepared:
+                return _error(dialect, error)
+            chunks = [dialect.error_event(_status(dialect, error), error)]
+        answered.set()
+    if not response.prepared:
+        await response.prepare(http)
+    for chunk in chunks:
+        await response.write(chunk)
+    await response.write_eof()
+    return response
 
 
 @asynccontextmanager
@@ -108,7 +204,7 @@ async def serve_endpoint(host: str) -> AsyncIterator[AgentEndpoint]:
     Raises:
         EngineError: this machine does not have that address.
     """
-    recorders: dict[str, Recorder] = {}
+    recorders: dict[bytes, Recorder] = {}
     async with listen(_Routes(recorders).app(), host, 0) as url:
         yield AgentEndpoint(url, recorders)
 
@@ -124,46 +220,6 @@ async def serve_endpoint_if_needed(
     async with serve_endpoint(host) as endpoint:
         log.info("endpoint.listening", url=endpoint.url)
         yield endpoint
-
-
-def _response_body(reply: Reply) -> dict[str, Any]:
-    """Return an OpenAI chat completion."""
-    usage = {
-        "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.completion_tokens,
-        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
-    }
-    choice = {"index": 0, "message": to_openai_message(reply), "finish_reason": reply.finish_reason, "logprobs": None}
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(8)}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": MODEL_NAME,
-        "choices": [choice],
-        "usage": usage,
-    }
-
-
-async def _stream(http: web.Request, answer: dict[str, Any], *, with_usage: bool) -> web.StreamResponse:
-    """Send the whole answer as server-sent events: one with the message, one with the finish reason."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(http)
-    (choice,) = answer["choices"]
-    delta = dict(choice["message"])
-    if calls := delta.get("tool_calls"):
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    head = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    chunks: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
-    ]
-    if with_usage:
-        chunks.append({"choices": [], "usage": answer["usage"]})
-    for chunk in chunks:
-        await response.write(b"data: " + msgspec.json.encode(head | chunk) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
 
 
 async def run_agent_episode(context: EpisodeContext, slot: EnvironmentSlot, endpoint: AgentEndpoint) -> Completion:

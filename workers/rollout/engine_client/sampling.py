@@ -264,3 +264,9 @@ def end_after_error(error: EngineError, turns: int) -> Failure | TruncationReaso
     if turns:
         return TruncationReason.CONTEXT
     return Failure(reason=RolloutReason.PROMPT_TOO_LONG, detail=str(error))
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> tuple[str, bool]:
+    """Return the text before the first stop string, and whether there is one."""
+    ends = [found for stop in stops if (found := text.find(stop)) >= 0]
+    return (text[: min(ends)], True) if ends else (text, False)

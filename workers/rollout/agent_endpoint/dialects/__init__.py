@@ -1,0 +1,8 @@
+"""Three dialects of programs: OpenAI chat completions, OpenAI Responses, Anthropic Messages. No I/O."""
+
+from workers.rollout.agent_endpoint.dialects.anthropic_messages import AnthropicMessages
+from workers.rollout.agent_endpoint.dialects.base import Dialect
+from workers.rollout.agent_endpoint.dialects.openai_chat import OpenAIChat
+from workers.rollout.agent_endpoint.dialects.openai_responses import OpenAIResponses
+
+DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(), AnthropicMessages())
