@@ -95,7 +95,7 @@ test-compose: setup  ## The images and compose.yaml on a Docker engine; skipped 
 	$(BIN)/pytest -m compose -s tests/compose
 
 reference: setup  ## The pages of docs/ that are generated from the code
-	for page in settings records algorithms commands http log-events; do \
+	for page in settings records algorithms agents commands http log-events; do \
 		$(BIN)/python docs/$$(echo $$page | tr - _)_page.py > .page.md && mv .page.md docs/$$page.md || exit 1; done
 	$(BIN)/python docs/settings_schema.py > .schema.json && mv .schema.json workers/settings/settings.schema.json
 

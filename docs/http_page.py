@@ -77,7 +77,7 @@ SERVERS = {
         ("workers/local_engine/pooling/pooling_server.py", "workers/local_engine/local_server.py"),
     ),
     "Environments with an own loop": (
-        "Each episode has a URL of its own, and takes requests of OpenAI's clients there until it ends.",
+        "Each episode has a key, in the header or before the route (`/KEY/v1/…`), until it ends: [agents](agents.md).",
         ("workers/rollout/agent_endpoint/endpoint.py",),
     ),
     "Weights for engines": (

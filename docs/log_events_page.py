@@ -29,6 +29,8 @@ MEANINGS = {
     "disk.writable": "The disk has room again.",
     "drain.started": "The first SIGTERM or SIGINT: finish what was begun, claim nothing new.",
     "endpoint.listening": "Environments with an own loop sample at this address.",
+    "endpoint.field_without_effect": "An agent's request has a field, or a tool of its vendor's, that changes nothing "
+    "([agents](agents.md#every-field-of-a-request)); once for each.",
     "engine.announced": "`penstock run` added an engine that it started.",
     "engine.backend_unknown": "The engine does not say which weight transfer it has; the update is tried.",
     "engine.busy": "The engine refused a request and said for how long; requests go to others until then.",

@@ -39,12 +39,11 @@ class Served:
 async def served(script, template="qwen3", **limits):
     sampler = script if hasattr(script, "sample") else Scripted(script)
     recorder, completion = recorder_of(sampler, make_chat(template_of(template)), **{"max_tokens": 50_000, **limits})
-    async with serve_endpoint("127.0.0.1") as endpoint:
-        with endpoint.episode(recorder) as url:
-            key = url.removesuffix("/v1").rpartition("/")[2]
-            clients = Served(endpoint.url, key, recorder, completion, sampler)
-            async with clients.openai, clients.anthropic:
-                yield clients
+    async with serve_endpoint("127.0.0.1") as endpoint, endpoint.episode(recorder) as url:
+        key = url.removesuffix("/v1").rpartition("/")[2]
+        clients = Served(endpoint.url, key, recorder, completion, sampler)
+        async with clients.openai, clients.anthropic:
+            yield clients
 
 
 async def by_chat(its, *, streams):
@@ -221,12 +220,14 @@ async def test_a_program_that_shortens_its_history_after_an_overflow_is_not_trun
 async def test_a_limit_is_an_empty_answer_that_says_so_and_then_an_error():
     async with served(["one"] * 9, max_turns=1) as its:
         ask = its.anthropic.messages
-        await ask.create(model="policy", max_tokens=9, messages=[USER])
+        answer = await ask.create(model="policy", max_tokens=9, messages=[USER])
+        messages = [USER, {"role": "assistant", "content": [block.model_dump() for block in answer.content]}, USER]
         for _ in range(3):
-            answer = await ask.create(model="policy", max_tokens=9, messages=[USER])
+            answer = await ask.create(model="policy", max_tokens=9, messages=messages)
             assert (answer.stop_reason, answer.content[0].text) == ("max_tokens", "")
+        assert its.recorder.end is TruncationReason.MAX_TURNS
         with pytest.raises(anthropic.BadRequestError, match="max_turns"):
-            await ask.create(model="policy", max_tokens=9, messages=[USER])
+            await ask.create(model="policy", max_tokens=9, messages=messages)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -285,3 +286,69 @@ async def test_only_one_call_is_given_if_the_program_wants_one():
         kept = message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
         await its.openai.chat.completions.create(messages=[USER, kept, result], **asked)
         assert len(its.recorder.rows()) == 1
+
+
+class Gate(Scripted):
+    """A sampler that waits for `open`."""
+
+    def __init__(self, script):
+        super().__init__(script)
+        self.open, self.began = anyio.Event(), anyio.Event()
+
+    async def sample(self, *args, **kwargs):
+        self.began.set()
+        await self.open.wait()
+        return await super().sample(*args, **kwargs)
+
+
+async def test_an_answer_that_was_lost_on_its_way_is_not_sampled_again():
+    sampler = Gate(lambda turn, text: f"answer {len(sampler.asked)}")
+    async with served(sampler) as its, aiohttp.ClientSession() as session:
+        url, body = f"{its.url}/{its.key}/v1/messages", {"messages": [USER], "stream": True}
+        with anyio.move_on_after(5) as scope:
+            async with anyio.create_task_group() as tasks:
+
+                async def leave():
+                    await session.post(url, json=body)
+
+                tasks.start_soon(leave)
+                await sampler.began.wait()
+                tasks.cancel_scope.cancel()  # the connection breaks while the turn is sampled
+        assert not scope.cancelled_caught
+        sampler.open.set()
+        await anyio.sleep(0.1)
+        async with session.post(url, json=body | {"stream": False}) as answer:
+            again = await answer.json()
+        assert again["content"][0]["text"] == "answer 1"
+        assert len(sampler.asked) == 1
+        async with session.post(url, json=body | {"stream": False}) as answer:  # delivered: now it is a second answer
+            assert (await answer.json())["content"][0]["text"] == "answer 2"
+    assert len(its.recorder.rows()) == 2
+
+
+async def test_a_request_that_says_that_it_is_a_retry_gets_the_same_answer():
+    sampler = Scripted(lambda turn, text: f"answer {len(sampler.asked)}")
+    async with served(sampler) as its, aiohttp.ClientSession() as session:
+        said = []
+        for count in ("0", "1", "2"):
+            headers = {"x-stainless-retry-count": count}
+            url = f"{its.url}/{its.key}/v1/chat/completions"
+            async with session.post(url, json={"messages": [USER]}, headers=headers) as answer:
+                said.append((await answer.json())["choices"][0]["message"]["content"])
+    assert said == ["answer 1"] * 3
+    assert len(sampler.asked) == 1
+
+
+async def test_two_requests_at_once_are_two_answers():
+    sampler = Scripted(lambda turn, text: f"answer {len(sampler.asked)}")
+    async with served(sampler) as its:
+        said = []
+
+        async def one():
+            answer = await its.openai.chat.completions.create(model="policy", messages=[USER])
+            said.append(answer.choices[0].message.content)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one)
+            tasks.start_soon(one)
+    assert sorted(said) == ["answer 1", "answer 2"]

@@ -17,7 +17,7 @@ from workers.rollout.agent_endpoint.messages import turn_message
 from workers.rollout.agent_endpoint.neutral import REASONING, ModelReply, RequestRefusedError
 from workers.rollout.tool_formats.parsing import ParsedTurn, ToolCall
 
-BY_PATH = {dialect.path: dialect for dialect in DIALECTS}
+BY_PATH = {"/v1/chat/completions": DIALECTS[0], "/v1/responses": DIALECTS[1], "/v1/messages": DIALECTS[2]}
 CHAT, RESPONSES, MESSAGES = DIALECTS
 USER = {"role": "user", "content": "a"}
 
@@ -83,8 +83,8 @@ def test_the_tools_of_a_namespace_have_one_name_for_the_model_and_two_for_the_pr
     turn = ParsedTurn("", [ToolCall("multi_agent_v1__spawn_agent", {"message": "go"}, "")])
     (item,) = RESPONSES.body(reply_of(turn, []), found)["output"]
     assert (item["namespace"], item["name"]) == ("multi_agent_v1", "spawn_agent")
-    again = RESPONSES.parse({"input": [USER, item]}, {})
-    assert again.messages[-1]["tool_calls"][0]["function"]["name"] == "multi_agent_v1__spawn_agent"
+    again = RESPONSES.parse({"input": [USER, item, USER]}, {})
+    assert again.messages[1]["tool_calls"][0]["function"]["name"] == "multi_agent_v1__spawn_agent"
 
 
 def test_system_messages_stay_where_the_program_put_them():

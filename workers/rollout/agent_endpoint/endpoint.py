@@ -13,9 +13,8 @@ One episode of an environment that runs its own loop: it asks the endpoint for e
 
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
-from functools import partial
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 import anyio
@@ -30,9 +29,10 @@ from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, Row
 from stream.validity import RolloutReason, TruncationReason
 from workers.engine_api.http_server import MAX_BODY_BYTES, error_middleware, listen
-from workers.rollout.agent_endpoint.dialects import DIALECTS
+from workers.rollout.agent_endpoint.answers import Answer, Answers
+from workers.rollout.agent_endpoint.dialects import CHAT, MESSAGES, RESPONSES
 from workers.rollout.agent_endpoint.dialects.base import MODEL_NAME, Dialect
-from workers.rollout.agent_endpoint.neutral import ModelReply, ModelRequest, RequestRefusedError
+from workers.rollout.agent_endpoint.neutral import ModelRequest, RequestRefusedError
 from workers.rollout.agent_endpoint.recorder import Recorder
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.episode import BaseEpisode, EpisodeContext, EpisodeEnd
@@ -50,23 +50,32 @@ class AgentEndpoint:
 
     Args:
         url: where the routes are served.
-        recorders: the recorder of each running episode, by the digest of its key; the routes read it.
+        episodes: the answers of each running episode, by the digest of its key; the routes read it.
     """
 
-    def __init__(self, url: str, recorders: dict[bytes, Recorder]) -> None:
+    def __init__(self, url: str, episodes: dict[bytes, Answers]) -> None:
         self.url = url
-        self._recorders = recorders
+        self._episodes = episodes
 
-    @contextmanager
-    def episode(self, recorder: Recorder) -> Iterator[str]:
-        """Serve one episode while the context is open; yields its base URL. Leaving cancels a running request."""
-        key = secrets.token_urlsafe(32)
-        self._recorders[_digest(key)] = recorder
-        try:
-            yield f"{self.url}/{key}/v1"
-        finally:
-            del self._recorders[_digest(key)]
-            recorder.close()
+    @asynccontextmanager
+    async def episode(self, recorder: Recorder) -> AsyncIterator[str]:
+        """Serve one episode while the context is open; yields its base URL. Leaving cancels what is being sampled.
+
+        What is raised within the context is raised as it is, and not in a group.
+        """
+        key, failure = secrets.token_urlsafe(32), None
+        async with anyio.create_task_group() as tasks:
+            self._episodes[_digest(key)] = Answers(recorder, tasks)
+            try:
+                yield f"{self.url}/{key}/v1"
+            except Exception as error:  # noqa: BLE001  (raised below)
+                failure = error
+            finally:
+                del self._episodes[_digest(key)]
+                recorder.close()
+                tasks.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
 
 
 def _digest(key: str) -> bytes:
@@ -77,19 +86,34 @@ def _digest(key: str) -> bytes:
 class _Routes:
     """Answers the requests of the running episodes."""
 
-    def __init__(self, recorders: Mapping[bytes, Recorder]) -> None:
-        self._recorders = recorders
+    def __init__(self, episodes: Mapping[bytes, Answers]) -> None:
+        self._episodes = episodes
         self._unused: set[tuple[str, str]] = set()
 
     def app(self) -> web.Application:
         """Return the web application."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
-        for start in ("", "/{key}"):
-            for dialect in DIALECTS:
-                app.router.add_post(start + dialect.path, partial(self._complete, dialect))
-            app.router.add_post(start + "/v1/messages/count_tokens", self._count_tokens)
-            app.router.add_get(start + "/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/responses", self._responses)
+        app.router.add_post("/v1/messages", self._messages)
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
+        app.router.add_get("/v1/models", self._models, allow_head=False)
+        for route in [*app.router.routes()]:
+            path = route.resource.canonical if route.resource else ""
+            app.router.add_route(route.method, f"/{{key}}{path}", route.handler)
         return app
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        """Sample a turn, asked for by OpenAI's chat completions; its tokens become part of the completion."""
+        return await self._complete(CHAT, http)
+
+    async def _responses(self, http: web.Request) -> web.StreamResponse:
+        """Sample a turn, asked for by OpenAI's Responses."""
+        return await self._complete(RESPONSES, http)
+
+    async def _messages(self, http: web.Request) -> web.StreamResponse:
+        """Sample a turn, asked for by Anthropic's Messages."""
+        return await self._complete(MESSAGES, http)
 
     async def _models(self, _: web.Request) -> web.Response:
         """List the policy as the only model."""
@@ -98,31 +122,35 @@ class _Routes:
 
     async def _count_tokens(self, http: web.Request) -> web.Response:
         """Count the tokens of a request to `/v1/messages`, in the form in which the model would see it."""
-        dialect = next(each for each in DIALECTS if each.name == "messages")
         try:
-            recorder, request = await self._read(http, dialect)
-            return web.json_response({"input_tokens": await recorder.count_tokens(request)})
+            answers, request = await self._read(http, MESSAGES)
+            return web.json_response({"input_tokens": await answers.recorder.count_tokens(request)})
         except EngineRefusedError as error:
-            return web.json_response(dialect.error(400, error), status=400)
+            return _error(MESSAGES, error)
 
     async def _complete(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
-        """Sample a turn; its tokens become part of the completion."""
         try:
-            recorder, request = await self._read(http, dialect)
-            if request.streams:
-                return await _stream(http, dialect, request, partial(recorder.complete, request))
-            return web.json_response(dialect.body(await recorder.complete(request), request))
+            answers, request = await self._read(http, dialect)
+            answer = answers.get(request)
+            answer.readers += 1
+            try:
+                send = _stream if request.streams else _send
+                response = await send(http, dialect, request, answer)
+                answer.is_delivered = answer.error is None
+            finally:
+                answer.readers -= 1
         except EngineError as error:
             return _error(dialect, error)
+        return response
 
-    async def _read(self, http: web.Request, dialect: Dialect) -> tuple[Recorder, ModelRequest]:
+    async def _read(self, http: web.Request, dialect: Dialect) -> tuple[Answers, ModelRequest]:
         """Return the episode and what it asks for.
 
         Raises:
             RequestRefusedError: there is no such episode, or the request is malformed.
         """
-        recorder = self._recorders.get(_digest(_key(http)))
-        if recorder is None:  # 401 would make Claude Code wait for minutes
+        answers = self._episodes.get(_digest(_key(http)))
+        if answers is None:  # 401 would make Claude Code wait for minutes
             raise RequestRefusedError(_OVER)
         try:
             body = msgspec.json.decode(await http.read(), type=dict[str, Any])
@@ -135,7 +163,7 @@ class _Routes:
             if (dialect.name, name) not in self._unused:
                 self._unused.add((dialect.name, name))
                 log.warning("endpoint.field_without_effect", dialect=dialect.name, field=name)
-        return recorder, request
+        return answers, request
 
 
 def _key(http: web.Request) -> str:
@@ -150,7 +178,7 @@ def _status(dialect: Dialect, error: EngineError) -> int:
     if isinstance(error, EngineRefusedError):
         return 400
     if isinstance(error, EngineUnavailableError):
-        return 529 if dialect.name == "messages" else 503
+        return 529 if dialect is MESSAGES else 503
     return 500
 
 
@@ -160,9 +188,15 @@ def _error(dialect: Dialect, error: EngineError) -> web.Response:
     return web.json_response(dialect.error(status, error), status=status, headers=headers)
 
 
-async def _stream(
-    http: web.Request, dialect: Dialect, request: ModelRequest, complete: Callable[[], Awaitable[ModelReply]]
-) -> web.StreamResponse:
+async def _send(http: web.Request, dialect: Dialect, request: ModelRequest, answer: Answer) -> web.StreamResponse:
+    """Send the answer as one object, to its end: then it is delivered."""
+    response = web.json_response(dialect.body(await answer.wait(), request))
+    await response.prepare(http)
+    await response.write_eof()
+    return response
+
+
+async def _stream(http: web.Request, dialect: Dialect, request: ModelRequest, answer: Answer) -> web.StreamResponse:
     """Send the answer as server-sent events; nothing is sent before it is there, or before some seconds."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     answered = anyio.Event()
@@ -179,7 +213,7 @@ async def _stream(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(keep_alive)
         try:
-            chunks = list(dialect.events(await complete(), request))
+            chunks = list(dialect.events(await answer.wait(), request))
         except EngineError as error:
             answered.set()
             if not response.prepared:
@@ -204,9 +238,9 @@ async def serve_endpoint(host: str) -> AsyncIterator[AgentEndpoint]:
     Raises:
         EngineError: this machine does not have that address.
     """
-    recorders: dict[bytes, Recorder] = {}
-    async with listen(_Routes(recorders).app(), host, 0) as url:
-        yield AgentEndpoint(url, recorders)
+    episodes: dict[bytes, Answers] = {}
+    async with listen(_Routes(episodes).app(), host, 0) as url:
+        yield AgentEndpoint(url, episodes)
 
 
 @asynccontextmanager
@@ -251,7 +285,7 @@ class AgentEpisode(BaseEpisode):
         sampling = {"temperature": limits.temperature, "max_tokens": limits.max_tokens_per_turn}
         self.context.progress.activity = Activity.OWN_LOOP
         end: EpisodeEnd = TruncationReason.WALL_CLOCK
-        with self._endpoint.episode(recorder) as url:
+        async with self._endpoint.episode(recorder) as url:
             with self.clock, self.clock.tools:  # the program's own time, since it calls the tools
                 end = await self._slot.run_episode(url, sampling, 2 * limits.episode_timeout_s)
             if self.clock.is_up:

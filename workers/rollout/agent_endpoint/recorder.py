@@ -4,65 +4,50 @@ A program elsewhere (an environment server, an agent) holds the conversation and
 it becomes token ids, the worker's engine client samples the next turn, and the recorder keeps the tokens; the program
 gets text. So the recorded tokens are the sampled ones, whatever the program sends back.
 
-A request that continues a recorded conversation (the same messages, the same answer, then new messages) extends its row
-by a continuation. Any other request (rewritten or compacted history, another agent's conversation, or a chat template
-that cannot continue) starts a new row. Each row holds exactly what the model saw when it sampled.
+A request that continues a recorded turn (the same messages, the same answer, then new messages) extends its row by a
+continuation. Any other request (rewritten or compacted history, a sub-agent's conversation, a second answer to the same
+question) starts a new row (`branches`). Each row holds exactly what the model saw when it sampled. Several requests may
+be sampled at once: a turn is recorded when it has been sampled, in one step.
 """
 
 import hashlib
 import re
 import secrets
 from bisect import bisect_left
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import anyio
-import msgspec
 from msgspec.structs import replace
 
-from stream.errors import DataError, EngineError, EngineRefusedError, EngineUnavailableError, PenstockError
+from stream.errors import DataError, EngineError, EngineRefusedError, EngineUnavailableError
 from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, Row
 from stream.validity import RolloutReason, TruncationReason
+from workers.rollout.agent_endpoint.branches import Branches, Place, Turn, digests_of
+from workers.rollout.agent_endpoint.chats_by_tools import KnownChat, chats_by_tools
 from workers.rollout.agent_endpoint.messages import turn_message
 from workers.rollout.agent_endpoint.neutral import REASONING, ContextOverflowError, ModelReply, ModelRequest
-from workers.rollout.agent_endpoint.role_rules import RoleRules, find_role_rules
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.renderer import AssistantTurn
-from workers.rollout.engine_client.sampling import SampledTurn, cut_at_stop, end_after_error
+from workers.rollout.engine_client.sampling import SampledTurn, context_seed, cut_at_stop, end_after_error
 from workers.rollout.episode import EpisodeContext, measure_time
 from workers.rollout.episode_clock import EpisodeClock
-from workers.rollout.rows import RowBuilder
 from workers.rollout.token_ids import TokenIds
 from workers.rollout.tool_formats.parsing import REASONING_TAGS, ParsedTurn, reasoning_end
 
 _MAX_EMPTY_REPLIES = 3
 """Empty replies after a limit is reached, so that the program can finish by itself; then requests are refused."""
-_MAX_TOOL_SETS = 64
-"""Distinct lists of tools to cache; a model and an environment mostly have one."""
+_MAX_PARALLEL = 16
+"""Turns of an episode that are sampled at once; more wait, since a program might end on an error."""
+_MAX_ROWS = 256
+"""Rows of an episode: a program that compacts again and again would otherwise sample without end."""
+_BRANCHES = 8
+"""How many times `rollout.max_tokens` and `rollout.max_turns`, which hold for each branch, all branches together may
+have."""
 _LONGEST = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)")
 """How engines say the longest context that they take."""
-
-
-@dataclass(eq=False, slots=True)
-class _Branch:
-    """One conversation, which makes one row."""
-
-    row: RowBuilder
-    chat: ChatTokenizer
-    messages: list[Message] = field(default_factory=list)
-    """As the program sent them, and the model's last answer."""
-    prompt: list[Message] = field(default_factory=list)
-    """Messages before the first turn."""
-    turns: list[AssistantTurn] = field(default_factory=list)
-    """Turns that were sampled, with what the program sent after each; of the last one, nothing yet."""
-    ended_with_eos: bool = True
-    """The last turn ended with the template's own end-of-turn token."""
-
-    def turns_before(self, messages: list[Message]) -> list[AssistantTurn]:
-        """Return the turns, the last one followed by what a request adds."""
-        return [*self.turns[:-1], replace(self.turns[-1], replies=messages[len(self.messages) :])]
 
 
 class Recorder:
@@ -83,69 +68,70 @@ class Recorder:
         self.error: EngineUnavailableError | None = None
         self._context, self._completion, self._clock = context, completion, clock
         self._chats = chats_by_tools(context.chat)
-        self._branches: list[_Branch] = []
-        self._empty_replies = 0
-        self._turn_lock = anyio.Lock()
-        self._request_scope = anyio.CancelScope()
+        self._branches = Branches()
+        self._empty_replies = Counter[Turn | None]()
+        self._parallel = anyio.Semaphore(_MAX_PARALLEL)
+        self._scopes: set[anyio.CancelScope] = set()
+        self._sampling, self._engine = 0, ExitStack()
         self._closed = False
-        self._last_reply: tuple[bytes, ModelReply] | None = None
+        self._asked = Counter[bytes]()
         self._key = secrets.token_bytes(16)
         self._sent: dict[tuple[str, str], str] = {}
         """The content of each turn, by its reasoning and its text as programs got them apart."""
 
     def rows(self) -> list[Row]:
-        """Return what was sampled, one row per branch."""
-        return [row for branch in self._branches if (row := branch.row.row()) is not None]
+        """Return what was sampled; each sampled token is in one row."""
+        return self._branches.sampled_rows()
 
     def versions(self) -> set[int]:
         """Return the policy versions that sampled so far."""
-        return set().union(*(branch.row.versions() for branch in self._branches))
+        return self._branches.versions()
 
     async def complete(self, request: ModelRequest) -> ModelReply:
-        """Sample a turn. A repeated request gets the same answer.
+        """Sample a turn.
 
         Raises:
             ContextOverflowError: the context is longer than the engine takes.
             EngineRefusedError: the chat template refuses the request, a limit is reached, or the episode is over.
             EngineError: the turn could not be sampled.
         """
-        async with self._turn_lock:  # a program may have several agents, but a branch grows at one end
-            if not self._closed:
-                with anyio.CancelScope() as self._request_scope:
-                    return await self._complete(request)
-            raise EngineRefusedError("the episode is over")
+        if not self._closed:
+            with anyio.CancelScope() as scope:
+                self._scopes.add(scope)
+                try:
+                    async with self._parallel:
+                        return await self._complete(request)
+                finally:
+                    self._scopes.discard(scope)
+        raise EngineRefusedError("the episode is over")
 
     async def count_tokens(self, request: ModelRequest) -> int:
         """Return the length of a request's context; nothing is sampled, and nothing is recorded."""
-        chat = await self._chats.get(request.tools)
-        return len(await self._encode(chat.rules.apply(self._joined(request.messages)), chat.chat))
+        known = await self._chats.get(request.tools)
+        return len(await _encode(known.rules.apply(self._joined(request.messages)), known.chat))
 
     def close(self) -> None:
-        """End the episode: refuse new requests, and cancel the one that is being sampled."""
+        """End the episode: refuse new requests, and cancel those that are being sampled."""
         self._closed = True
-        self._request_scope.cancel()
+        for scope in self._scopes:
+            scope.cancel()
 
     async def _complete(self, request: ModelRequest) -> ModelReply:
-        try:
-            key = msgspec.msgpack.encode([request.messages, request.tools])
-        except (ValueError, OverflowError, RecursionError) as error:
-            raise EngineRefusedError(f"the request holds values that a record cannot hold: {error}") from error
-        if request.is_retry and self._last_reply is not None and self._last_reply[0] == key:
-            return self._last_reply[1]
-        limits = self._context.limits
-        if self._completion.turns >= limits.max_turns:
-            return self._limit_reply(TruncationReason.MAX_TURNS)
         known = await self._chats.get(request.tools)
-        messages = known.rules.apply(self._joined(request.messages))
-        branch = await self._find_branch(messages, known.chat) if known.continues else None
-        row = await self._render(messages, known.chat, branch)
-        tokens_left = limits.max_tokens - sum(len(other.row) for other in self._branches if other is not branch)
-        tokens_left -= len(row)
-        if tokens_left <= 0:
-            return self._limit_reply(TruncationReason.LENGTH)
-        reply = await self._sample(branch or _Branch(row, known.chat), row, messages, request, tokens_left)
-        self._last_reply = key, reply
-        return reply
+        place = await self._find_place(known, known.rules.apply(self._joined(request.messages)))
+        limit = self._limit_reached(place)
+        if limit is not None:
+            return self._limit_reply(limit, place)
+        tokens_left = self._context.limits.max_tokens - place.used
+        starts_in_reasoning = place.chat.open_reasoning(place.context)
+        sampled = await self._ask_engine(place, request, tokens_left)
+        text = await place.chat.decode_turn(sampled.token_ids)
+        spoken = AssistantTurn(sampled.token_ids, text, open_reasoning=starts_in_reasoning)
+        shown = ParsedTurn(cut_at_stop(text, request.stop)[0])
+        if request.tools:
+            shown = self._context.tool_format.parse(shown.content, starts_in_reasoning=bool(starts_in_reasoning))
+            shown = ParsedTurn(shown.content, shown.calls[:1], shown.errors) if request.one_call else shown
+        return self._record(place, sampled, spoken, shown)
 
     def _joined(self, messages: list[Message]) -> list[Message]:
         """Return the conversation with the reasoning of each turn in its content, as it was sampled."""
@@ -154,178 +140,146 @@ class Recorder:
             if message["role"] == "assistant" and isinstance(message["content"], str):
                 rest = {key: value for key, value in message.items() if key != REASONING}
                 reasoning, text = str(message.get(REASONING, "")), message["content"]
-                joined.append(rest | {"content": self._sent.get((reasoning, text)) or _with_reasoning(reasoning, text)})
+                sent = self._sent.get((reasoning, text))
+                joined.append(rest | {"content": _with_reasoning(reasoning, text) if sent is None else sent})
             else:
                 joined.append(message)
         return joined
 
-    async def _find_branch(self, messages: list[Message], chat: ChatTokenizer) -> _Branch | None:
-        """Return the branch that a request continues, in a conversation whose history the template leaves unchanged."""
-        for branch in self._branches:
-            known = len(branch.messages)
-            if branch.chat is chat and len(messages) > known and messages[:known] == branch.messages:
-                is_unchanged = await chat.continues(branch.prompt, branch.turns_before(messages))
-                return branch if is_unchanged else None
-        return None
-
-    async def _render(self, messages: list[Message], chat: ChatTokenizer, branch: _Branch | None) -> RowBuilder:
-        """Return the row with the tokens that the model is to see: a branch and what is new, or a new row."""
-        if branch is None:
-            return RowBuilder(await self._encode(messages, chat))
+    async def _find_place(self, known: KnownChat, messages: list[Message]) -> Place:
+        """Find the turn that a request continues, and make the tokens that the model is to see."""
+        chat = known.chat
         try:
-            ids = await chat.encode_continuation(messages[len(branch.messages) :], branch.ended_with_eos)
+            digests = digests_of(messages, known.digest)
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise EngineRefusedError(f"the request holds values that a record cannot hold: {error}") from error
+        found = self._branches.find(digests)
+        if found is None:
+            return Place(None, messages, chat, digests[-1], await _encode(messages, chat), 0)
+        parent, count = found
+        added = messages[count:]
+        if not known.takes_tools:
+            context = await _encode(messages, chat)
+            return Place(parent, added, chat, digests[-1], context, max(0, len(context) - parent.end))
+        prompt, turns = parent.conversation(added)
+        try:
+            if await chat.continues(prompt, turns):
+                ids = await chat.encode_continuation(added, parent.ended_with_eos)
+                context = parent.context()
+                context.extend(ids)
+                return Place(parent, added, chat, digests[-1], context, len(ids), continues=True)
+            context, new_count = await chat.encode_conversation(prompt, turns)
         except DataError as error:
             raise EngineRefusedError(str(error)) from error
-        row = branch.row.copy()  # a request that cannot be sampled leaves no trace
-        row.append_context(ids)
-        return row
+        continues = parent.context().is_prefix_of(context)
+        return Place(parent, added, chat, digests[-1], context, new_count, continues)
 
-    async def _encode(self, messages: list[Message], chat: ChatTokenizer) -> TokenIds:
-        try:
-            return await chat.encode_prompt(messages)
-        except DataError as error:
-            raise EngineRefusedError(str(error)) from error
+    def _limit_reached(self, place: Place) -> TruncationReason | None:
+        limits, completion, branches = self._context.limits, self._completion, self._branches
+        if place.depth >= limits.max_turns or completion.turns >= _BRANCHES * limits.max_turns:
+            return TruncationReason.MAX_TURNS
+        if place.used >= limits.max_tokens or branches.token_count() >= _BRANCHES * limits.max_tokens:
+            return TruncationReason.LENGTH
+        return TruncationReason.LENGTH if len(branches.rows) >= _MAX_ROWS else None
 
-    async def _sample(
-        self, branch: _Branch, row: RowBuilder, messages: list[Message], request: ModelRequest, tokens_left: int
-    ) -> ModelReply:
-        """Sample the next turn of a branch, and record it there."""
-        chat, prompt_ids = branch.chat, row.context()
-        prompt_length, starts_in_reasoning = len(prompt_ids), bool(chat.open_reasoning(prompt_ids))
-        sampled = await self._ask_engine(chat, prompt_ids, request, tokens_left)
-        text, _ = cut_at_stop(await chat.decode_turn(sampled.token_ids), request.stop)
-        cached_tokens = len(branch.row.context()) if branch in self._branches else 0
-        row.append_sample(sampled)
-        turn = ParsedTurn(text)
-        if request.tools:
-            turn = self._context.tool_format.parse(text, starts_in_reasoning=starts_in_reasoning)
-            turn = ParsedTurn(turn.content, turn.calls[:1], turn.errors) if request.one_call else turn
-        message = turn_message(turn, messages)
-        self._record_turn(messages, message, turn)
-        if branch not in self._branches:
-            self._branches.append(branch)
-        branch.prompt = branch.prompt or messages
-        turns = branch.turns_before(messages) if branch.turns else []
-        branch.turns = [*turns, AssistantTurn(sampled.token_ids, text)]
-        branch.row, branch.messages = row, [*messages, message]
-        branch.ended_with_eos = sampled.token_ids[-1:] == [chat.end_of_turn_id]
-        end = reasoning_end(turn.content, starts_in_reasoning=starts_in_reasoning)
-        reasoning, visible = _without_tags(turn.content[:end]), turn.content[end:].lstrip() if end else turn.content
-        self._sent[reasoning, visible] = turn.content
-        return ModelReply(
-            id=hashlib.blake2b(str(self._completion.turns).encode(), key=self._key, digest_size=9).hexdigest(),
-            message=message,
-            text=visible,
-            reasoning=reasoning,
-            finish="length" if sampled.is_truncated else "calls" if turn.calls else "stop",
-            prompt_tokens=prompt_length,
-            completion_tokens=len(sampled.token_ids),
-            reasoning_tokens=_tokens_of_text(chat, sampled.token_ids, end),
-            cached_tokens=cached_tokens,
-        )
-
-    async def _ask_engine(
-        self, chat: ChatTokenizer, prompt_ids: TokenIds, request: ModelRequest, tokens_left: int
-    ) -> SampledTurn:
+    async def _ask_engine(self, place: Place, request: ModelRequest, tokens_left: int) -> SampledTurn:
         """Sample a turn, within the limits of run, episode and request."""
-        context, completion = self._context, self._completion
+        context, chat = self._context, place.chat
         most = min(context.limits.max_tokens_per_turn, tokens_left, request.max_tokens or tokens_left)
-        options = context.sampling_options(completion.turns, max_tokens=most, stop_token_ids=chat.stop_token_ids)
-        context.progress.activity = Activity.SAMPLING
+        options = context.sampling_options(0, max_tokens=most, stop_token_ids=chat.stop_token_ids)
+        seed = context_seed(context.seed, place.digest, self._asked[place.digest])
+        self._asked[place.digest] += 1
+        options = replace(options, stop=(*options.stop, *request.stop), seed=seed)
         try:
-            with measure_time(completion, "engine"), self._clock.engine:
+            with self._engine_time():
                 return await context.sampler.sample(
-                    prompt_ids,
-                    replace(options, stop=(*options.stop, *request.stop)),
-                    min_policy_version=context.min_policy_version,
+                    place.context, options, min_policy_version=context.min_policy_version
                 )
         except EngineUnavailableError as error:
             self.error = error
             raise
         except EngineError as error:
-            end = end_after_error(error, completion.turns)
+            end = end_after_error(error, self._completion.turns)
             self._record_end(end)
             if end is TruncationReason.CONTEXT or (
                 isinstance(end, Failure) and end.reason is RolloutReason.PROMPT_TOO_LONG
             ):
                 found = _LONGEST.search(str(error))
-                raise ContextOverflowError(len(prompt_ids), int(found[1]) - 1 if found else 0) from error
+                raise ContextOverflowError(len(place.context), int(found[1]) - 1 if found else 0) from error
             raise
-        finally:
-            context.progress.activity = Activity.OWN_LOOP
 
-    def _record_turn(self, messages: list[Message], message: Message, turn: ParsedTurn) -> None:
-        """Append the conversation to the completion, for people and reward functions, in the order it happened."""
+    @contextmanager
+    def _engine_time(self) -> Iterator[None]:
+        """Let the engine's time run while at least one turn is sampled."""
+        progress = self._context.progress
+        if not self._sampling:
+            self._engine.enter_context(measure_time(self._completion, "engine"))
+            self._engine.enter_context(self._clock.engine)
+            progress.activity = Activity.SAMPLING
+        self._sampling += 1
+        try:
+            yield
+        finally:
+            self._sampling -= 1
+            if not self._sampling:
+                self._engine.close()
+                progress.activity = Activity.OWN_LOOP
+
+    def _record(self, place: Place, sampled: SampledTurn, spoken: AssistantTurn, shown: ParsedTurn) -> ModelReply:
+        """Record a turn, in one step, and make the reply."""
         completion = self._completion
+        parent = place.parent
+        before = [] if parent is None else [m for turn in parent.path() for m in (*turn.added, turn.message)]
+        message = turn_message(shown, [*before, *place.added])
+        cached_tokens = parent.end if parent is not None and place.continues else 0
+        prompt_tokens = len(place.context)
         if self.end is TruncationReason.CONTEXT:  # the program has shortened its history
             self.end = None
         if not completion.turns:
-            completion.prompt_messages = messages
-        recorded = [*completion.prompt_messages, *completion.messages]
-        common = next((i for i, (a, b) in enumerate(zip(recorded, messages, strict=False)) if a != b), len(recorded))
-        completion.messages += [*messages[common:], message]
+            completion.prompt_messages = place.added
+        completion.messages += [*(place.added if completion.turns else ()), message]
         completion.turns += 1
-        completion.tool_calls += len(turn.calls)
-        completion.tool_errors += len(turn.errors)
+        completion.tool_calls += len(shown.calls)
+        completion.tool_errors += len(shown.errors)
+        self._branches.add(place, sampled, spoken, message)
+        end = reasoning_end(shown.content, starts_in_reasoning=bool(spoken.open_reasoning))
+        reasoning = _without_tags(shown.content[:end])
+        text = shown.content[end:].lstrip() if end else shown.content
+        self._sent[reasoning, text] = shown.content
+        return ModelReply(
+            id=hashlib.blake2b(str(completion.turns).encode(), key=self._key, digest_size=9).hexdigest(),
+            message=message,
+            text=text,
+            reasoning=reasoning,
+            finish="length" if sampled.is_truncated else "calls" if shown.calls else "stop",
+            prompt_tokens=prompt_tokens,
+            completion_tokens=len(sampled.token_ids),
+            reasoning_tokens=_tokens_of_text(place.chat, sampled.token_ids, end),
+            cached_tokens=cached_tokens,
+        )
 
     def _record_end(self, end: Failure | TruncationReason) -> None:
         """Record how the episode ends; a failure outweighs a limit."""
         if isinstance(end, Failure) or not isinstance(self.end, Failure):
             self.end = end
 
-    def _limit_reply(self, reason: TruncationReason) -> ModelReply:
-        """Return an empty reply once a limit is reached."""
-        self._record_end(reason)
-        self._empty_replies += 1
-        if self._empty_replies > _MAX_EMPTY_REPLIES:
+    def _limit_reply(self, reason: TruncationReason, place: Place) -> ModelReply:
+        """Return an empty reply once a limit is reached; one of a sub-agent's conversation does not end the episode."""
+        root = place.parent.root if place.parent else None
+        if root is None or root is self._branches.first:
+            self._record_end(reason)
+        self._empty_replies[root] += 1
+        if self._empty_replies[root] > _MAX_EMPTY_REPLIES:
             raise EngineRefusedError(f"the episode is over: its limit, {reason}, is reached")
         message: Message = {"role": "assistant", "content": ""}
         return ModelReply(id=secrets.token_hex(9), message=message, text="", finish="length")
 
 
-class _KnownChat(NamedTuple):
-    """A model's chat with a list of tools."""
-
-    chat: ChatTokenizer
-    continues: bool
-    """Conversations continue in one row."""
-    rules: RoleRules
-
-
-class ChatsByTools:
-    """One model's chat with the tools of each request, and what its template can do with them."""
-
-    def __init__(self, chat: ChatTokenizer) -> None:
-        self._chat = chat
-        self._cache: dict[bytes, _KnownChat] = {}
-
-    async def get(self, tools: list[dict[str, Any]] | None) -> _KnownChat:
-        """Return the chat with these tools."""
-        key = msgspec.json.encode(tools)
-        if key not in self._cache:
-            if len(self._cache) >= _MAX_TOOL_SETS:
-                self._cache.clear()
-            self._cache[key] = await anyio.to_thread.run_sync(partial(_chat_with_tools, self._chat, tools))
-        return self._cache[key]
-
-
-@lru_cache(maxsize=32)
-def chats_by_tools(chat: ChatTokenizer) -> ChatsByTools:
-    """Return the cache that all groups of an environment share, so that each list of tools is checked once."""
-    return ChatsByTools(chat)
-
-
-def _chat_with_tools(chat: ChatTokenizer, tools: list[dict[str, Any]] | None) -> _KnownChat:
-    """Return the chat; where conversations do not continue, each turn is rendered as a whole, in its own row."""
-    chat = chat.with_tools(tools)
-    rules = find_role_rules(chat)
+async def _encode(messages: list[Message], chat: ChatTokenizer) -> TokenIds:
     try:
-        history = chat.check_history(with_user_replies=True)
-        if history.rewrites_history:  # perhaps after a user message only, as many templates do
-            chat.check_history()
-    except PenstockError:  # the template knows no tools
-        return _KnownChat(chat, False, rules)
-    return _KnownChat(chat, not chat.rewrites_history, rules)
+        return await chat.encode_prompt(messages)
+    except DataError as error:
+        raise EngineRefusedError(str(error)) from error
 
 
 def _without_tags(reasoning: str) -> str:

@@ -19,6 +19,8 @@ _MARKS: Final = ("alpha-mark", "beta-mark", "gamma-mark")
 class RoleRules(NamedTuple):
     """What a chat template takes as it is."""
 
+    system: bool = True
+    """A system message, at the start."""
     late_system: bool = True
     """A system message after another message."""
     repeated_system: bool = True
@@ -29,7 +31,8 @@ class RoleRules(NamedTuple):
     def apply(self, messages: Sequence[Message]) -> list[Message]:
         """Return the conversation with what the template does not take merged into the message before it."""
         result: list[Message] = []
-        for message in messages:
+        for given in messages:
+            message = given if self.system or given["role"] != "system" else given | {"role": "user"}
             before = result[-1] if result else None
             if before is None or self._is_taken(message["role"], before["role"], is_start=_is_start(result)):
                 result.append(message)
@@ -49,6 +52,7 @@ def find_role_rules(chat: ChatTokenizer) -> RoleRules:
     """Find out by trying what a chat template takes."""
     system, user, answer = ("system", "user", "assistant")
     return RoleRules(
+        system=_shows_all(chat, (system, user)),
         late_system=_shows_all(chat, (system, user, system)) and _shows_all(chat, (user, answer, system)),
         repeated_system=_shows_all(chat, (system, system, user)),
         repeated_user=_shows_all(chat, (user, user)),

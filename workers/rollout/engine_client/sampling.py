@@ -244,6 +244,18 @@ def turn_seed(episode_seed: int, turn: int) -> int:
     return (_first_turn_seed(episode_seed) + turn * _ODD) % 2**63
 
 
+def context_seed(episode_seed: int, digest: bytes, number: int) -> int:
+    """Return the seed of a turn that depends on no order of arrival.
+
+    Args:
+        episode_seed: of the episode.
+        digest: of the conversation.
+        number: of answers that were sampled before to the same conversation.
+    """
+    hashed = hashlib.blake2b(f"{episode_seed} {number} ".encode() + digest, digest_size=8).digest()
+    return int.from_bytes(hashed, "little") >> 1
+
+
 @lru_cache(maxsize=_CACHED_SEEDS)
 def _first_turn_seed(episode_seed: int) -> int:
     """Return a hash: episodes of a group have consecutive seeds."""

@@ -5,4 +5,5 @@ from workers.rollout.agent_endpoint.dialects.base import Dialect
 from workers.rollout.agent_endpoint.dialects.openai_chat import OpenAIChat
 from workers.rollout.agent_endpoint.dialects.openai_responses import OpenAIResponses
 
-DIALECTS: tuple[Dialect, ...] = (OpenAIChat(), OpenAIResponses(), AnthropicMessages())
+CHAT, RESPONSES, MESSAGES = OpenAIChat(), OpenAIResponses(), AnthropicMessages()
+DIALECTS: tuple[Dialect, ...] = (CHAT, RESPONSES, MESSAGES)

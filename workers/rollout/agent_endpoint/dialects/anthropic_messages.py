@@ -11,6 +11,7 @@ from workers.rollout.agent_endpoint.dialects.base import (
     function,
     is_retry,
     items,
+    refuse_prefill,
     text,
     texts,
 )
@@ -35,7 +36,6 @@ class AnthropicMessages:
     """`POST /v1/messages`."""
 
     name: ClassVar[str] = "messages"
-    path: ClassVar[str] = "/v1/messages"
     ping: ClassVar[bytes] = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ModelRequest:
@@ -49,12 +49,7 @@ class AnthropicMessages:
             _add_message(builder, message)
         if not conversation:
             raise RequestRefusedError("messages: a list with at least one message expected", "messages")
-        if conversation[-1].get("role") == "assistant":
-            raise RequestRefusedError(
-                "messages: the last one is the assistant's; the beginning of an answer cannot be given: it would not "
-                "be sampled",
-                "messages",
-            )
+        refuse_prefill(builder.messages, "messages")
         tools, left_out = _parse_tools(body.get("tools"))
         choice = body.get("tool_choice") or {}
         return ModelRequest(

@@ -1,10 +1,11 @@
 """What a dialect is, and how its parts are read: each names the field that is wrong."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import msgspec
 
+from stream.records import Message
 from workers.rollout.agent_endpoint.neutral import ModelReply, ModelRequest, RequestRefusedError
 
 MODEL_NAME = "policy"
@@ -18,12 +19,10 @@ class Dialect(Protocol):
 
     Attributes:
         name: of its rules in `fields`.
-        path: of its route.
         ping: what a stream says while the answer is awaited.
     """
 
     name: ClassVar[str]
-    path: ClassVar[str]
     ping: ClassVar[bytes]
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ModelRequest:
@@ -97,3 +96,9 @@ def function(name: str, description: object, parameters: object) -> dict[str, An
     described = {"description": description} if isinstance(description, str) and description else {}
     schema = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
+
+
+def refuse_prefill(messages: Sequence[Message], field: str) -> None:
+    """Refuse a conversation that ends with the beginning of an answer: that beginning would not be sampled."""
+    if messages and messages[-1]["role"] == "assistant":
+        raise RequestRefusedError(f"{field}: the last message is the assistant's, but an answer cannot be begun", field)

@@ -9,7 +9,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from stream.records import Message
-from workers.rollout.agent_endpoint.dialects.base import MODEL_NAME, count, event, is_retry, items, text, texts
+from workers.rollout.agent_endpoint.dialects.base import (
+    MODEL_NAME,
+    count,
+    event,
+    is_retry,
+    items,
+    refuse_prefill,
+    text,
+    texts,
+)
 from workers.rollout.agent_endpoint.fields import check_fields
 from workers.rollout.agent_endpoint.messages import MessageBuilder
 from workers.rollout.agent_endpoint.neutral import (
@@ -27,14 +36,15 @@ class OpenAIChat:
     """`POST /v1/chat/completions`."""
 
     name: ClassVar[str] = "chat"
-    path: ClassVar[str] = "/v1/chat/completions"
     ping: ClassVar[bytes] = b": ping\n\n"
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ModelRequest:
         """Read a request."""
         unused = check_fields(body, self.name)
+        messages = parse_messages(body.get("messages"))
+        refuse_prefill(messages, "messages")
         return ModelRequest(
-            messages=parse_messages(body.get("messages")),
+            messages=messages,
             tools=None if body.get("tool_choice") == "none" else parse_tools(body.get("tools")),
             max_tokens=count(body, "max_completion_tokens", "max_tokens"),
             stop=texts(body.get("stop"), "stop"),

@@ -15,6 +15,7 @@ from workers.rollout.agent_endpoint.dialects.base import (
     function,
     is_retry,
     items,
+    refuse_prefill,
     text,
 )
 from workers.rollout.agent_endpoint.dialects.openai_chat import openai_error
@@ -32,7 +33,6 @@ class OpenAIResponses:
     """`POST /v1/responses`."""
 
     name: ClassVar[str] = "responses"
-    path: ClassVar[str] = "/v1/responses"
     ping: ClassVar[bytes] = b": ping\n\n"
 
     def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ModelRequest:
@@ -47,6 +47,7 @@ class OpenAIResponses:
         conversation.end_turn()
         if not conversation.builder.messages:
             raise RequestRefusedError("input: a text, or a list with at least one message expected", "input")
+        refuse_prefill(conversation.builder.messages, "input")
         tools, namespaces, left_out = _parse_tools(body.get("tools"))
         return ModelRequest(
             messages=conversation.builder.messages,

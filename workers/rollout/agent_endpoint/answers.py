@@ -1,0 +1,97 @@
+"""Answers that outlive their connection: a request that is repeated gets the turn that was sampled for the first one.
+
+A program whose stream breaks asks again, and not always says so. Sampled anew, the first turn would be in the row or in
+the dark; so a turn is sampled to its end whoever reads it, and kept for whoever asks the same again.
+"""
+
+import hashlib
+from typing import Final
+
+import anyio
+import msgspec
+from anyio.abc import TaskGroup
+
+from stream.errors import EngineRefusedError
+from workers.rollout.agent_endpoint.neutral import ModelReply, ModelRequest
+from workers.rollout.agent_endpoint.recorder import Recorder
+
+_KEPT_S: Final = 30.0
+"""How long an answer that nobody read to its end waits for the same request; then the request is sampled anew."""
+
+
+class Answer:
+    """A turn that is being sampled, or was.
+
+    Attributes:
+        is_delivered: a program got all of it.
+        readers: requests that wait for it, or are being sent it.
+        error: why there is none.
+        ended_at: by the event loop's clock; None before.
+    """
+
+    def __init__(self) -> None:
+        self.is_delivered = False
+        self.readers = 0
+        self.error: Exception | None = None
+        self.ended_at: float | None = None
+        self._done = anyio.Event()
+        self._reply: ModelReply | None = None
+
+    async def wait(self) -> ModelReply:
+        """Return the turn once it is sampled.
+
+        Raises:
+            EngineError: it could not be sampled.
+        """
+        await self._done.wait()
+        if self._reply is None:
+            raise self.error or EngineRefusedError("the episode is over")
+        return self._reply
+
+    async def sample(self, recorder: Recorder, request: ModelRequest) -> None:
+        """Sample the turn; never raises, but if it is cancelled."""
+        try:
+            self._reply = await recorder.complete(request)
+        except Exception as error:  # noqa: BLE001  (whoever waits raises it)
+            self.error = error
+        finally:
+            self.ended_at = anyio.current_time()
+            self._done.set()
+
+
+class Answers:
+    """The answers of one episode.
+
+    Args:
+        recorder: of the episode.
+        tasks: in which turns are sampled; it ends with the episode.
+    """
+
+    def __init__(self, recorder: Recorder, tasks: TaskGroup) -> None:
+        self.recorder = recorder
+        self._tasks = tasks
+        self._last: dict[bytes, Answer] = {}
+
+    def get(self, request: ModelRequest) -> Answer:
+        """Return the answer to a request: that of an earlier one which it repeats, or a new one."""
+        digest = _digest(request)
+        known = self._last.get(digest)
+        if known is not None and known.error is None and (request.is_retry or _is_lost(known)):
+            return known
+        answer = self._last[digest] = Answer()
+        self._tasks.start_soon(answer.sample, self.recorder, request)
+        return answer
+
+
+def _is_lost(answer: Answer) -> bool:
+    """Whether nobody got this answer, and nobody is getting it."""
+    is_kept = answer.ended_at is None or anyio.current_time() - answer.ended_at < _KEPT_S
+    return is_kept and not answer.is_delivered and not answer.readers
+
+
+def _digest(request: ModelRequest) -> bytes:
+    try:
+        asked = msgspec.msgpack.encode([request.messages, request.tools])
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise EngineRefusedError(f"the request holds values that a record cannot hold: {error}") from error
+    return hashlib.blake2b(asked, digest_size=16).digest()
