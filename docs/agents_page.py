@@ -7,7 +7,7 @@ from workers.rollout.agent_endpoint.fields import FIELDS
 HEAD = """# Agents that run their own loop
 
 After reading this page you can train an agent whose loop is yours: a program or a class that asks a model by the API of
-OpenAI or Anthropic. You know which of its requests share a row, which limits hold, and what becomes of each field.
+OpenAI or Anthropic. You know which of its requests share a row, which limits hold, and which fields have an effect.
 
 ## A class with a loop
 

@@ -216,7 +216,7 @@ async def test_tool_calls_reach_the_program_and_their_results_continue_the_row()
     async def play(endpoint, task):
         _, chunks = await ask(endpoint, user("a"), tools=tools, stream=True, stream_options={"include_usage": True})
         seen.extend(chunks)
-        (call,) = chunks[0]["choices"][0]["delta"]["tool_calls"]
+        (call,) = chunks[1]["choices"][0]["delta"]["tool_calls"]
         call = {name: value for name, value in call.items() if name != "index"}
         asked = {"role": "assistant", "content": None, "tool_calls": [call]}
         await ask(endpoint, user("a"), asked, {"role": "tool", "tool_call_id": call["id"], "content": "3"}, tools=tools)
@@ -225,9 +225,9 @@ async def test_tool_calls_reach_the_program_and_their_results_continue_the_row()
 
     script = ['<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "3"]
     (completion,), _, _ = await played(play, script)
-    assert seen[0]["choices"][0]["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
-    assert seen[1]["choices"][0]["finish_reason"] == "tool_calls"
-    assert seen[2]["usage"]["completion_tokens"] == len(ids(script[0] + END))
+    assert seen[1]["choices"][0]["delta"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert seen[2]["choices"][0]["finish_reason"] == "tool_calls"
+    assert seen[3]["usage"]["completion_tokens"] == len(ids(script[0] + END))
     assert len(completion.rows) == 1
     assert completion.tool_calls == 1
     assert [m["role"] for m in completion.messages] == ["assistant", "tool", "assistant"]
@@ -254,17 +254,17 @@ async def test_a_repeated_request_gets_the_same_answer_without_sampling_again():
 async def test_an_episodes_address_is_secret_and_ends_with_it():
     recorder, completion = recorder_of(Scripted(["one"]))
     async with serve_endpoint("127.0.0.1") as endpoint:
-        with endpoint.episode(recorder) as url:
-            assert (await ask(url.replace("/v1", "x/v1"), user("a")))[0] == 404
+        async with endpoint.episode(recorder) as url:
+            assert (await ask(url.replace("/v1", "x/v1"), user("a")))[0] == 400
             assert (await ask(url, user("a")))[1]["content"] == "one"
-        assert (await ask(url, user("a")))[0] == 404
+        assert (await ask(url, user("a")))[0] == 400
     assert completion.turns == 1
 
 
 async def test_a_request_without_a_conversation_is_refused():
     recorder, _ = recorder_of(Scripted([]))
     async with serve_endpoint("127.0.0.1") as endpoint:
-        with endpoint.episode(recorder) as url:
+        async with endpoint.episode(recorder) as url:
             assert (await ask(url))[0] == 400
             assert (await ask(url, {"role": "assistant", "tool_calls": [{"id": "1"}]}))[0] == 400
 

@@ -160,9 +160,9 @@ async def _agent_endpoint() -> AsyncIterator[Served]:
         return completion.turns
 
     async with serve_endpoint("127.0.0.1") as endpoint:
-        with endpoint.episode(recorder) as url:
+        async with endpoint.episode(recorder) as url:
             secret = url.removeprefix(endpoint.url).split("/")[1]
-            yield Served(endpoint.url, {"secret": secret}, read_state=read_state)
+            yield Served(endpoint.url, {"key": secret}, read_state=read_state)
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """Answers that outlive their connection: a request that is repeated gets the turn that was sampled for the first one.
 
-A program whose stream breaks asks again, and not always says so. Sampled anew, the first turn would be in the row or in
-the dark; so a turn is sampled to its end whoever reads it, and kept for whoever asks the same again.
+A program whose stream breaks asks again, and does not always say so. Sampled twice, one of the turns would be read by
+nobody. So a turn is sampled to its end also after its connection broke, and kept for the same request.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class Answer:
         """Sample the turn; never raises, but if it is cancelled."""
         try:
             self._reply = await recorder.complete(request)
-        except Exception as error:  # noqa: BLE001  (whoever waits raises it)
+        except Exception as error:  # noqa: BLE001  (`wait` raises it)
             self.error = error
         finally:
             self.ended_at = anyio.current_time()

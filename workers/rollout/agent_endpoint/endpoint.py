@@ -6,7 +6,7 @@ sends its vendor's key, or which stands in the URL::
     POST http://host:port/v1/messages                     Authorization: Bearer KEY, or x-api-key: KEY
     POST http://host:port/KEY/v1/chat/completions         {"messages": [...], "tools": [...], "stream": true}
 
-What becomes of each field of a request stands in `fields`; temperature and limits come from the run's settings.
+`fields` says which fields of a request have an effect; temperature and limits come from the run's settings.
 
 One episode of an environment that runs its own loop: it asks the endpoint for every turn of the model.
 """

@@ -12,7 +12,7 @@ from workers.rollout.agent_endpoint.neutral import RequestRefusedError
 
 
 class FieldUse(StrEnum):
-    """What becomes of a field."""
+    """The effect of a field."""
 
     HONOURED = "honoured"
     REFUSED = "refused"

@@ -18,7 +18,7 @@ REASONING = "reasoning"
 
 
 class RequestRefusedError(EngineRefusedError):
-    """A request that gets no answer; the program is told why.
+    """A request that gets no answer; the error reaches the program.
 
     Args:
         message: what is wrong, and the remedy.
