@@ -36,8 +36,42 @@ class Adder(penstock.AgentEnvironment):
         return float(self.said.strip() == self.expected)
 ```
 
-The class holds the conversation, calls its own tools, and may start programs. The worker samples its turns and keeps
-their tokens: what is trained is what was sampled, whatever the program sends back.
+The class holds the conversation and calls its own tools. The worker samples its turns and keeps their tokens: what is
+trained is what was sampled, whatever the class sends back.
+
+## A program
+
+Any command is an environment, too. It needs [bubblewrap](rewards.md) and Linux.
+
+```toml
+[environments.fix]
+ref = "agent:command"
+
+[environments.fix.args]
+command = ["python3", "agent.py", "{prompt}"]
+env = { OPENAI_BASE_URL = "{endpoint}", OPENAI_API_KEY = "none", ANTHROPIC_BASE_URL = "{base_url}" }
+folder = "tasks/{task}"                # copied for each episode; the program starts in the copy
+reward = ["bash", "check.sh"]          # afterwards, in the copy: its last line is the reward
+readable = ["/opt/my-agent"]           # what the program may read, besides /usr
+timeout_s = 900
+```
+
+`{endpoint}`, `{base_url}`, `{key}`, `{folder}`, `{prompt}` and the row's columns can stand in `command`, `env` and
+`folder`. The program sees a system of its own: the copy, an empty home, the system's files, no process but its own, no
+environment variable but those given, and no network but the endpoint (`network = "host"`: all of the machine's).
+When it
+ends, all that it has started ends with it; the same when its time is up, after a SIGTERM and 5 s.
+
+| what happens | completion |
+|---|---|
+| the program ends, with any exit code, or its time is up | measured; attributes: `exit_code`, `timed_out`, `output` (its end) |
+| it had not asked for a turn | invalid; the message has the end of what it wrote |
+| the reward's command writes no number, hangs or fails | `worst_reward` (0): the program may have caused it |
+| the reward's command cannot be started | invalid |
+
+Files of the folder that `reward` names are copied anew before it runs, so the program cannot change them. Without
+`reward`,
+[reward functions](rewards.md) score the conversation and the attributes.
 
 ## The endpoint
 

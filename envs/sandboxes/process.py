@@ -53,6 +53,11 @@ class SandboxSpec:
     """Size of its working folder, and of its `/tmp`."""
     shm_bytes: int = 16 << 20
     """Size of its `/dev/shm`."""
+    writable: tuple[tuple[str, str], ...] = ()
+    """Files and folders of this machine that it may write, each with its place inside, below `WORKDIR`. Those that do
+    not exist are left out."""
+    shares_network: bool = False
+    """It has the network of this machine."""
     starts_processes: bool = True
     """It may start processes and threads."""
 
@@ -138,6 +143,8 @@ def launch(program: Sequence[str], spec: SandboxSpec, files: Mapping[str, bytes]
         command += ["--size", str(spec.folder_bytes), "--tmpfs", folder]
     for path in [*_SYSTEM, *spec.readable]:
         command += _shown(path)
+    for outside, within in spec.writable:
+        command += ["--bind-try", outside, within]
     command += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
     command += ["--size", str(spec.shm_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]  # noqa: S108
     descriptors = []
@@ -160,6 +167,9 @@ def _namespaces(spec: SandboxSpec) -> list[str]:
     The first environment of `bwrap` can be read inside, in /proc, so it holds nothing else either.
     """
     own = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--clearenv"]
+    if spec.shares_network:
+        own += ["--share-net", "--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]
+        own += ["--ro-bind-try", "/etc/hosts", "/etc/hosts", "--ro-bind-try", "/etc/ssl", "/etc/ssl"]
     for name, value in (*ENVIRONMENT.items(), *spec.variables):
         own += ["--setenv", name, value]
     return [*own, "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--hostname", "sandbox"]

@@ -1,0 +1,320 @@
+"""`agent:command`: any program as an environment with its own loop.
+
+Each episode has a copy of a folder, an empty home, and a sandbox without a network but for the worker's endpoint
+(`envs.sandboxes`). Then a command in the same folder measures the reward, or reward functions do.
+"""
+
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+from urllib.parse import urlsplit
+
+import anyio
+from anyio import to_thread
+from anyio.abc import ByteStream, Process, SocketListener, SocketStream
+
+from envs.contract import AgentEnvironment, is_messages
+from envs.messages import messages_text
+from envs.programs import inside
+from envs.sandboxes.process import (
+    NOBODY,
+    WORKDIR,
+    Launch,
+    SandboxSpec,
+    becomes_nobody,
+    interpreter_paths,
+    launch,
+    sandbox_problem,
+)
+from stream.errors import EnvironmentFailure, ReferenceNotFoundError
+
+PORT: Final = 8000
+"""Of the endpoint, as the program sees it: its loopback is its own."""
+_FOLDER: Final = f"{WORKDIR}/work"
+_SOCKET: Final = f"{WORKDIR}/endpoint.sock"
+_OUTPUT_BYTES: Final = 64 << 10
+"""The last part of what a program writes is kept."""
+_GRACE_S: Final = 5.0
+"""Between the request to end and the kill."""
+_NOT_FOUND: Final = (126, 127)
+"""Exit codes of a command that could not be started: nothing was measured then."""
+_PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
+_NUMBER: Final = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+class AgentProgram(AgentEnvironment):
+    """Starts a program for each episode. Its requests to the endpoint are the turns.
+
+    `command`, `env` and `folder` may name `{endpoint}` (the URL for OpenAI's clients), `{base_url}` (the same without
+    `/v1`, for Anthropic's), `{key}`, `{folder}`, `{prompt}` and other columns of the row.
+
+    Args:
+        command: program and arguments.
+        env: environment variables, besides PATH, HOME and LANG.
+        folder: copied for each episode; the program starts in the copy. Empty: an empty folder.
+        network: `endpoint` for the worker's endpoint alone, `host` for all that this machine reaches.
+        readable: files and folders of this machine that the program may read, besides `/usr`.
+        timeout_s: after this it is asked to end, and killed 5 s later; what it did is measured.
+
+    Attributes:
+        exit_code: of the program; 128 + the number of a signal; None before.
+        timed_out: its time was up.
+        output: the end of what it wrote.
+        connections: to the endpoint.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] = MappingProxyType({}),
+        folder: str = "",
+        network: Literal["endpoint", "host"] = "endpoint",
+        readable: Sequence[str] = (),
+        timeout_s: float = 900.0,
+    ) -> None:
+        if not command or isinstance(command, str):
+            raise ReferenceNotFoundError("agent:command: `command` is a list of the program and its arguments")
+        if network not in ("endpoint", "host"):
+            raise ReferenceNotFoundError(f"agent:command: network is {network!r}; it is 'endpoint' or 'host'")
+        if problem := sandbox_problem():
+            raise ReferenceNotFoundError(f"agent:command needs sandboxes, and this machine makes none: {problem}")
+        self._command, self._env, self._source = tuple(command), dict(env), folder
+        self._network, self._readable, self._timeout_s = network, tuple(readable), timeout_s
+        self._home = ""
+        self._values: dict[str, str] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self.exit_code: int | None = None
+        self.timed_out = False
+        self.output = ""
+        self.connections = 0
+
+    async def reset(self, **row: Any) -> None:
+        """Copy the folder.
+
+        Raises:
+            EnvironmentFailure: there is no such folder.
+        """
+        await self.close()
+        self._forget()
+        self._values = {name: str(value) for name, value in row.items() if value is not None}
+        if is_messages(row.get("prompt")):
+            self._values["prompt"] = messages_text(row["prompt"])
+        self._home = await to_thread.run_sync(self._make_folders)
+
+    async def close(self) -> None:
+        """Remove the copy."""
+        home, self._home = self._home, ""
+        if home:
+            await to_thread.run_sync(lambda: shutil.rmtree(home, ignore_errors=True))
+
+    async def run_episode(self, endpoint: str, sampling: dict[str, Any]) -> None:  # noqa: ARG002
+        """Run the program to its end.
+
+        Raises:
+            EnvironmentFailure: it ended without a request to the endpoint.
+        """
+        if self._network == "host":
+            await self._ask(endpoint, endpoint.removesuffix("/v1"), 0)
+            return
+        url = urlsplit(endpoint)
+
+        async def pass_on(client: SocketStream) -> None:
+            self.connections += 1
+            await _connect(client, str(url.hostname), url.port or 80)
+
+        bound = await to_thread.run_sync(_bind, f"{self._home}/endpoint.sock")
+        async with anyio.create_task_group() as tasks, await SocketListener.from_socket(bound) as listener:
+            tasks.start_soon(listener.serve, pass_on)
+            base_url = f"http://127.0.0.1:{PORT}{url.path.removesuffix('/v1')}"
+            await self._ask(f"{base_url}/v1", base_url, PORT)
+            tasks.cancel_scope.cancel()
+        if not self.connections:
+            how = "was still running" if self.timed_out else f"ended with exit code {self.exit_code}"
+            raise EnvironmentFailure(
+                f"{self._command[0]} {how} and had not asked for a turn; the end of what it wrote: "
+                f"{self.output.strip()[-500:] or 'nothing'}"
+            )
+
+    async def _ask(self, endpoint: str, base_url: str, port: int) -> None:
+        key = base_url.rpartition("/")[2]
+        self._values |= {"endpoint": endpoint, "base_url": base_url, "key": key, "folder": _FOLDER}
+        await self._run(self._filled(self._command), port=port, timeout_s=self._timeout_s)
+
+    def _make_folders(self) -> str:
+        source = Path(self._filled((self._source,))[0]) if self._source else None
+        for name in _PLACEHOLDER.findall(self._source):
+            if Path(self._values.get(name, "")).name != self._values.get(name):
+                raise EnvironmentFailure(
+                    f"agent:command: the column {name} names no folder: {self._values.get(name)!r}"
+                )
+        if source is not None and not source.is_dir():
+            raise EnvironmentFailure(f"agent:command: {source} is no folder")
+        home = Path(tempfile.mkdtemp(prefix="penstock-agent-"))
+        home.chmod(0o711)
+        if source is None:
+            (home / "work").mkdir()
+        else:
+            shutil.copytree(source, home / "work", symlinks=True)
+        if becomes_nobody(self._spec().readable):
+            for path in (home / "work", *(home / "work").rglob("*")):
+                os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        return str(home)
+
+    def _filled(self, texts: Sequence[str]) -> list[str]:
+        """Return texts with the values of their placeholders; a name without a value stays."""
+        return [_PLACEHOLDER.sub(lambda found: self._values.get(found[1], found[0]), text) for text in texts]
+
+    def _spec(self) -> SandboxSpec:
+        own = (*interpreter_paths(), inside.__file__)
+        return SandboxSpec(
+            readable=(*own, *self._readable),
+            variables=tuple(zip(self._env, self._filled([*self._env.values()]), strict=True)),
+            writable=((f"{self._home}/work", _FOLDER), (f"{self._home}/endpoint.sock", _SOCKET)),
+            shares_network=self._network == "host",
+        )
+
+    def _prepare(self, command: Sequence[str], port: int) -> Launch:
+        order = {"command": list(command), "folder": _FOLDER, "socket": _SOCKET, "port": port, "grace_s": _GRACE_S}
+        interpreter = os.path.realpath(sys.executable)
+        return launch([interpreter, "-I", "-S", inside.__file__, json.dumps(order)], self._spec())
+
+    async def _run(self, command: Sequence[str], *, port: int, timeout_s: float) -> None:
+        """Run a command in the sandbox until it ends, or its time is up."""
+        with await to_thread.run_sync(self._prepare, command, port) as prepared:
+            process = await anyio.open_process(
+                prepared.command, stderr=subprocess.STDOUT, start_new_session=True, **prepared.options
+            )
+        end = _End()
+        try:
+            with anyio.move_on_after(timeout_s) as scope:
+                await end.read(process)
+            self.timed_out = scope.cancelled_caught
+            if self.timed_out and process.stdin is not None:
+                await process.stdin.aclose()
+                with anyio.move_on_after(_GRACE_S + 1):
+                    await end.read(process)
+        finally:
+            with anyio.CancelScope(shield=True):
+                if process.returncode is None:
+                    process.kill()  # its sandbox ends with it
+                code = await process.wait()
+                await process.aclose()
+            self.exit_code = code if code >= 0 else 128 - code
+            self.output = end.data.decode("utf-8", "replace")
+
+
+class _End:
+    """The last part of what a process writes."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    async def read(self, process: Process) -> None:
+        """Read until the process has closed its output."""
+        if process.stdout is not None:
+            async for part in process.stdout:
+                self.data = (self.data + part)[-_OUTPUT_BYTES:]
+
+
+class MeasuredAgentProgram(AgentProgram):
+    """An agent whose reward a command measures, in the same folder, after the program has ended.
+
+    Files of the source folder that the command names are copied anew before, so that the program cannot change them.
+
+    Args:
+        reward: program and arguments; the last line that it writes is the reward.
+        worst_reward: the reward if it writes no number: the program may have caused that.
+        reward_timeout_s: its time; after it, `worst_reward`.
+        command: and further arguments, as of `AgentProgram`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        reward: Sequence[str],
+        worst_reward: float = 0.0,
+        reward_timeout_s: float = 60.0,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(command, **arguments)
+        self._reward, self._worst, self._reward_timeout_s = tuple(reward), worst_reward, reward_timeout_s
+
+    async def get_reward(self) -> float:
+        """Run the command.
+
+        Raises:
+            EnvironmentFailure: it could not be started.
+        """
+        command = self._filled(self._reward)
+        await to_thread.run_sync(self._restore, command)
+        ended = self.exit_code, self.timed_out, self.output
+        await self._run(command, port=0, timeout_s=self._reward_timeout_s)
+        (code, timed_out, printed), (self.exit_code, self.timed_out, self.output) = (
+            (self.exit_code, self.timed_out, self.output),
+            ended,
+        )
+        if code in _NOT_FOUND:
+            raise EnvironmentFailure(f"agent:command: {command[0]} cannot be started: {printed.strip()[-500:]}")
+        last = printed.strip().rpartition("\n")[2].strip()
+        if timed_out or not _NUMBER.fullmatch(last) or not math.isfinite(float(last)):
+            return self._worst
+        return float(last)
+
+    def _restore(self, command: Sequence[str]) -> None:
+        if not self._source:
+            return
+        source, work = Path(self._filled((self._source,))[0]), Path(self._home) / "work"
+        for name in command:
+            original, copy = source / name, work / name
+            if Path(name).name == name and original.is_file():
+                if copy.is_dir() and not copy.is_symlink():
+                    shutil.rmtree(copy)
+                copy.unlink(missing_ok=True)
+                shutil.copy2(original, copy)
+
+
+def agent_program(_: str, command: Sequence[str], reward: Sequence[str] = (), **arguments: Any) -> AgentProgram:
+    """Make an agent: with a reward of its own if a command measures one."""
+    if reward:
+        return MeasuredAgentProgram(command, reward, **arguments)
+    return AgentProgram(command, **arguments)
+
+
+def _bind(path: str) -> socket.socket:
+    """Return a Unix socket at which every user may connect."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    bound.bind(path)
+    Path(path).chmod(0o666)
+    bound.listen(64)
+    return bound
+
+
+async def _connect(client: SocketStream, host: str, port: int) -> None:
+    """Pass a connection on, in both directions, until both sides have ended."""
+
+    async def pump(source: ByteStream, target: ByteStream) -> None:
+        try:
+            async for data in source:
+                await target.send(data)
+            await target.send_eof()
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):  # one side has closed the connection
+            tasks.cancel_scope.cancel()
+
+    try:
+        async with client, await anyio.connect_tcp(host, port) as server, anyio.create_task_group() as tasks:
+            tasks.start_soon(pump, client, server)
+            tasks.start_soon(pump, server, client)
+    except OSError:  # the endpoint has closed
+        return

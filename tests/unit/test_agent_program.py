@@ -1,0 +1,198 @@
+"""`agent:command`: a program in a sandbox asks the endpoint for its turns, and whatever it does, the episode ends."""
+
+import re
+import tempfile
+import time
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from envs.factory import EnvironmentFactory
+from envs.rewards import merge_parts
+from envs.sandboxes.process import sandbox_problem
+from envs.snapshot import thaw
+from stream.errors import PenstockError
+from stream.validity import Measured, RolloutReason, TruncationReason, Unmeasured
+from tests.adapters.episodes import completions
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(bool(sandbox_problem()), reason=f"needs sandboxes: {sandbox_problem()}"),
+]
+
+ASK = """
+import json, os, sys, urllib.request
+def ask(*messages):
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": m} for m in messages]}).encode()
+    request = urllib.request.Request(sys.argv[1] + "/chat/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+"""
+"""Beginning of a program in plain Python; the endpoint is its first argument."""
+
+
+async def load(args):
+    return await anyio.to_thread.run_sync(EnvironmentFactory.load, "agent:command", args)
+
+
+async def agent(program, tmp_path, *, files=None, **args):
+    """An environment that runs a program of these lines in a folder of these files."""
+    folder = tmp_path / "task"
+    folder.mkdir()
+    for name, text in ({"agent.py": ASK + program} | (files or {})).items():
+        (folder / name).write_text(text)
+    command = ["/usr/bin/python3", "agent.py", "{endpoint}"]
+    return await load({"command": command, "folder": str(folder)} | args)
+
+
+CHECK = ["/usr/bin/python3", "check.py"]
+
+
+def copies():
+    """Folders of episodes that have not been removed."""
+    return [*Path(tempfile.gettempdir()).glob("penstock-agent-*")]
+
+
+def programs():
+    """Process ids of all agents."""
+    found = psutil.process_iter(["cmdline"])
+    return {process.pid for process in found if "agent.py" in (process.info["cmdline"] or ())}
+
+
+async def test_a_program_works_in_a_copy_of_the_folder_and_a_command_measures_it(tmp_path):
+    program = 'open("answer.txt", "w").write(ask("hello"))\nopen("check.py", "w").write("print(100)")\n'
+    check = 'print("checked")\nprint(float(open("answer.txt").read() == "hi"))\n'
+    factory = await agent(program, tmp_path, files={"check.py": check}, reward=CHECK)
+    one, two = await completions(factory, ["hi"], n=2)
+    for completion in (one, two):
+        assert (completion.failure, completion.truncated, completion.turns) == (None, None, 1)
+        assert merge_parts(completion.parts) == Measured(1.0)
+        assert len(completion.rows) == 1
+    assert sorted(file.name for file in (tmp_path / "task").iterdir()) == ["agent.py", "check.py"]
+    assert copies() == []
+
+
+async def test_columns_fill_the_command_the_folder_and_the_environment(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.py").write_text(ASK + 'print(ask(os.environ["WORD"] + sys.argv[2]))')
+    args = {"command": ["/usr/bin/python3", "run.py", "{endpoint}", "{task}"], "folder": f"{tmp_path}/{{task}}"}
+    factory = await load(args | {"env": {"WORD": "do {task} at {base_url}: "}})
+    (completion,) = await completions(factory, ["done"], fields={"task": "two"})
+    assert completion.prompt_messages[0]["content"].startswith("do two at http://127.0.0.1:8000/")
+    (refused,) = await completions(factory, ["done"], fields={"task": "../one"})
+    assert refused.failure.reason is RolloutReason.ENV_RESET
+    assert "names no folder" in refused.failure.detail
+
+
+async def test_the_prompt_is_an_argument():
+    factory = await load({"command": ["/bin/echo", "asked: {prompt}"]})
+    (completion,) = await completions(factory, [])
+    assert completion.failure.detail.endswith("asked: Go.")
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("print('no key'); sys.exit(3)", "ended with exit code 3 and had not asked for a turn.*no key"),
+        ("import time; time.sleep(60)", "was still running and had not asked for a turn"),
+        ("os.kill(os.getpid(), 9)", "ended with exit code 137 and had not"),
+    ],
+    ids=["exits", "waits", "kills itself"],
+)
+async def test_a_program_that_asks_for_nothing_is_invalid_and_the_reason_is_its_last_words(program, why, tmp_path):
+    (completion,) = await completions(await agent(program, tmp_path, timeout_s=1.5), [])
+    assert completion.failure.reason is RolloutReason.ENV_STEP
+    assert re.search(why, completion.failure.detail, re.DOTALL), completion.failure.detail
+
+
+async def test_a_command_that_cannot_be_started_is_named(tmp_path):
+    factory = await load({"command": ["nonesuch", "{endpoint}"]})
+    (completion,) = await completions(factory, [])
+    assert "nonesuch: No such file or directory" in completion.failure.detail
+
+
+HARMFUL = {
+    "ignores SIGTERM": "import signal, time; signal.signal(15, signal.SIG_IGN); ask('a'); time.sleep(300)",
+    "forks away": "ask('a')\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  import time; time.sleep(300)",
+    "writes 100 MB": "ask('a')\nfor _ in range(1600): print('x' * 65536)",
+    "opens 1,000 connections": (
+        "import socket\nask('a')\nopen_ = []\nfor _ in range(1000):\n"
+        " try: open_.append(socket.create_connection(('127.0.0.1', 8000), timeout=1))\n except OSError: pass"
+    ),
+    "never closes": "import threading, time; ask('a'); threading.Thread(target=time.sleep, args=(300,)).start()",
+}
+
+
+@pytest.mark.parametrize("program", HARMFUL.values(), ids=HARMFUL)
+async def test_whatever_a_program_does_the_episode_ends_and_nothing_is_left(program, tmp_path):
+    began = time.monotonic()
+    before = programs()
+    check = ["/usr/bin/python3", "-c", "print(0.5)"]
+    (completion,) = await completions(await agent(program, tmp_path, reward=check, timeout_s=4), ["one"])
+    assert time.monotonic() - began < 30
+    assert completion.turns == 1
+    assert merge_parts(completion.parts) == Measured(0.5)
+    assert programs() - before == set()
+
+
+async def test_a_program_reaches_nothing_but_the_endpoint_and_sees_nothing_of_the_worker(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_OF_THE_WORKER", "s3cret")
+    (tmp_path / "gold.txt").write_text("gold")
+    program = f"""
+import socket
+ask("a")
+found = []
+for host, port in (("127.0.0.1", 6379), ("1.1.1.1", 53), ("172.17.0.1", 22)):
+    try: socket.create_connection((host, port), timeout=1); found.append(host)
+    except OSError: pass
+try: found.append(open({str(tmp_path / "gold.txt")!r}).read())
+except OSError: pass
+found += [key for key in os.environ if "SECRET" in key]
+for entry in os.listdir("/proc"):
+    if entry.isdigit() and "s3cret" in open("/proc/" + entry + "/environ", errors="replace").read(): found.append(entry)
+print("FOUND", found)
+"""
+    factory = await agent(program, tmp_path, reward=["/usr/bin/python3", "-c", "print(1)"])
+    (completion,) = await completions(factory, ["one"])
+    assert completion.failure is None
+    assert thaw(completion.snapshot, factory).output.strip() == "FOUND []"
+
+
+async def test_a_cancelled_episode_leaves_no_process(tmp_path):
+    program, before = "ask('a')\nimport time; time.sleep(300)", programs()
+    (completion,) = await completions(await agent(program, tmp_path, timeout_s=200), ["one"], episode_timeout_s=2.0)
+    assert completion.truncated in (TruncationReason.TOOL_TIME, TruncationReason.WALL_CLOCK)
+    assert programs() - before == set()
+
+
+@pytest.mark.parametrize(
+    ("check", "expected"),
+    [
+        ("print(1)\nprint('no number')", Measured(-1.0)),
+        ("print('nan')", Measured(-1.0)),
+        ("import time; time.sleep(60)", Measured(-1.0)),
+        ("raise SystemExit('broken')", Measured(-1.0)),
+        ("print('-2.5e-1')", Measured(-0.25)),
+    ],
+    ids=["text", "nan", "hangs", "raises", "number"],
+)
+async def test_a_reward_without_a_number_is_the_worst_one(check, expected, tmp_path):
+    factory = await agent(
+        "ask('a')", tmp_path, files={"check.py": check}, reward=CHECK, worst_reward=-1.0, reward_timeout_s=1.5
+    )
+    (completion,) = await completions(factory, ["one"])
+    assert merge_parts(completion.parts) == expected
+
+
+async def test_a_reward_command_that_cannot_be_started_measures_nothing(tmp_path):
+    (completion,) = await completions(await agent("ask('a')", tmp_path, reward=["nonesuch"]), ["one"])
+    assert isinstance(merge_parts(completion.parts), Unmeasured)
+
+
+@pytest.mark.parametrize("args", [{}, {"command": "ls"}, {"command": ["ls"], "network": "open"}])
+def test_wrong_arguments_are_named(args):
+    with pytest.raises((PenstockError, TypeError), match=r"command|network"):
+        EnvironmentFactory.load("agent:command", args)
