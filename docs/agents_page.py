@@ -51,25 +51,26 @@ ref = "agent:command"
 command = ["python3", "agent.py", "{prompt}"]
 env = { OPENAI_BASE_URL = "{endpoint}", OPENAI_API_KEY = "none", ANTHROPIC_BASE_URL = "{base_url}" }
 folder = "tasks/{task}"                # copied for each episode; the program starts in the copy
-reward = ["bash", "check.sh"]          # afterwards, in the copy: its last line is the reward
 readable = ["/opt/my-agent"]           # what the program may read, besides /usr
-timeout_s = 900
+limits = { timeout_s = 900 }           # also processes and file_mb
+reward = { command = ["bash", "check.sh"] }   # afterwards, in the copy: its last line is the reward
 ```
 
 `{endpoint}`, `{base_url}`, `{key}`, `{folder}`, `{prompt}` and the row's columns can stand in `command`, `env` and
-`folder`. The program sees a system of its own: the copy, an empty home, the system's files, no process but its own, no
-environment variable but those given, and no network but the endpoint (`network = "host"`: all of the machine's).
-When it
-ends, all that it has started ends with it; the same when its time is up, after a SIGTERM and 5 s.
+`folder`. The program sees the copy, an empty home and the system's files. It sees no process but its own, and no
+environment variable but those given. Its network is the endpoint alone; with `network = "host"`, that of the machine.
+When it ends, all that it has started ends with it. The same happens when its time is up: SIGTERM, and SIGKILL 5 s later.
 
 | what happens | completion |
 |---|---|
-| the program ends, with any exit code, or its time is up | measured; attributes: `exit_code`, `timed_out`, `output` (its end) |
+| the program ends, or its time is up | measured; `exit_code`, `timed_out`, `output` are attributes |
 | it had not asked for a turn | invalid; the message has the end of what it wrote |
-| the reward's command writes no number, hangs or fails | `worst_reward` (0): the program may have caused it |
+| the reward's command writes no number, hangs or fails | `worst` (0), its second key: the program may have caused it |
 | the reward's command cannot be started | invalid |
 
-Files of the folder that `reward` names are copied anew before it runs, so the program cannot change them. Without
+Files of the folder that `reward` names are copied anew before it runs, so the program cannot change them. What else
+stands
+there may be the program's: start Python with `-I` there, so that it imports nothing from the folder. Without
 `reward`,
 [reward functions](rewards.md) score the conversation and the attributes.
 

@@ -16,12 +16,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
+import msgspec
 from anyio import to_thread
 from anyio.abc import ByteStream, Process, SocketListener, SocketStream
+from msgspec import Struct
 
 from envs.contract import AgentEnvironment, is_messages
 from envs.messages import messages_text
@@ -52,6 +54,34 @@ _PLACEHOLDER: Final = re.compile(r"\{(\w+)\}")
 _NUMBER: Final = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
+T = TypeVar("T")
+
+
+class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of a program."""
+
+    timeout_s: float = 900.0
+    """After this it is asked to end, and killed 5 s later; what it did is measured."""
+    processes: int = 512
+    """Processes and threads at once. No effect for root whose interpreter others cannot read."""
+    file_mb: int = 1024
+    """Size of each file that it writes."""
+
+
+class RewardCommand(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A command that measures the reward."""
+
+    command: list[str]
+    """Program and arguments; the last line that it writes is the reward."""
+    worst: float = 0.0
+    """The reward if it writes no number: the program may have caused that."""
+    timeout_s: float = 60.0
+    """Its time; after it, the reward is `worst`."""
+
+
+_DEFAULT_LIMITS: Final = ProgramLimits()
+
+
 class AgentProgram(AgentEnvironment):
     """Starts a program for each episode. Its requests to the endpoint are the turns.
 
@@ -64,7 +94,7 @@ class AgentProgram(AgentEnvironment):
         folder: copied for each episode; the program starts in the copy. Empty: an empty folder.
         network: `endpoint` for the worker's endpoint alone, `host` for all that this machine reaches.
         readable: files and folders of this machine that the program may read, besides `/usr`.
-        timeout_s: after this it is asked to end, and killed 5 s later; what it did is measured.
+        limits: of the program.
 
     Attributes:
         exit_code: of the program; 128 + the number of a signal; None before.
@@ -80,7 +110,7 @@ class AgentProgram(AgentEnvironment):
         folder: str = "",
         network: Literal["endpoint", "host"] = "endpoint",
         readable: Sequence[str] = (),
-        timeout_s: float = 900.0,
+        limits: ProgramLimits = _DEFAULT_LIMITS,
     ) -> None:
         if not command or isinstance(command, str):
             raise ReferenceNotFoundError("agent:command: `command` is a list of the program and its arguments")
@@ -89,7 +119,7 @@ class AgentProgram(AgentEnvironment):
         if problem := sandbox_problem():
             raise ReferenceNotFoundError(f"agent:command needs sandboxes, and this machine makes none: {problem}")
         self._command, self._env, self._source = tuple(command), dict(env), folder
-        self._network, self._readable, self._timeout_s = network, tuple(readable), timeout_s
+        self._network, self._readable, self._limits = network, tuple(readable), limits
         self._home = ""
         self._values: dict[str, str] = {}
         self._forget()
@@ -150,7 +180,7 @@ class AgentProgram(AgentEnvironment):
     async def _ask(self, endpoint: str, base_url: str, port: int) -> None:
         key = base_url.rpartition("/")[2]
         self._values |= {"endpoint": endpoint, "base_url": base_url, "key": key, "folder": _FOLDER}
-        await self._run(self._filled(self._command), port=port, timeout_s=self._timeout_s)
+        await self._run(self._filled(self._command), port=port, timeout_s=self._limits.timeout_s)
 
     def _make_folders(self) -> str:
         source = Path(self._filled((self._source,))[0]) if self._source else None
@@ -167,10 +197,14 @@ class AgentProgram(AgentEnvironment):
             (home / "work").mkdir()
         else:
             shutil.copytree(source, home / "work", symlinks=True)
-        if becomes_nobody(self._spec().readable):
-            for path in (home / "work", *(home / "work").rglob("*")):
-                os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        self._give(home / "work", *(home / "work").rglob("*"))
         return str(home)
+
+    def _give(self, *paths: Path) -> None:
+        """Give files to the user as whom the program runs."""
+        if becomes_nobody(self._spec().readable):
+            for path in paths:
+                os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
 
     def _filled(self, texts: Sequence[str]) -> list[str]:
         """Return texts with the values of their placeholders; a name without a value stays."""
@@ -186,7 +220,14 @@ class AgentProgram(AgentEnvironment):
         )
 
     def _prepare(self, command: Sequence[str], port: int) -> Launch:
-        order = {"command": list(command), "folder": _FOLDER, "socket": _SOCKET, "port": port, "grace_s": _GRACE_S}
+        order: dict[str, Any] = {
+            "command": list(command),
+            "folder": _FOLDER,
+            "socket": _SOCKET,
+            "port": port,
+            "grace_s": _GRACE_S,
+        }
+        order |= {"processes": self._limits.processes, "file_bytes": self._limits.file_mb << 20}
         interpreter = os.path.realpath(sys.executable)
         return launch([interpreter, "-I", "-S", inside.__file__, json.dumps(order)], self._spec())
 
@@ -196,15 +237,15 @@ class AgentProgram(AgentEnvironment):
             process = await anyio.open_process(
                 prepared.command, stderr=subprocess.STDOUT, start_new_session=True, **prepared.options
             )
-        end = _End()
+        tail = _Tail()
         try:
             with anyio.move_on_after(timeout_s) as scope:
-                await end.read(process)
+                await tail.read(process)
             self.timed_out = scope.cancelled_caught
             if self.timed_out and process.stdin is not None:
                 await process.stdin.aclose()
                 with anyio.move_on_after(_GRACE_S + 1):
-                    await end.read(process)
+                    await tail.read(process)
         finally:
             with anyio.CancelScope(shield=True):
                 if process.returncode is None:
@@ -212,10 +253,10 @@ class AgentProgram(AgentEnvironment):
                 code = await process.wait()
                 await process.aclose()
             self.exit_code = code if code >= 0 else 128 - code
-            self.output = end.data.decode("utf-8", "replace")
+            self.output = tail.data.decode("utf-8", "replace")
 
 
-class _End:
+class _Tail:
     """The last part of what a process writes."""
 
     def __init__(self) -> None:
@@ -233,23 +274,11 @@ class MeasuredAgentProgram(AgentProgram):
 
     Files of the source folder that the command names are copied anew before, so that the program cannot change them.
 
-    Args:
-        reward: program and arguments; the last line that it writes is the reward.
-        worst_reward: the reward if it writes no number: the program may have caused that.
-        reward_timeout_s: its time; after it, `worst_reward`.
-        command: and further arguments, as of `AgentProgram`.
+    Attributes:
+        reward_command: what measures it.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        reward: Sequence[str],
-        worst_reward: float = 0.0,
-        reward_timeout_s: float = 60.0,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(command, **arguments)
-        self._reward, self._worst, self._reward_timeout_s = tuple(reward), worst_reward, reward_timeout_s
+    reward_command: "RewardCommand"
 
     async def get_reward(self) -> float:
         """Run the command.
@@ -257,10 +286,10 @@ class MeasuredAgentProgram(AgentProgram):
         Raises:
             EnvironmentFailure: it could not be started.
         """
-        command = self._filled(self._reward)
+        command = self._filled(self.reward_command.command)
         await to_thread.run_sync(self._restore, command)
         ended = self.exit_code, self.timed_out, self.output
-        await self._run(command, port=0, timeout_s=self._reward_timeout_s)
+        await self._run(command, port=0, timeout_s=self.reward_command.timeout_s)
         (code, timed_out, printed), (self.exit_code, self.timed_out, self.output) = (
             (self.exit_code, self.timed_out, self.output),
             ended,
@@ -269,7 +298,7 @@ class MeasuredAgentProgram(AgentProgram):
             raise EnvironmentFailure(f"agent:command: {command[0]} cannot be started: {printed.strip()[-500:]}")
         last = printed.strip().rpartition("\n")[2].strip()
         if timed_out or not _NUMBER.fullmatch(last) or not math.isfinite(float(last)):
-            return self._worst
+            return self.reward_command.worst
         return float(last)
 
     def _restore(self, command: Sequence[str]) -> None:
@@ -283,13 +312,46 @@ class MeasuredAgentProgram(AgentProgram):
                     shutil.rmtree(copy)
                 copy.unlink(missing_ok=True)
                 shutil.copy2(original, copy)
+                self._give(copy)
 
 
-def agent_program(_: str, command: Sequence[str], reward: Sequence[str] = (), **arguments: Any) -> AgentProgram:
-    """Make an agent: with a reward of its own if a command measures one."""
-    if reward:
-        return MeasuredAgentProgram(command, reward, **arguments)
-    return AgentProgram(command, **arguments)
+def agent_program(
+    _: str,
+    command: Sequence[str],
+    reward: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] = MappingProxyType({}),
+    folder: str = "",
+    network: Literal["endpoint", "host"] = "endpoint",
+    readable: Sequence[str] = (),
+    limits: Mapping[str, Any] = MappingProxyType({}),
+) -> AgentProgram:
+    """Make an agent, with a reward of its own if a command measures one.
+
+    Args:
+        command: as of `AgentProgram`.
+        reward: fields of `RewardCommand`.
+        env: as of `AgentProgram`.
+        folder: as of `AgentProgram`.
+        network: as of `AgentProgram`.
+        readable: as of `AgentProgram`.
+        limits: fields of `ProgramLimits`.
+
+    Raises:
+        ReferenceNotFoundError: an argument is wrong.
+    """
+    bounds = _table(limits, ProgramLimits, "limits")
+    if reward is None:
+        return AgentProgram(command, env, folder, network, readable, bounds)
+    made = MeasuredAgentProgram(command, env, folder, network, readable, bounds)
+    made.reward_command = _table(reward, RewardCommand, "reward")
+    return made
+
+
+def _table(given: Mapping[str, Any], kind: type[T], name: str) -> T:
+    try:
+        return msgspec.convert(dict(given), kind)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise ReferenceNotFoundError(f"agent:command: {name}: {error}") from error
 
 
 def _bind(path: str) -> socket.socket:

@@ -13,6 +13,7 @@ It is a script of the standard library alone: `python -IS inside.py ORDER`, with
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -74,6 +75,13 @@ def end_with_worker(process: "subprocess.Popen[bytes]", grace_s: float) -> None:
 
 def main(order: dict[str, Any]) -> int:
     """Run the agent; returns its exit code, or 128 + the number of the signal that ended it."""
+    for kind, limit in (
+        (resource.RLIMIT_NPROC, order["processes"]),
+        (resource.RLIMIT_FSIZE, order["file_bytes"]),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        most = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (limit, limit) if most == resource.RLIM_INFINITY else (min(limit, most), most))
     if order["port"]:
         listener = socket.create_server(("127.0.0.1", order["port"]), backlog=128)
         threading.Thread(target=serve, args=(listener, order["socket"]), daemon=True).start()

@@ -47,7 +47,7 @@ async def agent(program, tmp_path, *, files=None, **args):
     return await load({"command": command, "folder": str(folder)} | args)
 
 
-CHECK = ["/usr/bin/python3", "check.py"]
+CHECK = {"command": ["/usr/bin/python3", "-I", "check.py"]}
 
 
 def copies():
@@ -103,7 +103,7 @@ async def test_the_prompt_is_an_argument():
     ids=["exits", "waits", "kills itself"],
 )
 async def test_a_program_that_asks_for_nothing_is_invalid_and_the_reason_is_its_last_words(program, why, tmp_path):
-    (completion,) = await completions(await agent(program, tmp_path, timeout_s=1.5), [])
+    (completion,) = await completions(await agent(program, tmp_path, limits={"timeout_s": 1.5}), [])
     assert completion.failure.reason is RolloutReason.ENV_STEP
     assert re.search(why, completion.failure.detail, re.DOTALL), completion.failure.detail
 
@@ -130,8 +130,8 @@ HARMFUL = {
 async def test_whatever_a_program_does_the_episode_ends_and_nothing_is_left(program, tmp_path):
     began = time.monotonic()
     before = programs()
-    check = ["/usr/bin/python3", "-c", "print(0.5)"]
-    (completion,) = await completions(await agent(program, tmp_path, reward=check, timeout_s=4), ["one"])
+    check = {"command": ["/usr/bin/python3", "-c", "print(0.5)"]}
+    (completion,) = await completions(await agent(program, tmp_path, reward=check, limits={"timeout_s": 4}), ["one"])
     assert time.monotonic() - began < 30
     assert completion.turns == 1
     assert merge_parts(completion.parts) == Measured(0.5)
@@ -155,7 +155,7 @@ for entry in os.listdir("/proc"):
     if entry.isdigit() and "s3cret" in open("/proc/" + entry + "/environ", errors="replace").read(): found.append(entry)
 print("FOUND", found)
 """
-    factory = await agent(program, tmp_path, reward=["/usr/bin/python3", "-c", "print(1)"])
+    factory = await agent(program, tmp_path, reward={"command": ["/usr/bin/python3", "-c", "print(1)"]})
     (completion,) = await completions(factory, ["one"])
     assert completion.failure is None
     assert thaw(completion.snapshot, factory).output.strip() == "FOUND []"
@@ -163,7 +163,9 @@ print("FOUND", found)
 
 async def test_a_cancelled_episode_leaves_no_process(tmp_path):
     program, before = "ask('a')\nimport time; time.sleep(300)", programs()
-    (completion,) = await completions(await agent(program, tmp_path, timeout_s=200), ["one"], episode_timeout_s=2.0)
+    (completion,) = await completions(
+        await agent(program, tmp_path, limits={"timeout_s": 200}), ["one"], episode_timeout_s=2.0
+    )
     assert completion.truncated in (TruncationReason.TOOL_TIME, TruncationReason.WALL_CLOCK)
     assert programs() - before == set()
 
@@ -181,18 +183,20 @@ async def test_a_cancelled_episode_leaves_no_process(tmp_path):
 )
 async def test_a_reward_without_a_number_is_the_worst_one(check, expected, tmp_path):
     factory = await agent(
-        "ask('a')", tmp_path, files={"check.py": check}, reward=CHECK, worst_reward=-1.0, reward_timeout_s=1.5
+        "ask('a')", tmp_path, files={"check.py": check}, reward=CHECK | {"worst": -1.0, "timeout_s": 1.5}
     )
     (completion,) = await completions(factory, ["one"])
     assert merge_parts(completion.parts) == expected
 
 
 async def test_a_reward_command_that_cannot_be_started_measures_nothing(tmp_path):
-    (completion,) = await completions(await agent("ask('a')", tmp_path, reward=["nonesuch"]), ["one"])
+    (completion,) = await completions(await agent("ask('a')", tmp_path, reward={"command": ["nonesuch"]}), ["one"])
     assert isinstance(merge_parts(completion.parts), Unmeasured)
 
 
-@pytest.mark.parametrize("args", [{}, {"command": "ls"}, {"command": ["ls"], "network": "open"}])
+@pytest.mark.parametrize(
+    "args", [{}, {"command": "ls"}, {"command": ["ls"], "network": "open"}, {"command": ["ls"], "limits": {"cpus": 1}}]
+)
 def test_wrong_arguments_are_named(args):
-    with pytest.raises((PenstockError, TypeError), match=r"command|network"):
+    with pytest.raises((PenstockError, TypeError), match=r"command|network|cpus"):
         EnvironmentFactory.load("agent:command", args)
