@@ -59,7 +59,7 @@ reward = { command = ["bash", "check.sh"] }   # afterwards, in the copy: its las
 `{endpoint}`, `{base_url}`, `{key}`, `{folder}`, `{prompt}` and the row's columns can stand in `command`, `env` and
 `folder`. The program sees the copy, an empty home and the system's files. It sees no process but its own, and no
 environment variable but those given. Its network is the endpoint alone; with `network = "host"`, that of the machine.
-When it ends, all that it has started ends with it. The same happens when its time is up: SIGTERM, and SIGKILL 5 s later.
+When it ends, all that it has started ends with it. So it is when its time is up: SIGTERM, and SIGKILL 5 s later.
 
 | what happens | completion |
 |---|---|

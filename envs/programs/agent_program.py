@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 import anyio
 import msgspec
@@ -120,7 +121,6 @@ class AgentProgram(AgentEnvironment):
             raise ReferenceNotFoundError(f"agent:command needs sandboxes, and this machine makes none: {problem}")
         self._command, self._env, self._source = tuple(command), dict(env), folder
         self._network, self._readable, self._limits = network, tuple(readable), limits
-        self._home = ""
         self._values: dict[str, str] = {}
         self._forget()
 
@@ -141,12 +141,11 @@ class AgentProgram(AgentEnvironment):
         self._values = {name: str(value) for name, value in row.items() if value is not None}
         if is_messages(row.get("prompt")):
             self._values["prompt"] = messages_text(row["prompt"])
-        self._home = await to_thread.run_sync(self._make_folders)
+        _homes[self] = await to_thread.run_sync(self._make_folders)
 
     async def close(self) -> None:
         """Remove the copy."""
-        home, self._home = self._home, ""
-        if home:
+        if home := _homes.pop(self, ""):
             await to_thread.run_sync(lambda: shutil.rmtree(home, ignore_errors=True))
 
     async def run_episode(self, endpoint: str, sampling: dict[str, Any]) -> None:  # noqa: ARG002
@@ -164,7 +163,7 @@ class AgentProgram(AgentEnvironment):
             self.connections += 1
             await _connect(client, str(url.hostname), url.port or 80)
 
-        bound = await to_thread.run_sync(_bind, f"{self._home}/endpoint.sock")
+        bound = await to_thread.run_sync(_bind, f"{_homes[self]}/endpoint.sock")
         async with anyio.create_task_group() as tasks, await SocketListener.from_socket(bound) as listener:
             tasks.start_soon(listener.serve, pass_on)
             base_url = f"http://127.0.0.1:{PORT}{url.path.removesuffix('/v1')}"
@@ -215,7 +214,7 @@ class AgentProgram(AgentEnvironment):
         return SandboxSpec(
             readable=(*own, *self._readable),
             variables=tuple(zip(self._env, self._filled([*self._env.values()]), strict=True)),
-            writable=((f"{self._home}/work", _FOLDER), (f"{self._home}/endpoint.sock", _SOCKET)),
+            writable=((f"{_homes.get(self)}/work", _FOLDER), (f"{_homes.get(self)}/endpoint.sock", _SOCKET)),
             shares_network=self._network == "host",
         )
 
@@ -269,6 +268,10 @@ class _Tail:
                 self.data = (self.data + part)[-_OUTPUT_BYTES:]
 
 
+_homes: WeakKeyDictionary[AgentProgram, str] = WeakKeyDictionary()
+"""The folder of each episode. Not an attribute: it is no part of the task, and a snapshot has none."""
+
+
 class MeasuredAgentProgram(AgentProgram):
     """An agent whose reward a command measures, in the same folder, after the program has ended.
 
@@ -304,7 +307,7 @@ class MeasuredAgentProgram(AgentProgram):
     def _restore(self, command: Sequence[str]) -> None:
         if not self._source:
             return
-        source, work = Path(self._filled((self._source,))[0]), Path(self._home) / "work"
+        source, work = Path(self._filled((self._source,))[0]), Path(_homes[self]) / "work"
         for name in command:
             original, copy = source / name, work / name
             if Path(name).name == name and original.is_file():

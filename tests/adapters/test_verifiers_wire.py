@@ -263,10 +263,9 @@ async def test_an_episodes_address_is_secret_and_ends_with_it():
 
 async def test_a_request_without_a_conversation_is_refused():
     recorder, _ = recorder_of(Scripted([]))
-    async with serve_endpoint("127.0.0.1") as endpoint:
-        async with endpoint.episode(recorder) as url:
-            assert (await ask(url))[0] == 400
-            assert (await ask(url, {"role": "assistant", "tool_calls": [{"id": "1"}]}))[0] == 400
+    async with serve_endpoint("127.0.0.1") as endpoint, endpoint.episode(recorder) as url:
+        assert (await ask(url))[0] == 400
+        assert (await ask(url, {"role": "assistant", "tool_calls": [{"id": "1"}]}))[0] == 400
 
 
 async def test_an_agent_environment_without_an_endpoint_is_refused():

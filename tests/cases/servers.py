@@ -159,10 +159,9 @@ async def _agent_endpoint() -> AsyncIterator[Served]:
     async def read_state() -> object:
         return completion.turns
 
-    async with serve_endpoint("127.0.0.1") as endpoint:
-        async with endpoint.episode(recorder) as url:
-            secret = url.removeprefix(endpoint.url).split("/")[1]
-            yield Served(endpoint.url, {"key": secret}, read_state=read_state)
+    async with serve_endpoint("127.0.0.1") as endpoint, endpoint.episode(recorder) as url:
+        secret = url.removeprefix(endpoint.url).split("/")[1]
+        yield Served(endpoint.url, {"key": secret}, read_state=read_state)
 
 
 @asynccontextmanager

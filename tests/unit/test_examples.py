@@ -28,7 +28,8 @@ def test_every_example_has_prompts_an_environment_and_a_reward(file, monkeypatch
     assert settings.data.path or settings.data.rows
     for named in settings.environments.values():
         factory = EnvironmentFactory.load(*([named] if isinstance(named, str) else [named.ref, named.args]))
-        assert factory.tools or factory.responds or settings.rollout.max_turns == 1
+        has_turns = factory.tools or factory.responds or factory.runs_own_loop
+        assert has_turns or settings.rollout.max_turns == 1
         assert factory.has_reward
     for reward in settings.rewards:
         assert RewardFunction.load(reward.ref, reward.weight, reward.run_in, reward.name, reward.args).name

@@ -90,6 +90,7 @@ def _without_tools(settings: Settings, model_path: Path) -> ChatSetup:
 def _for_own_loop(settings: Settings, model_path: Path) -> ChatSetup:
     """Load the setup of an environment that runs its own agent loop: its tools are unknown until it names them."""
     chat = ChatTokenizer.load(model_path, template_kwargs(settings), None)
+    chat.shows_tools = bool(settings.data.chat_template_kwargs.get("tools", True))
     try:
         return ChatSetup(chat, choose_tool_format(settings.model.tool_format, chat.renderer.template, None).format)
     except SettingsError as error:  # only a request with tools would need a format

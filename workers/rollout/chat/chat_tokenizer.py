@@ -58,6 +58,7 @@ class ChatTokenizer:
             suffices for single-turn episodes.
         rewrites_history: `check_history` found that the template rewrites earlier turns, so each turn starts with
             `conversation_ids`.
+        shows_tools: `with_tools` gives the template the tools; if not, the model is to know them.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ChatTokenizer:
     ) -> None:
         self.renderer = ConversationRenderer(template, tools)
         self.rewrites_history = False
+        self.shows_tools = True
         self._conversations = ConversationCheck(self.renderer, HistoryCheck(False, ""), ("tool", "user"))
         self._tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
@@ -108,7 +110,8 @@ class ChatTokenizer:
 
     def with_tools(self, tools: list[dict[str, Any]] | None) -> "ChatTokenizer":
         """Return the same model's chat tokenizer with other tools."""
-        return ChatTokenizer(self._tokenizer, self.renderer.template, tools, set(self.stop_token_ids))
+        shown = tools if self.shows_tools else None
+        return ChatTokenizer(self._tokenizer, self.renderer.template, shown, set(self.stop_token_ids))
 
     def check_history(self, *, with_tools: bool = True, with_user_replies: bool = False) -> HistoryCheck:
         """Find out whether the template rewrites earlier turns, and encode conversations accordingly from now on.
