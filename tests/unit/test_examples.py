@@ -12,7 +12,7 @@ from workers.settings.toml_file import load_settings
 ROOT = Path(__file__).parents[2]
 
 
-TASKS = [ROOT / "examples/real_model/sums.toml"]
+TASKS = [ROOT / f"examples/real_model/{name}.toml" for name in ("sums", "divisors", "sorting")]
 SETTINGS = [*sorted(ROOT.glob("examples/*/run.toml")), *TASKS]
 
 
