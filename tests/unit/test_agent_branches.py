@@ -81,14 +81,20 @@ async def test_any_order_of_arrival_samples_the_same_tokens():
         sampler = Seeded(random.Random(order))
         recorder, _ = recorder_of(sampler)
         main = await ask(recorder, user("task"))
-        numbers = random.Random(order).sample(range(8), 8)
+        chance = random.Random(order)
+
+        async def work(number, after_s, recorder=recorder, main=main):
+            await anyio.sleep(after_s)
+            await ask(recorder, *main, user(f"part {number}"))
+
         async with anyio.create_task_group() as tasks:
-            for number in numbers:
-                tasks.start_soon(ask, recorder, *main, user(f"part {number}"))
-        assert sampler.most == 8
+            for number in range(8):
+                tasks.start_soon(work, number, chance.random() * 0.02)
+        assert sampler.most > 1
         assert_each_token_once(recorder, sampler)
         results.append(sorted(sampler.turns))
     assert results == results[:1] * 20
+    assert len({*map(tuple, results[0])}) == 9
 
 
 async def test_a_second_answer_to_the_same_conversation_is_a_sibling_with_its_own_row():

@@ -84,6 +84,8 @@ async def test_closing_the_recorder_cancels_the_running_turn_and_refuses_the_nex
         await asked.wait()
         recorder.close()
     assert refused == ["the episode is over"] * 2
+    with pytest.raises(EngineRefusedError, match="the episode is over"), anyio.fail_after(5):
+        await ask(recorder, {"messages": [user("b")]})
     assert (completion.turns, completion.messages, recorder.rows()) == (0, [], [])
 
 
