@@ -240,11 +240,13 @@ class AgentProgram(AgentEnvironment):
         try:
             with anyio.move_on_after(timeout_s) as scope:
                 await tail.read(process)
+                await process.wait()  # to kill one that has just ended would lose its exit code
             self.timed_out = scope.cancelled_caught
             if self.timed_out and process.stdin is not None:
                 await process.stdin.aclose()
                 with anyio.move_on_after(_GRACE_S + 1):
                     await tail.read(process)
+                    await process.wait()
         finally:
             with anyio.CancelScope(shield=True):
                 if process.returncode is None:
