@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("settings", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=0, help="default: those of the settings file")
+    parser.add_argument("--steps", type=int, default=0, help="default: `train.max_steps` of the settings file")
     options = parser.parse_args()
     settings = tomllib.loads(options.settings.read_text())
     (task,) = (each["args"] for each in settings["environments"].values())

@@ -106,7 +106,7 @@ FIELDS: Final[Mapping[str, Mapping[str, FieldRule]]] = {
     "responses": {
         "input": _honoured("the whole conversation"),
         "instructions": _honoured("a system message before it"),
-        "tools": _honoured("functions, also those of a namespace; tools that the vendor runs itself are left out"),
+        "tools": _honoured("functions and namespaces of functions; tools that the vendor runs itself are left out"),
         "tool_choice": _TOOL_CHOICE,
         "parallel_tool_calls": _ONE_CALL,
         "stream": _STREAM,

@@ -94,9 +94,9 @@ class ModelReply(Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     reasoning_tokens: int = 0
-    """Those of the sampled tokens that are reasoning."""
+    """Number of sampled tokens that are reasoning."""
     cached_tokens: int = 0
-    """Those of the prompt's tokens that continue an earlier turn."""
+    """Number of prompt tokens that the turn before already had."""
 
     @property
     def calls(self) -> list[ModelCall]:

@@ -169,7 +169,7 @@ def _parts(content: object) -> Any:
 
 
 def _parse_tools(tools: object) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]], list[str]]:
-    """Return the functions, those of them in a namespace, and the types of tools that are left out."""
+    """Return the functions, the parts of each name that has a namespace, and the types of tools that are left out."""
     functions, namespaces, left_out = [], {}, []
     for tool in items(tools, "tools"):
         kind = str(tool.get("type"))
