@@ -13,6 +13,7 @@ Decoding checks the bounds of numbers, so a worker never gets a value that it ca
 """
 
 import sys
+from enum import StrEnum
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
@@ -183,6 +184,53 @@ class ActivityTime(Struct, frozen=True, array_like=True):
     """How long it went on."""
 
 
+class BranchRole(StrEnum):
+    """What a branch of an agent's conversation is for."""
+
+    MAIN = "main"  # the task itself, also after its history was compacted
+    SUB = "sub"  # a sub-agent's
+    COMPACT = "compact"  # a summary of the history, with which a later branch starts
+    SIDE = "side"  # a call beside the task, such as for a title, whose answer no later request holds
+    OTHER = "other"
+
+
+class DiscardReason(StrEnum):
+    """Why a branch is not trained although the rollout is."""
+
+    ROLE = "role"  # `agents.train` does not name its role
+    PROGRAM = "program"  # the program asked for it, by the header X-Penstock-Train
+    SUPERSEDED = "superseded"  # another answer to the same context was continued, and this one was not
+
+
+class Branch(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of an agent's conversation, in which every request continues the one before.
+
+    Example: a program has three turns, asks for a summary of them, and goes on with the summary alone::
+
+        branches[0]  role main, turns 3, rows [0]
+        branches[1]  role compact, turns 1, rows [1], parent 0, after_turn 2
+        branches[2]  role main, turns 4, rows [2], parent 1
+    """
+
+    role: BranchRole
+    turns: Count = 0
+    """Answers of the model."""
+    limited: TruncationReason | None = None
+    """Which limit had the last word in it; None if none had."""
+    parent: int | None = None
+    """Position in `Completion.branches` of the branch that it comes from; None if it comes from none."""
+    after_turn: int | None = None
+    """Number of the parent's turns that it starts with; None if it starts with none of them."""
+    name: str = ""
+    """The program's own name for it."""
+    rows: tuple[int, ...] = ()
+    """Positions in `Completion.rows`, in the order of the turns."""
+    rewritten: tuple[str, ...] = ()
+    """For each row after the first, who rewrote the history before it: `template` or `program`."""
+    discarded: DiscardReason | None = None
+    """Why its rows bear no loss; None if they do."""
+
+
 class Completion(Struct, kw_only=True):
     """One conversation: sampled tokens, messages and reward."""
 
@@ -191,7 +239,11 @@ class Completion(Struct, kw_only=True):
     greedy: bool = False
     """Sampled at temperature 0 as the baseline of ReMax; not trained, and not in group statistics."""
     rows: list[Row] = field(default_factory=list)
-    """Usually one. Several if a chat template rewrites history; none if the episode failed before sampling."""
+    """Usually one. Several if a chat template rewrites history, or an agent's conversation branches; none if the
+    episode failed before sampling."""
+    branches: list[Branch] = field(default_factory=list)
+    """Of an agent's conversation, in the order of their first turns; each row is of one of them. Empty: a single line,
+    in which everything is trained."""
     prompt_messages: list[Message] = field(default_factory=list)
     """The prompt as this completion saw it, including the environment's observation."""
     messages: list[Message] = field(default_factory=list)

@@ -10,7 +10,7 @@ from workers.settings.algorithm import (
 from workers.settings.data import DatasetSettings, DataSettings, EnvironmentSettings, RewardSettings
 from workers.settings.estimator_options import Estimator
 from workers.settings.loss_options import Loss
-from workers.settings.rollout import EvalSettings, PacingSettings, RolloutSettings, SamplingSettings
+from workers.settings.rollout import AgentSettings, EvalSettings, PacingSettings, RolloutSettings, SamplingSettings
 from workers.settings.run import (
     AbortSettings,
     ArchiveSettings,
@@ -25,6 +25,7 @@ from workers.settings.training import EngineSettings, LoraSettings, TrainSetting
 
 __all__ = [
     "AbortSettings",
+    "AgentSettings",
     "AlgorithmSettings",
     "ArchiveSettings",
     "CorrectionSettings",

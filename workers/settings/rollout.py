@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
+from stream.records import BranchRole
 from workers.settings.data import with_split
 from workers.settings.hub import REVISION_FORM, REVISION_PATTERN
 from workers.settings.section import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds, Section
@@ -94,6 +95,20 @@ class EvalSettings(Section, frozen=True):
     def source(self) -> str:
         """Origin of the held-out prompts: a path, or `20 rows of each environment`; empty: nothing is evaluated."""
         return f"{self.rows} rows of each environment" if self.rows else with_split(self.path, self.split)
+
+
+class AgentSettings(Section, frozen=True):
+    """`[agents]`: programs and environments that run their own loop, whose conversation may branch."""
+
+    train: tuple[BranchRole, ...] = (BranchRole.MAIN, BranchRole.SUB, BranchRole.COMPACT, BranchRole.OTHER)
+    """Roles of the branches that are trained. The others are sampled, recorded, and bear no loss."""
+    weight: Literal["rollout", "tokens"] = "rollout"
+    """Weight of a branched rollout in losses that add up tokens. `rollout`: that of the tokens of its main branch,
+    however many sub-agents it had; `tokens`: that of all its tokens."""
+    max_rollout_tokens: NonNegativeInt = 0
+    """Tokens of all branches together, without their prompts; 0: 8 times `rollout.max_tokens`, which holds for each."""
+    max_rollout_turns: NonNegativeInt = 0
+    """Answers in all branches together; 0: 16 times `rollout.max_turns`, which holds for each."""
 
 
 class PacingSettings(Section, frozen=True):

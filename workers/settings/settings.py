@@ -15,7 +15,7 @@ from workers.settings.algorithm import AlgorithmSettings, CorrectionSettings, Fi
 from workers.settings.data import ENVIRONMENT_ROWS, DatasetSettings, DataSettings, EnvironmentSettings, RewardSettings
 from workers.settings.estimator_options import Estimator, Grpo
 from workers.settings.loss_options import Clipped, Loss
-from workers.settings.rollout import EvalSettings, PacingSettings, RolloutSettings
+from workers.settings.rollout import AgentSettings, EvalSettings, PacingSettings, RolloutSettings
 from workers.settings.run import (
     AbortSettings,
     ArchiveSettings,
@@ -50,6 +50,7 @@ class Settings(Section, frozen=True, kw_only=True):
     column selects one; the first is the default."""
     rewards: tuple[RewardSettings, ...] = ()
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    agents: AgentSettings = field(default_factory=AgentSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     score: ScoreSettings = field(default_factory=ScoreSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
