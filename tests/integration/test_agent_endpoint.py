@@ -123,14 +123,14 @@ WAYS = [by_chat, by_responses, by_messages]
 async def test_an_episode_by_a_vendors_client_is_one_row_of_what_was_sampled(way, streams):
     async with served(SAYS) as its:
         said, cached = await way(its, streams=streams)
-        (row,) = its.recorder.rows()
+        (row,) = its.recorder.record()[0]
     assert said == "Done."
     (first, *_), (second, *_) = its.sampler.asked
     assert list(row.prompt) == first
     assert [*row.prompt, *row.tokens][: len(second)] == second
     assert cached == len(row.prompt) + row.sampled_ranges[0][1]
     assert its.completion.tool_calls == 1
-    assert its.recorder.end is None
+    assert its.recorder.end() is None
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -146,7 +146,7 @@ async def test_tokens_are_counted_as_they_are_sampled_and_nothing_is_recorded():
     asked = {"model": "policy", "messages": [USER], "tools": [ANTHROPIC_TOOL], "system": "You list."}
     async with served(["Done."]) as its:
         counted = await its.anthropic.messages.count_tokens(**asked)
-        assert its.recorder.rows() == []
+        assert its.recorder.record()[0] == []
         answer = await its.anthropic.messages.create(max_tokens=100, **asked)
     assert counted.input_tokens == answer.usage.input_tokens == len(its.sampler.asked[0][0])
 
@@ -199,7 +199,7 @@ async def test_a_context_that_is_too_long_is_said_as_each_vendors_programs_expec
             await its.openai.responses.create(model="policy", input="a")
         with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 511 maximum"):
             await its.anthropic.messages.create(model="policy", max_tokens=9, messages=[USER])
-        assert its.recorder.end.reason is RolloutReason.PROMPT_TOO_LONG
+        assert its.recorder.end().reason is RolloutReason.PROMPT_TOO_LONG
     assert chat.value.code == responses.value.code == "context_length_exceeded"
     assert "maximum context length is 511 tokens" in str(chat.value)
 
@@ -212,9 +212,9 @@ async def test_a_program_that_shortens_its_history_after_an_overflow_is_not_trun
         await its.anthropic.messages.create(model="policy", max_tokens=9, messages=[USER])
         with pytest.raises(anthropic.BadRequestError):
             await its.anthropic.messages.create(model="policy", max_tokens=9, messages=[USER | {"content": "long"}])
-        assert its.recorder.end is TruncationReason.CONTEXT
+        assert its.recorder.end() is TruncationReason.CONTEXT
         await its.anthropic.messages.create(model="policy", max_tokens=9, messages=[USER | {"content": "short"}])
-    assert its.recorder.end is None
+    assert its.recorder.end() is None
 
 
 async def test_a_limit_is_an_empty_answer_that_says_so_and_then_an_error():
@@ -225,7 +225,7 @@ async def test_a_limit_is_an_empty_answer_that_says_so_and_then_an_error():
         for _ in range(3):
             answer = await ask.create(model="policy", max_tokens=9, messages=messages)
             assert (answer.stop_reason, answer.content[0].text) == ("max_tokens", "")
-        assert its.recorder.end is TruncationReason.MAX_TURNS
+        assert its.recorder.end() is TruncationReason.MAX_TURNS
         with pytest.raises(anthropic.BadRequestError, match="max_turns"):
             await ask.create(model="policy", max_tokens=9, messages=messages)
 
@@ -285,7 +285,7 @@ async def test_only_one_call_is_given_if_the_program_wants_one():
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "a.txt"}
         kept = message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
         await its.openai.chat.completions.create(messages=[USER, kept, result], **asked)
-        assert len(its.recorder.rows()) == 1
+        assert len(its.recorder.record()[0]) == 1
 
 
 class Gate(Scripted):
@@ -323,7 +323,7 @@ async def test_an_answer_that_was_lost_on_its_way_is_not_sampled_again():
         assert len(sampler.asked) == 1
         async with session.post(url, json=body | {"stream": False}) as answer:  # delivered: now it is a second answer
             assert (await answer.json())["content"][0]["text"] == "answer 2"
-    assert len(its.recorder.rows()) == 2
+    assert len(its.recorder.record()[0]) == 2
 
 
 async def test_a_request_that_says_that_it_is_a_retry_gets_the_same_answer():

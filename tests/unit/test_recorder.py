@@ -15,7 +15,7 @@ from workers.rollout.agent_endpoint.recorder import Recorder
 from workers.rollout.episode import EpisodeContext
 from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import RolloutSettings
+from workers.settings import AgentSettings, RolloutSettings
 
 ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -24,7 +24,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def recorder_of(sampler, chat=None, **limits):
+def recorder_of(sampler, chat=None, agents=AgentSettings(), **limits):  # noqa: B008  (frozen)
     """Make a recorder of a new episode, and the completion that it fills."""
     completion = Completion(index=0, seconds={"engine": 0.0})
     context = EpisodeContext(
@@ -35,6 +35,7 @@ def recorder_of(sampler, chat=None, **limits):
         sampler=sampler,
         slot=None,
         limits=RolloutSettings(**limits),
+        agents=agents,
     )
     return Recorder(context, completion, EpisodeClock(60.0)), completion
 
@@ -52,7 +53,7 @@ async def test_a_call_that_a_record_cannot_hold_is_recorded_as_text_and_the_row_
     assert json.loads(reply["tool_calls"][0]["function"]["arguments"]) == {"a": json.loads(argument)}
     answer = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "3"}
     await ask(recorder, {"messages": [user("a"), reply, answer], "tools": ADD})
-    assert len(recorder.rows()) == 1
+    assert len(recorder.record()[0]) == 1
     assert parse_messages([reply])[0]["tool_calls"] == completion.messages[0]["tool_calls"]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(completion), type=Completion) == completion
 
@@ -86,7 +87,7 @@ async def test_closing_the_recorder_cancels_the_running_turn_and_refuses_the_nex
     assert refused == ["the episode is over"] * 2
     with pytest.raises(EngineRefusedError, match="the episode is over"), anyio.fail_after(5):
         await ask(recorder, {"messages": [user("b")]})
-    assert (completion.turns, completion.messages, recorder.rows()) == (0, [], [])
+    assert (completion.turns, completion.messages, recorder.record()[0]) == (0, [], [])
 
 
 @pytest.mark.parametrize(("role", "rows"), [("user", 2), ("tool", 1)])
@@ -95,4 +96,4 @@ async def test_a_row_ends_where_the_template_drops_reasoning_before_a_user_messa
     recorder, _ = recorder_of(sampler, make_chat(template_of("qwen3")))
     reply = await ask(recorder, {"messages": [user("a")]})
     await ask(recorder, {"messages": [user("a"), reply, {"role": role, "content": "b"}]})
-    assert len(recorder.rows()) == rows
+    assert len(recorder.record()[0]) == rows

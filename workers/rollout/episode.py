@@ -22,7 +22,7 @@ from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.messages import call_id, tool_message
 from workers.rollout.tool_formats.parsing import ParsedTurn, ToolFormat
 from workers.rollout.tool_result import ToolResult, truncate_result
-from workers.settings import RolloutSettings
+from workers.settings import AgentSettings, RolloutSettings
 
 EpisodeEnd = TruncationReason | Failure | None
 """How an episode ends; None: the model or the environment finished it."""
@@ -59,6 +59,8 @@ class EpisodeContext(EnvironmentContext, frozen=True, kw_only=True):
     sampler: Sampler
     min_policy_version: int = 0
     """Oldest policy version that may sample."""
+    agents: AgentSettings = field(default_factory=AgentSettings)
+    """For an environment that runs its own loop."""
 
     def sampling_options(self, turn: int, *, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingOptions:
         """Make the options for sampling one turn, counted from 0."""

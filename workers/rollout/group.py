@@ -23,7 +23,7 @@ from workers.rollout.conversation import run_episode
 from workers.rollout.engine_client.sampling import Sampler
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import EpisodeContext
-from workers.settings import RolloutSettings, Settings
+from workers.settings import AgentSettings, RolloutSettings, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,8 @@ class GroupRunner:
     """Environments by name, to thaw those snapshots."""
     endpoint: AgentEndpoint | None = None
     """Needed by environments that run their own loop."""
+    agents: AgentSettings = field(default_factory=AgentSettings)
+    """For these."""
 
     async def run(
         self,
@@ -132,6 +134,7 @@ class GroupRunner:
                 limits=msgspec.structs.replace(self.limits, temperature=0.0) if is_greedy else self.limits,
                 min_policy_version=min_policy_version,
                 progress=progress,
+                agents=self.agents,
             )
             if slot is None or not slot.runs_own_loop:
                 return await run_episode(context)
@@ -208,6 +211,7 @@ async def open_group_runner(
             sampler=sampler,
             pool=pool,
             limits=settings.rollout,
+            agents=settings.agents,
             rewards=rewards,
             factories=factories,
             endpoint=endpoint,

@@ -158,7 +158,11 @@ class _Routes:
             raise RequestRefusedError(f"the request is not a JSON object: {error}") from error
         except RecursionError as error:
             raise RequestRefusedError("the request is nested too deeply") from error
-        request = dialect.parse(body, http.headers)
+        try:
+            request = dialect.parse(body, http.headers)
+        except RequestRefusedError as error:
+            answers.recorder.note_refusal(str(error))
+            raise
         for name in request.unused:
             if (dialect.name, name) not in self._unused:
                 self._unused.add((dialect.name, name))
@@ -292,16 +296,17 @@ class AgentEpisode(BaseEpisode):
                 end = self.clock.running
         if recorder.error is not None:
             raise recorder.error
-        if recorder.end is not None:  # a missing turn or a limit ended it; how the environment coped does not matter
-            return recorder.end
+        if (how := recorder.end()) is not None:  # a missing turn, or a limit; how the environment coped does not matter
+            return how
         if end is None and not self.completion.turns:
             detail = f"{self._slot.name}: the episode ended without a turn of the model"
             return Failure(reason=RolloutReason.ENV_STEP, detail=detail)
         return end
 
     def rows(self) -> list[Row]:
-        """Return one row per branch of the conversation."""
-        return self._recorder.rows()
+        """Return the rows; the completion gets the branches to which they belong."""
+        rows, self.completion.branches = self._recorder.record()
+        return rows
 
     def versions(self) -> set[int]:
         """Return the policy versions that sampled so far."""

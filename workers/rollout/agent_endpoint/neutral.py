@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from msgspec import Struct
 
 from stream.errors import EngineRefusedError
-from stream.records import Message
+from stream.records import BranchRole, Message
 
 REASONING = "reasoning"
 """Key of an assistant's message under which a dialect keeps its reasoning apart."""
@@ -43,6 +43,19 @@ class ContextOverflowError(EngineRefusedError):
         self.tokens, self.most = tokens, most
 
 
+class Caller(NamedTuple):
+    """What the headers of a request say about the part of the program that asks."""
+
+    role: BranchRole | None = None
+    """What its conversation is for; None if the headers do not say."""
+    name: str = ""
+    """The program's own name for the conversation."""
+    parent: str = ""
+    """Name of the conversation that started it."""
+    is_trained: bool = True
+    """The program does not ask to leave it untrained."""
+
+
 class ModelRequest(Struct, frozen=True, kw_only=True):
     """A turn that a program asks for."""
 
@@ -62,6 +75,8 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     """A stream ends with the numbers of tokens, in the dialect in which that is a choice."""
     namespaces: Mapping[str, tuple[str, str]] = {}
     """Namespace and own name of each tool in a namespace, by the name that the model sees."""
+    caller: Caller = Caller()
+    """Who asks."""
     is_retry: bool = False
     """The program says that it repeats a request."""
     unused: tuple[str, ...] = ()

@@ -5,9 +5,9 @@ it becomes token ids, the worker's engine client samples the next turn, and the 
 gets text. So the recorded tokens are the sampled ones, whatever the program sends back.
 
 A request that continues a recorded turn (the same messages, the same answer, then new messages) extends its row by a
-continuation. Any other request (rewritten or compacted history, a sub-agent's conversation, a second answer to the same
-question) starts a new row (`branches`). Each row holds exactly what the model saw when it sampled. Several requests may
-be sampled at once: a turn is recorded when it has been sampled, in one step.
+continuation. A rewritten history starts a new row; a compacted one, a sub-agent's conversation, or a second answer to
+the same question, a new branch (`branches`). Each row holds exactly what the model saw when it sampled. Several
+requests may be sampled at once: a turn is recorded when it has been sampled, in one step.
 """
 
 import hashlib
@@ -23,12 +23,20 @@ from msgspec.structs import replace
 
 from stream.errors import DataError, EngineError, EngineRefusedError, EngineUnavailableError
 from stream.queue.in_flight import Activity
-from stream.records import Completion, Failure, Message, Row
+from stream.records import Branch, BranchRole, Completion, Failure, Message, Row
 from stream.validity import RolloutReason, TruncationReason
-from workers.rollout.agent_endpoint.branches import Branches, Place, Turn, digests_of
+from workers.rollout.agent_endpoint.branch_record import record_branches
+from workers.rollout.agent_endpoint.branches import BranchBuilder, Branches, Place, conversation_of
 from workers.rollout.agent_endpoint.chats_by_tools import KnownChat, chats_by_tools
 from workers.rollout.agent_endpoint.messages import turn_message
-from workers.rollout.agent_endpoint.neutral import REASONING, ContextOverflowError, ModelReply, ModelRequest
+from workers.rollout.agent_endpoint.neutral import (
+    REASONING,
+    ContextOverflowError,
+    ModelReply,
+    ModelRequest,
+    RequestRefusedError,
+)
+from workers.rollout.agent_endpoint.roles import last_main
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampling import SampledTurn, context_seed, cut_at_stop, end_after_error
@@ -41,11 +49,10 @@ _MAX_EMPTY_REPLIES = 3
 """Empty replies after a limit is reached, so that the program can finish by itself; then requests are refused."""
 _MAX_PARALLEL = 16
 """Turns of an episode that are sampled at once; more wait, since a program might end on an error."""
+_TURNS_OF_ALL, _TOKENS_OF_ALL = 16, 8
+"""How many times `rollout.max_turns` and `rollout.max_tokens`, which hold for each branch, all branches may have."""
 _MAX_ROWS = 256
 """Rows of an episode: a program that compacts again and again would otherwise sample without end."""
-_BRANCHES = 8
-"""How many times `rollout.max_tokens` and `rollout.max_turns`, which hold for each branch, all branches together may
-have."""
 _LONGEST = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)")
 """How engines say the longest context that they take."""
 
@@ -59,17 +66,20 @@ class Recorder:
         clock: of the episode.
 
     Attributes:
-        end: how a failed turn or a limit ended the episode; None while nothing did, or if a turn followed.
         error: set if no engine answers; it concerns all completions of the group.
     """
 
     def __init__(self, context: EpisodeContext, completion: Completion, clock: EpisodeClock) -> None:
-        self.end: Failure | TruncationReason | None = None
         self.error: EngineUnavailableError | None = None
         self._context, self._completion, self._clock = context, completion, clock
         self._chats = chats_by_tools(context.chat)
         self._branches = Branches()
-        self._empty_replies = Counter[Turn | None]()
+        self._failure: Failure | None = None
+        self._stopped_at: tuple[int, TruncationReason] | None = None
+        """Number of turns before the last conversation of the task that could not begin, and why."""
+        self._refused_at: tuple[int, str] | None = None
+        """Number of turns before the last request that was refused, and why."""
+        self._empty_replies = Counter[BranchBuilder | None]()
         self._parallel = anyio.Semaphore(_MAX_PARALLEL)
         self._scopes: set[anyio.CancelScope] = set()
         self._sampling, self._engine = 0, ExitStack()
@@ -79,20 +89,37 @@ class Recorder:
         self._sent: dict[tuple[str, str], str] = {}
         """The content of each turn, by its reasoning and its text as programs got them apart."""
 
-    def rows(self) -> list[Row]:
-        """Return what was sampled; each sampled token is in one row."""
-        return self._branches.sampled_rows()
+    def record(self) -> tuple[list[Row], list[Branch]]:
+        """Return what was sampled, and its branches; each sampled token is in one row."""
+        return record_branches(self._branches.branches, self._context.agents.train)
+
+    def end(self) -> Failure | TruncationReason | None:
+        """Return how a failed turn or a limit ended the episode; None if nothing did, or if the task went on."""
+        if self._failure is not None:
+            return self._failure
+        turns = self._completion.turns
+        if self._refused_at is not None and self._refused_at[0] == turns:
+            return Failure(reason=RolloutReason.ENV_STEP, detail=f"a request was refused: {self._refused_at[1]}")
+        if self._stopped_at is not None and self._stopped_at[0] == turns:
+            return self._stopped_at[1]
+        last = last_main(self._branches.branches)
+        return last.limited if last is not None else None
 
     def versions(self) -> set[int]:
         """Return the policy versions that sampled so far."""
         return self._branches.versions()
+
+    def note_refusal(self, why: str) -> None:
+        """Note that a request was refused: if no turn follows, that is how the episode ended."""
+        self._refused_at = (self._completion.turns, why)
 
     async def complete(self, request: ModelRequest) -> ModelReply:
         """Sample a turn.
 
         Raises:
             ContextOverflowError: the context is longer than the engine takes.
-            EngineRefusedError: the chat template refuses the request, a limit is reached, or the episode is over.
+            RequestRefusedError: the chat template, or the record, cannot hold the request.
+            EngineRefusedError: a limit is reached, or the episode is over.
             EngineError: the turn could not be sampled.
         """
         if not self._closed:
@@ -101,6 +128,9 @@ class Recorder:
                 try:
                     async with self._parallel:
                         return await self._complete(request)
+                except RequestRefusedError as error:
+                    self.note_refusal(str(error))
+                    raise
                 finally:
                     self._scopes.discard(scope)
         raise EngineRefusedError("the episode is over")
@@ -118,7 +148,7 @@ class Recorder:
 
     async def _complete(self, request: ModelRequest) -> ModelReply:
         known = await self._chats.get(request.tools)
-        place = await self._find_place(known, known.rules.apply(self._joined(request.messages)))
+        place = await self._find_place(known, request)
         limit = self._limit_reached(place)
         if limit is not None:
             return self._limit_reply(limit, place)
@@ -146,41 +176,50 @@ class Recorder:
                 joined.append(message)
         return joined
 
-    async def _find_place(self, known: KnownChat, messages: list[Message]) -> Place:
+    async def _find_place(self, known: KnownChat, request: ModelRequest) -> Place:
         """Find the turn that a request continues, and make the tokens that the model is to see."""
-        chat = known.chat
+        chat, messages = known.chat, known.rules.apply(self._joined(request.messages))
         try:
-            digests = digests_of(messages, known.digest)
+            asked = conversation_of(messages, known.digest, request.caller, has_tools=bool(request.tools))
         except (ValueError, OverflowError, RecursionError) as error:
-            raise EngineRefusedError(f"the request holds values that a record cannot hold: {error}") from error
-        found = self._branches.find(digests)
-        if found is None:
-            return Place(None, messages, chat, digests[-1], await _encode(messages, chat), 0)
-        parent, count = found
-        added = messages[count:]
-        if not known.takes_tools:
-            context = await _encode(messages, chat)
-            return Place(parent, added, chat, digests[-1], context, max(0, len(context) - parent.end))
+            raise RequestRefusedError(f"the request holds values that a record cannot hold: {error}") from error
+        parent, count, branch = self._branches.find(asked)
+        place = Place(asked, chat, parent, branch, messages[count:], TokenIds())
+        if branch is not None:
+            place.tip, place.known = branch.tip, len(branch.roles)
+        await self._fill_context(place, known)
+        if parent is None or branch is None or parent is not branch.tip:
+            place.new_count = max(0, len(place.context) - branch.tip.end) if branch else 0
+        return place
+
+    async def _fill_context(self, place: Place, known: KnownChat) -> None:
+        """Make the tokens of a place, with those of known turns as they were sampled."""
+        chat, parent, added = place.chat, place.parent, place.added
+        if parent is None or not known.takes_tools:
+            place.context = await _encode(place.conversation.messages, chat)
+            place.new_count = max(0, len(place.context) - parent.end) if parent else 0
+            return
         prompt, turns = parent.conversation(added)
         try:
             if await chat.continues(prompt, turns):
                 ids = await chat.encode_continuation(added, parent.ended_with_eos)
-                context = parent.context()
-                context.extend(ids)
-                return Place(parent, added, chat, digests[-1], context, len(ids), continues=True)
-            context, new_count = await chat.encode_conversation(prompt, turns)
+                place.context, place.new_count, place.continues = parent.context(), len(ids), True
+                place.context.extend(ids)
+                return
+            place.context, place.new_count = await chat.encode_conversation(prompt, turns)
         except DataError as error:
-            raise EngineRefusedError(str(error)) from error
-        continues = parent.context().is_prefix_of(context)
-        return Place(parent, added, chat, digests[-1], context, new_count, continues)
+            raise RequestRefusedError(str(error)) from error
+        place.continues = parent.context().is_prefix_of(place.context)
 
     def _limit_reached(self, place: Place) -> TruncationReason | None:
-        limits, completion, branches = self._context.limits, self._completion, self._branches
-        if place.depth >= limits.max_turns or completion.turns >= _BRANCHES * limits.max_turns:
+        limits, agents, branches = self._context.limits, self._context.agents, self._branches
+        most_turns = agents.max_rollout_turns or _TURNS_OF_ALL * limits.max_turns
+        most_tokens = agents.max_rollout_tokens or _TOKENS_OF_ALL * limits.max_tokens
+        if place.depth >= limits.max_turns or self._completion.turns >= most_turns:
             return TruncationReason.MAX_TURNS
-        if place.used >= limits.max_tokens or branches.token_count() >= _BRANCHES * limits.max_tokens:
+        if place.used >= limits.max_tokens or branches.token_count() >= most_tokens:
             return TruncationReason.LENGTH
-        return TruncationReason.LENGTH if len(branches.rows) >= _MAX_ROWS else None
+        return TruncationReason.LENGTH if branches.row_count() >= _MAX_ROWS else None
 
     async def _ask_engine(self, place: Place, request: ModelRequest, tokens_left: int) -> SampledTurn:
         """Sample a turn, within the limits of run, episode and request."""
@@ -200,13 +239,26 @@ class Recorder:
             raise
         except EngineError as error:
             end = end_after_error(error, self._completion.turns)
-            self._record_end(end)
+            if isinstance(end, Failure):
+                self._failure = self._failure or end
+            else:
+                self._note_limit(end, place)
             if end is TruncationReason.CONTEXT or (
                 isinstance(end, Failure) and end.reason is RolloutReason.PROMPT_TOO_LONG
             ):
                 found = _LONGEST.search(str(error))
                 raise ContextOverflowError(len(place.context), int(found[1]) - 1 if found else 0) from error
             raise
+
+    def _note_limit(self, reason: TruncationReason, place: Place) -> None:
+        """Note the limit that a request has reached; it is the task's if no turn of the task follows."""
+        asked = place.conversation
+        if place.branch is not None:
+            place.branch.limited = reason
+            return
+        is_task = place.parent is None and asked.caller.role in {None, BranchRole.MAIN}
+        if is_task and (asked.has_tools or not any(builder.has_tools for builder in self._branches.branches)):
+            self._stopped_at = (self._completion.turns, reason)
 
     @contextmanager
     def _engine_time(self) -> Iterator[None]:
@@ -229,15 +281,14 @@ class Recorder:
         """Record a turn, in one step, and make the reply."""
         completion = self._completion
         parent = place.parent
-        before = [] if parent is None else [m for turn in parent.path() for m in (*turn.added, turn.message)]
-        message = turn_message(shown, [*before, *place.added])
+        message = turn_message(shown, place.conversation.messages)
         cached_tokens = parent.end if parent is not None and place.continues else 0
         prompt_tokens = len(place.context)
-        if self.end is TruncationReason.CONTEXT:  # the program has shortened its history
-            self.end = None
+        if self._failure is not None and self._failure.reason is RolloutReason.PROMPT_TOO_LONG:
+            self._failure = None  # the program has shortened it
         if not completion.turns:
             completion.prompt_messages = place.added
-        completion.messages += [*(place.added if completion.turns else ()), message]
+        completion.messages += [*(place.said if completion.turns else ()), message]
         completion.turns += 1
         completion.tool_calls += len(shown.calls)
         completion.tool_errors += len(shown.errors)
@@ -258,18 +309,11 @@ class Recorder:
             cached_tokens=cached_tokens,
         )
 
-    def _record_end(self, end: Failure | TruncationReason) -> None:
-        """Record how the episode ends; a failure outweighs a limit."""
-        if isinstance(end, Failure) or not isinstance(self.end, Failure):
-            self.end = end
-
     def _limit_reply(self, reason: TruncationReason, place: Place) -> ModelReply:
-        """Return an empty reply once a limit is reached; one of a sub-agent's conversation does not end the episode."""
-        root = place.parent.root if place.parent else None
-        if root is None or root is self._branches.first:
-            self._record_end(reason)
-        self._empty_replies[root] += 1
-        if self._empty_replies[root] > _MAX_EMPTY_REPLIES:
+        """Return an empty reply once a limit is reached, so that the program can end by itself."""
+        self._note_limit(reason, place)
+        self._empty_replies[place.branch] += 1
+        if self._empty_replies[place.branch] > _MAX_EMPTY_REPLIES:
             raise EngineRefusedError(f"the episode is over: its limit, {reason}, is reached")
         message: Message = {"role": "assistant", "content": ""}
         return ModelReply(id=secrets.token_hex(9), message=message, text="", finish="length")
@@ -279,7 +323,7 @@ async def _encode(messages: list[Message], chat: ChatTokenizer) -> TokenIds:
     try:
         return await chat.encode_prompt(messages)
     except DataError as error:
-        raise EngineRefusedError(str(error)) from error
+        raise RequestRefusedError(str(error)) from error
 
 
 def _without_tags(reasoning: str) -> str:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from workers.rollout.agent_endpoint.callers import caller_of
 from workers.rollout.agent_endpoint.dialects.base import (
     MODEL_NAME,
     count,
@@ -59,6 +60,7 @@ class AnthropicMessages:
             stop=texts(body.get("stop_sequences"), "stop_sequences"),
             one_call=choice.get("disable_parallel_tool_use") is True,
             streams=bool(body.get("stream")),
+            caller=caller_of(headers),
             is_retry=is_retry(headers),
             unused=(*unused, *left_out),
         )

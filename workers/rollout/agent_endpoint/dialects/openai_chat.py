@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from stream.records import Message
+from workers.rollout.agent_endpoint.callers import caller_of
 from workers.rollout.agent_endpoint.dialects.base import (
     MODEL_NAME,
     count,
@@ -51,6 +52,7 @@ class OpenAIChat:
             one_call=body.get("parallel_tool_calls") is False,
             streams=bool(body.get("stream")),
             includes_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+            caller=caller_of(headers),
             is_retry=is_retry(headers),
             unused=unused,
         )

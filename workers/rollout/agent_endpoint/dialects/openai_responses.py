@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from workers.rollout.agent_endpoint.callers import caller_of
 from workers.rollout.agent_endpoint.dialects.base import (
     MODEL_NAME,
     count,
@@ -56,6 +57,7 @@ class OpenAIResponses:
             one_call=body.get("parallel_tool_calls") is False,
             streams=bool(body.get("stream")),
             namespaces=namespaces,
+            caller=caller_of(headers),
             is_retry=is_retry(headers),
             unused=(*unused, *left_out),
         )
