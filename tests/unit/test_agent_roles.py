@@ -137,6 +137,18 @@ async def test_a_superseded_answer_at_the_end_of_a_row_leaves_the_row_and_its_co
     assert recorder.record() == (rows, branches)
 
 
+async def test_a_branch_knows_its_answers_among_the_messages_of_all():
+    recorder, completion = recorder_of(Sequence(["one", "sub one", "two", "sub two"]))
+    main, sub = await ask(recorder, user("a")), await ask(recorder, user("b"), caller=Caller(BranchRole.SUB))
+    main = await ask(recorder, *main, user("c"))
+    await ask(recorder, *sub, user("d"), caller=Caller(BranchRole.SUB))
+    said = [[completion.messages[place]["content"] for place in each.answers] for each in recorder.record()[1]]
+    assert said == [["one", "two"], ["sub one", "sub two"]]
+    assert [message["content"] for message in completion.messages] == [
+        *("one", "b", "sub one", "c", "two", "d", "sub two")
+    ]
+
+
 async def test_of_two_answers_that_nothing_continues_both_are_trained():
     recorder = answers("one", "two")
     await ask(recorder, user("a"))

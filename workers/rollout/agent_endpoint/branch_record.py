@@ -53,6 +53,7 @@ def record_branches(
                 name=draft.builder.caller.name,
                 rows=tuple(range(first, len(rows))),
                 rewritten=tuple(draft.rewritten),
+                answers=tuple(turn.position for turn in draft.turns),
                 discarded=draft.discarded,
             )
         )

@@ -46,6 +46,8 @@ class Turn:
     """In the branch, from 1."""
     order: int
     """In the episode, from 1."""
+    position: int
+    """Of the answer, in `Completion.messages`."""
     row: RowBuilder
     end: int
     """Length of the row's context after the answer."""
@@ -220,8 +222,16 @@ class Branches:
         ]
         return max(found, key=lambda branch: len(branch.roles), default=None)
 
-    def add(self, place: Place, sampled: SampledTurn, spoken: AssistantTurn, message: Message) -> Turn:
-        """Record a turn; its row grows, or starts with the context as its prompt."""
+    def add(self, place: Place, sampled: SampledTurn, spoken: AssistantTurn, message: Message, position: int) -> Turn:
+        """Record a turn; its row grows, or starts with the context as its prompt.
+
+        Args:
+            place: where it belongs.
+            sampled: its tokens.
+            spoken: the same for the chat template.
+            message: the answer.
+            position: of the answer in the completion's messages.
+        """
         parent, branch = place.parent, place.branch
         is_new = branch is None or branch.tip is not place.tip  # another request was faster
         if branch is None or is_new:
@@ -250,6 +260,7 @@ class Branches:
             branch=branch,
             number=len(branch.turns) + 1,
             order=self.turn_count,
+            position=position,
             row=row,
             end=len(row.context()),
             asked=place.digest,

@@ -292,7 +292,7 @@ class Recorder:
         completion.turns += 1
         completion.tool_calls += len(shown.calls)
         completion.tool_errors += len(shown.errors)
-        self._branches.add(place, sampled, spoken, message)
+        self._branches.add(place, sampled, spoken, message, len(completion.messages) - 1)
         end = reasoning_end(shown.content, starts_in_reasoning=bool(spoken.open_reasoning))
         reasoning = _without_tags(shown.content[:end])
         text = shown.content[end:].lstrip() if end else shown.content
