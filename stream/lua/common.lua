@@ -17,8 +17,10 @@
 --   {NAME}:S:attempts   hash, `ID:infra` and `ID:data` -> failures so far; `ID:deaths` -> how many workers in a row died or
 --                       stopped responding while they held the entry; `ID:alone` -> name of the worker that works on this
 --                       entry and on nothing else, and what it runs; for prompts also `ID:stale` -> run time in ms of each
---                       attempt that was cancelled as stale, for example `1200` or `1200,3400`
+--                       attempt that was cancelled as stale, for example `1200` or `1200,3400`; `ID:turns` -> the most
+--                       turns that an attempt had
 --   {NAME}:S:partials:ID hash, completion index -> record: finished completions of an entry's unfinished group
+--   {NAME}:S:turns:ID   hash, `INDEX/CONTEXT/NUMBER` -> record: sampled turns of its unfinished completions, if they are kept
 --   {NAME}:S:rate       hash, second modulo 60 -> second * 1e6 + entries completed in that second
 -- S may also be eval:prompts or eval:groups, the stages of an evaluation. Their entries have the evaluated policy version
 -- in a field `version`, do not count in any number of the run, and are deleted when the next evaluation begins.
@@ -141,7 +143,9 @@ local function move_payload(from, to)
 end
 
 -- Delete the saved completions of an entry, so that the next attempt starts from nothing.
-local function delete_partials(stage, id) redis.call('UNLINK', key(stage .. ':partials:' .. id)) end
+local function delete_partials(stage, id)
+  redis.call('UNLINK', key(stage .. ':partials:' .. id), key(stage .. ':turns:' .. id))
+end
 
 -- Delete an entry with its lease, retries, failures and partials.
 local function delete_entry(stage, id)
@@ -149,7 +153,9 @@ local function delete_entry(stage, id)
   redis.call('XDEL', key(stage), id)
   redis.call('ZREM', key(stage .. ':leases'), id)
   redis.call('ZREM', key(stage .. ':retries'), id)
-  redis.call('HDEL', key(stage .. ':attempts'), id .. ':infra', id .. ':data', id .. ':deaths', id .. ':alone', id .. ':stale')
+  for _, what in ipairs({'infra', 'data', 'deaths', 'alone', 'stale', 'turns'}) do
+    redis.call('HDEL', key(stage .. ':attempts'), id .. ':' .. what)
+  end
   redis.call('UNLINK', payload_key(stage, id))
   delete_partials(stage, id)
 end

@@ -184,7 +184,7 @@ class Stage:
         payload = encode(completion)
         with anyio.move_on_after(self.retry_policy.lease_s):
             if not await self.connection.run_script(
-                *("save_partial", self.name, self.consumer, lease.id, completion.index, payload)
+                *("save_partial", self.name, self.consumer, lease.id, "partials", completion.index, payload)
             ):
                 self._mark_lost(lease.id)
 
@@ -204,6 +204,30 @@ class Stage:
             if index == str(completion.index).encode():
                 completions.append(completion)
         return completions
+
+    async def save_turn(self, lease: Lease, name: str, payload: bytes, count: int) -> None:
+        """Save a sampled turn of an unfinished completion for the next attempt at the prompt; see `save_partial`.
+
+        Args:
+            lease: of the prompt.
+            name: of the turn.
+            payload: the turn.
+            count: turns that this attempt has so far. A worker that dies later than the one before did not die of the
+                same turn: deaths count in a row.
+        """
+        with anyio.move_on_after(self.retry_policy.lease_s):
+            if not await self.connection.run_script(
+                *("save_partial", self.name, self.consumer, lease.id, "turns", name, payload, count)
+            ):
+                self._mark_lost(lease.id)
+
+    async def load_turns(self, lease: Lease) -> dict[str, bytes]:
+        """Return the turns that earlier attempts saved, by their names."""
+        key = self.connection.key(f"{self.name}:turns:{lease.id}")
+        records: Any = await self.connection.with_retry(
+            lambda: cast("Awaitable[Any]", self.connection.redis.hgetall(key))
+        )
+        return {name.decode("utf-8", "replace"): payload for name, payload in records.items()}
 
     async def complete(self, lease: Lease, next_stage: StageName | EvaluationStage, group: Group) -> None:
         """Add the output to the next stage and delete the input, if the lease is still held.

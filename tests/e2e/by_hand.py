@@ -120,13 +120,19 @@ async def cast(folder: Path) -> AsyncIterator[Cast]:
                 await role.process.aclose()
 
 
-async def feed(connection: RunConnection, *prompt_ids: str, group_size: int = 2) -> None:
+async def feed(
+    connection: RunConnection, *prompt_ids: str, group_size: int = 2, environment: str | None = None
+) -> None:
     """Feed prompts of one message, behind earlier prompts."""
     way = Feed(connection, max_queued_prompts=1000)
     before = await way.cursor()
     prompts = [
         Prompt(
-            id=each, messages=[{"role": "user", "content": f"Say {each}."}], is_plain_text=True, group_size=group_size
+            id=each,
+            messages=[{"role": "user", "content": f"Say {each}."}],
+            is_plain_text=True,
+            environment=environment,
+            group_size=group_size,
         )
         for each in prompt_ids
     ]

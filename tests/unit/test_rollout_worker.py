@@ -36,6 +36,7 @@ async def test_only_the_published_policy_version_or_newer_ones_may_sample(publis
         stale_canceller=StaleCanceller(stage, 1),
         with_greedy=True,
         saves_partials=False,
+        keeps_journal=False,
     )
     prompt = Prompt(id="p", messages=[{"role": "user", "content": "Go."}])
     lease = Lease(id="1500-0", prompt_id="p", payload=encode(prompt), infra_failures=1, cancelled_attempts_s=(0.5,))

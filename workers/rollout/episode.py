@@ -22,6 +22,7 @@ from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.messages import call_id, tool_message
 from workers.rollout.tool_formats.parsing import ParsedTurn, ToolFormat
 from workers.rollout.tool_result import ToolResult, truncate_result
+from workers.rollout.turn_journal import TurnJournal
 from workers.settings import AgentSettings, RolloutSettings
 
 EpisodeEnd = TruncationReason | Failure | None
@@ -61,6 +62,8 @@ class EpisodeContext(EnvironmentContext, frozen=True, kw_only=True):
     """Oldest policy version that may sample."""
     agents: AgentSettings = field(default_factory=AgentSettings)
     """For an environment that runs its own loop."""
+    journal: TurnJournal | None = None
+    """Where the turns of such an environment are kept; None: nowhere."""
 
     def sampling_options(self, turn: int, *, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingOptions:
         """Make the options for sampling one turn, counted from 0."""

@@ -23,6 +23,7 @@ from workers.rollout.conversation import run_episode
 from workers.rollout.engine_client.sampling import Sampler
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import EpisodeContext
+from workers.rollout.turn_journal import TurnJournal
 from workers.settings import AgentSettings, RolloutSettings, Settings
 
 
@@ -54,6 +55,7 @@ class GroupRunner:
         partials: Sequence[Completion] = (),
         save_partial: Callable[[Completion], Awaitable[None]] | None = None,
         progress: GroupProgress | None = None,
+        journal: TurnJournal | None = None,
     ) -> Group:
         """Roll out one prompt; each completion has its own environment.
 
@@ -68,6 +70,7 @@ class GroupRunner:
                 tokens keep the policy versions that sampled them, even below `min_policy_version`.
             save_partial: called with each finished completion while others are running.
             progress: where to note what the group is doing.
+            journal: turns of environments that run their own loop.
 
         Raises:
             EngineUnavailableError: no engine answers; try the group again later.
@@ -83,7 +86,7 @@ class GroupRunner:
         async def run_completion(index: int) -> None:
             try:
                 with progress.completion(index) as own:
-                    completion = await self._run_episode(prompt, index, min_policy_version, own)
+                    completion = await self._run_episode(prompt, index, min_policy_version, own, journal)
                 completions[index] = completion
                 if save_partial is not None and len(completions) < total:
                     await save_partial(completion)
@@ -117,7 +120,12 @@ class GroupRunner:
             raise DataError(f"prompt {prompt.id}: its messages are not a conversation whose contents are text or parts")
 
     async def _run_episode(
-        self, prompt: Prompt, index: int, min_policy_version: int, progress: CompletionProgress
+        self,
+        prompt: Prompt,
+        index: int,
+        min_policy_version: int,
+        progress: CompletionProgress,
+        journal: TurnJournal | None,
     ) -> Completion:
         structlog.contextvars.bind_contextvars(completion=index)
         call_subject.set(describe_subject(f"environment {prompt.environment}, prompt {prompt.id}"))
@@ -135,6 +143,7 @@ class GroupRunner:
                 min_policy_version=min_policy_version,
                 progress=progress,
                 agents=self.agents,
+                journal=journal,
             )
             if slot is None or not slot.runs_own_loop:
                 return await run_episode(context)

@@ -32,6 +32,7 @@ from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups, open_mo
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner, open_group_runner, with_attempt
+from workers.rollout.turn_journal import TurnJournal
 from workers.settings import Settings
 
 
@@ -154,11 +155,14 @@ class TrainingRollout:
     """Each group gets one more episode, at temperature 0."""
     saves_partials: bool
     """Finished completions of an unfinished group are saved, so that another attempt needs only the others."""
+    keeps_journal: bool
+    """So are the turns of environments that run their own loop."""
 
     async def work(self, lease: Lease, version: int) -> None:
         """Roll out one prompt, and complete its lease."""
         self.stale_canceller.cancel_if_stale(lease)
         claimed_at, prompt = time.time(), lease.prompt()
+        journal = await TurnJournal.open(self.stage, lease) if self.keeps_journal else None
         with self.in_flight.group(lease, prompt.environment) as progress:
             group = await self.runner.run(
                 prompt,
@@ -167,7 +171,10 @@ class TrainingRollout:
                 partials=await self.stage.load_partial(lease) if self.saves_partials else (),
                 save_partial=partial(self.stage.save_partial, lease) if self.saves_partials else None,
                 progress=progress,
+                journal=journal,
             )
+            if journal is not None:
+                journal.report()
             progress.activity = Activity.COMPLETE
             prometheus.count_group(group.completions)
             await self.stage.complete(
@@ -236,6 +243,7 @@ async def _work(
         stale_canceller=stale_canceller,
         with_greedy=with_greedy,
         saves_partials=settings.rollout.save_partial_groups,
+        keeps_journal=settings.agents.journal,
     )
     async with open_evaluation(context, runner, concurrency) as evaluation, anyio.create_task_group() as background:
         background.start_soon(training.in_flight.run)

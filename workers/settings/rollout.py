@@ -109,6 +109,9 @@ class AgentSettings(Section, frozen=True):
     """Tokens of all branches together, without their prompts; 0: 8 times `rollout.max_tokens`, which holds for each."""
     max_rollout_turns: NonNegativeInt = 0
     """Answers in all branches together; 0: 16 times `rollout.max_turns`, which holds for each."""
+    journal: bool = False
+    """Keep each sampled turn on the server until its group ends. If a worker dies, the next one starts the programs
+    again and gives them the answers that they had. For programs that do the same when they get the same answers."""
 
 
 class PacingSettings(Section, frozen=True):

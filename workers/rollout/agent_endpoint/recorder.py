@@ -226,12 +226,15 @@ class Recorder:
         context, chat = self._context, place.chat
         most = min(context.limits.max_tokens_per_turn, tokens_left, request.max_tokens or tokens_left)
         options = context.sampling_options(0, max_tokens=most, stop_token_ids=chat.stop_token_ids)
-        seed = context_seed(context.seed, place.digest, self._asked[place.digest])
+        number = self._asked[place.digest]
         self._asked[place.digest] += 1
+        if context.journal is not None and (known := context.journal.take(context.index, place.digest, number)):
+            return known
+        seed = context_seed(context.seed, place.digest, number)
         options = replace(options, stop=(*options.stop, *request.stop), seed=seed)
         try:
             with self._engine_time():
-                return await context.sampler.sample(
+                sampled = await context.sampler.sample(
                     place.context, options, min_policy_version=context.min_policy_version
                 )
         except EngineUnavailableError as error:
@@ -249,6 +252,9 @@ class Recorder:
                 found = _LONGEST.search(str(error))
                 raise ContextOverflowError(len(place.context), int(found[1]) - 1 if found else 0) from error
             raise
+        if context.journal is not None:
+            await context.journal.save(context.index, place.digest, number, sampled)
+        return sampled
 
     def _note_limit(self, reason: TruncationReason, place: Place) -> None:
         """Note the limit that a request has reached; it is the task's if no turn of the task follows."""
