@@ -13,11 +13,11 @@ import msgspec
 from stream import records, validity
 
 ORDER = (
-    "Prompt", "Group", "Completion", "Row", "Span", "RewardPart", "Failure", "ToolRun", "ActivityTime",
+    "Prompt", "Group", "Completion", "Row", "Span", "Branch", "RewardPart", "Failure", "ToolRun", "ActivityTime",
     "TrainedCompletion", "TrainedRow", "Measured", "Unmeasured",
 )  # fmt: skip
 """Records in the order of the page."""
-REASONS = ("RewardReason", "RolloutReason", "TruncationReason", "DropReason")
+REASONS = ("BranchRole", "DiscardReason", "RewardReason", "RolloutReason", "TruncationReason", "DropReason")
 HEAD = """# Records
 
 With this page you can read what travels through the queues and stands in the archive. For example, the reward of every
@@ -87,8 +87,10 @@ def record(name: str, node: ast.ClassDef) -> Iterator[str]:
         yield f"| `{field.name}` | `{annotations[field.name]}` | {default(field)} | {texts[field.name]} |"
 
 
-def reasons(node: ast.ClassDef, source: list[str]) -> Iterator[str]:
+def reasons(node: ast.ClassDef) -> Iterator[str]:
     """Yield the table of one enumeration; the comment beside a member is its meaning."""
+    module = validity if hasattr(validity, node.name) else records
+    source = Path(str(module.__file__)).read_text().splitlines()
     yield from ("", f"## {node.name}", "", ast.get_docstring(node) or "", "", "| value | meaning |", "|---|---|")
     for member in node.body:
         if isinstance(member, ast.Assign):
@@ -99,12 +101,11 @@ def reasons(node: ast.ClassDef, source: list[str]) -> Iterator[str]:
 def page() -> str:
     """Return the whole page."""
     found = classes()
-    source = Path(validity.__file__).read_text().splitlines()
     parts = [HEAD]
     for name in ORDER:
         parts += record(name, found[name])
     for name in REASONS:
-        parts += reasons(found[name], source)
+        parts += reasons(found[name])
     return "\n".join(parts) + "\n"
 
 

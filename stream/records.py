@@ -191,7 +191,7 @@ class BranchRole(StrEnum):
     SUB = "sub"  # a sub-agent's
     COMPACT = "compact"  # a summary of the history, with which a later branch starts
     SIDE = "side"  # a call beside the task, such as for a title, whose answer no later request holds
-    OTHER = "other"
+    OTHER = "other"  # none of these
 
 
 class DiscardReason(StrEnum):
@@ -213,6 +213,7 @@ class Branch(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     role: BranchRole
+    """What it is for."""
     turns: Count = 0
     """Answers of the model."""
     limited: TruncationReason | None = None
@@ -227,6 +228,9 @@ class Branch(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Positions in `Completion.rows`, in the order of the turns."""
     rewritten: tuple[str, ...] = ()
     """For each row after the first, who rewrote the history before it: `template` or `program`."""
+    answers: tuple[int, ...] = ()
+    """Positions in `Completion.messages` of its answers, in the order of the turns. What the program sent for a turn
+    stands directly before the answer. Empty: not recorded."""
     discarded: DiscardReason | None = None
     """Why its rows bear no loss; None if they do."""
 
