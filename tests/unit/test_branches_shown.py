@@ -63,6 +63,7 @@ def losses(trained: TrainedCompletion | None) -> list[int | None]:
         (TrainedCompletion("dropped:zero_variance", None, 0), [0] * 6),
         (TrainedCompletion("valid", 0.5, 26), [7, 5, 0, 6, 0, 8]),  # 29 sampled ones, less those of discarded branches
         (TrainedCompletion("valid", 0.5, 25), [None, None, 0, None, 0, None]),
+        (replace(trained_agent(), rows=trained_agent().rows[:1]), [None] * 6),
         (replace(trained_agent(), rows=trained_agent().rows[:4]), [7, 4, None, None, 0, None]),
     ],
 )

@@ -189,9 +189,12 @@ def message_branches(completion: Completion) -> Sequence[tuple[int | None, int |
     return found[::-1]
 
 
-def row_branch(completion: Completion, row: int) -> int | None:
-    """Return the number of the branch that a row is of; None if it is of none."""
-    return next((number for number, branch in enumerate(completion.branches) if row in branch.rows), None)
+def trained_in_row(completion: Completion, row: int, trained: TrainedCompletion | None) -> TrainedCompletion | None:
+    """Return what the step did with the completion, as far as it holds for one row: a discarded branch has no loss."""
+    discarded = next((branch.discarded for branch in completion.branches if row in branch.rows), None)
+    if trained is None or discarded is None or loss_counts(completion, trained)[row]:
+        return trained
+    return structs.replace(trained, state=_WHY_DISCARDED[discarded], advantage=None, loss_tokens=0)
 
 
 def _view(
