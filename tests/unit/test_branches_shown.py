@@ -1,6 +1,7 @@
 """The branches of an agent's conversation as people see them: as a value, in the terminal, and in exports."""
 
 import json
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -42,13 +43,19 @@ def sub(**fields) -> Branch:
 
 def test_a_tree_has_a_line_for_each_branch_with_its_tokens_and_what_was_trained():
     assert lines(agent_completion(), trained_agent()) == [
-        "main 1                           2 turns, 7 tokens, 2 rows, trained, template rewrote row 1",
+        "main 1                           2 turns, 7 tokens, 2 rows, trained, row 1 rewritten by template",
         "├─ sub search 1                  2 turns, 5 tokens, loss on 4",
         "│  └─ sub search 2 after turn 1  1 turn, 1 token, not trained (superseded), limit length",
         "└─ compact after turn 2          1 turn, 6 tokens, trained",
         "side                             1 turn, 2 tokens, not trained (role)",
         "main 2 from compact              1 turn, 8 tokens, trained",
     ]
+
+
+def test_the_page_shows_this_tree():
+    page = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()
+    tree = "\n           ".join(lines(agent_completion(), trained_agent()))
+    assert f"```\nbranches   {tree}\nbranch     main 1\n" in page
 
 
 def losses(trained: TrainedCompletion | None) -> list[int | None]:

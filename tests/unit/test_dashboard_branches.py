@@ -60,7 +60,7 @@ def folder(tmp_path):
 async def test_a_completion_has_its_branches_as_nested_lists(folder):
     await anyio.to_thread.run_sync(write, folder, agent_completion())
     assert Tree(await group_page(folder)).lines == [
-        "main 1 row 0 row 1 2 turns \u00b7 7 tokens \u00b7 2 rows \u00b7 trained \u00b7 template rewrote row 1",
+        "main 1 row 0 row 1 2 turns \u00b7 7 tokens \u00b7 2 rows \u00b7 trained \u00b7 row 1 rewritten by template",
         "  sub search 1 row 3 2 turns \u00b7 5 tokens \u00b7 loss on 4",
         "    sub search 2 after turn 1 row 4 1 turn \u00b7 1 token \u00b7 not trained (superseded) \u00b7 limit length",
         "  compact after turn 2 row 5 1 turn \u00b7 6 tokens \u00b7 trained",

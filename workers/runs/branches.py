@@ -275,7 +275,7 @@ def _rewritten_texts(rewritten: Sequence[RewrittenRow]) -> list[str]:
     for each in rewritten:
         by[each.by].append(each.row)
     return [
-        f"{who} rewrote {_count(len(rows), 'row') if len(rows) > _NAMED_ROWS else _row_names(rows)}"
+        f"{_count(len(rows), 'row') if len(rows) > _NAMED_ROWS else _row_names(rows)} rewritten by {who}"
         for who, rows in by.items()
     ]
 
