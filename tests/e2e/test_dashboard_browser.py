@@ -20,6 +20,9 @@ import tomli_w
 from stream.connection.run_connection import connect
 from stream.operator.status import read_status
 from stream.queue.stage import RetryPolicy, Stage
+from stream.records import Group, Prompt
+from tests.cases.branches import agent_completion, trained_agent
+from tests.cases.run_folders import ArchivedRun
 from tests.e2e.browser import Browser
 from tests.e2e.harness import environment
 from workers.demo.base_models import write_base_model
@@ -155,6 +158,38 @@ def test_a_run_is_seen_and_repaired_in_the_browser(project, browser, axe, run, p
         pytest.skip("all but axe-core: it could not be had from npm")
 
 
+@pytest.fixture
+def agents(tmp_path, browser):
+    """Address of a finished run whose agent branched."""
+    write_base_model("calculator", tmp_path / "model")
+    made = ArchivedRun(tmp_path / "agents")
+    settings = made.path / "run.toml"
+    settings.write_text(settings.read_text().replace('[model]\npath = "none"', f'[model]\npath = "{tmp_path}/model"'))
+    group = Group(prompt=Prompt(id="birds", messages=[]), completions=[agent_completion()])
+    made.end(group, done=[trained_agent()])
+    command = [sys.executable, "-m", "penstock", "dashboard", str(made.path), "--port", "0"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment())
+    yield f"{process.stdout.readline().split()[-1].rstrip('/')}/runs/agents"
+    stop(process)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_tree_of_an_agents_branches_leads_to_messages_and_tokens(browser, axe, agents):
+    browser.show(1440, "light")
+    browser.open(f"{agents}/group?id=birds")
+    browser.find("a[href='#c0-b3']").click()
+    assert browser.find("section.branch:target h4").text.startswith("sub search 2, after turn 1 of sub search 1")
+    browser.find("a[aria-label='Tokens of row 4, sub search 2']").click()
+    browser.wait(lambda: browser.find("[aria-describedby] > span"))
+    assert browser.find("#tokens-0 [aria-current]").text == "row 4 sub search 2"
+    assert "no loss: another answer was continued" in browser.text
+    check_page(browser, axe, "branches", f"{agents}/group?id=birds")
+    check_page(browser, axe, "branch-tokens", f"{agents}/group?id=birds&tokens=0&row=4")
+    if not axe:
+        pytest.skip("all but axe-core: it could not be had from npm")
+
+
 def look(project: Path, browser: Browser, page: str) -> None:
     """Follow the questions that an operator has."""
     browser.show(1440, "light")
@@ -233,15 +268,20 @@ def pages(browser: Browser, page: str, axe: str) -> None:
     paths |= {"timeline": "/timeline", "workers": "/workers", "dead": "/dead", "runs": "/../../?all"}
     paths |= {name: f"/{name}" for name in ("evaluations", "logs", "settings")}
     for name, path in paths.items():
-        for width in (1440, 390):
-            for theme in ("light", "dark"):
-                browser.show(width, theme)
-                browser.open(f"{page}{path}")
-                time.sleep(0.3)
-                assert browser.driver.execute_script("return document.documentElement.scrollWidth") <= width, path
-                browser.picture(f"{name}-{theme}-{width}")
-                if axe:
-                    assert violations(browser, axe) == [], f"{path}, {theme}, {width}"
+        check_page(browser, axe, name, f"{page}{path}")
+
+
+def check_page(browser: Browser, axe: str, name: str, url: str) -> None:
+    """Check a page in both colors and widths."""
+    for width in (1440, 390):
+        for theme in ("light", "dark"):
+            browser.show(width, theme)
+            browser.open(url)
+            time.sleep(0.3)
+            assert browser.driver.execute_script("return document.documentElement.scrollWidth") <= width, url
+            browser.picture(f"{name}-{theme}-{width}")
+            if axe:
+                assert violations(browser, axe) == [], f"{url}, {theme}, {width}"
 
 
 def violations(browser: Browser, axe: str) -> list[Any]:

@@ -1,5 +1,6 @@
 """The page *Group*: the completions of one prompt side by side, and its way from the feeder to the gradient."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -15,6 +16,7 @@ from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.templating import parse_number, render
 from workers.dashboard.timeline_page import Axis, Bar
 from workers.dashboard.token_view import COLORS, TokenChoice, TokenPanel
+from workers.runs.branches import BranchView, describe_branches
 from workers.runs.evaluations import read_groups
 from workers.runs.groups import EVALUATED, UNFINISHED, ArchivedRunGroups
 from workers.runs.phases import GroupTimes, StepTimes, main_phases
@@ -39,8 +41,14 @@ LAST: Final = 3
 """Messages at the beginning and the end of a long conversation that are shown at once."""
 PAGE: Final = 40
 """Messages that are loaded at a time."""
+SHOWN: Final = 32
+"""Messages after which further branches of a completion show none, until they are asked for."""
 COLUMNS: Final = 8
 """Completions side by side; links lead to the others."""
+
+
+_LINKED_ROWS: Final = 6
+"""Rows of a branch with a link each; the token view leads to the others."""
 
 
 class FoundGroup(Struct, frozen=True, kw_only=True):
@@ -63,15 +71,26 @@ class FoundGroup(Struct, frozen=True, kw_only=True):
         return self.trained[position] if position < len(self.trained) else None
 
 
+class Section(Struct, frozen=True, kw_only=True):
+    """The messages of one branch, or of a completion without branches, of which some may be left out."""
+
+    branch: BranchView | None
+    first: list[ConversationMessage]
+    start: int
+    """Position in the conversation of the first message that is left out."""
+    omitted: int
+    last: list[ConversationMessage]
+
+
 class Column(Struct, frozen=True, kw_only=True):
     """One completion, as it is shown."""
 
     completion: Completion
     trained: TrainedCompletion | None
-    first: list[ConversationMessage]
-    omitted: int
-    """Messages between the first and the last ones."""
-    last: list[ConversationMessage]
+    branches: list[BranchView]
+    row_labels: dict[int, str]
+    """The branch of each row; empty without branches."""
+    sections: list[Section]
     reward: str
     parts: list[str]
     """Parts of the reward that are not of one turn."""
@@ -111,7 +130,7 @@ async def messages_fragment(dashboard: Dashboard, request: web.Request) -> web.S
     run = await dashboard.run(request)
     completion = _completion(await _find(dashboard, run, request), request)
     messages = await anyio.to_thread.run_sync(conversation, completion)
-    start, end = _number(request, "from"), len(messages) - LAST
+    start, end = _number(request, "from"), min(_number(request, "to"), len(messages))
     shown = [shorten_message(message) for message in messages[start : min(end, start + PAGE)]]
     values = {
         "run": run,
@@ -194,20 +213,20 @@ def _page_values(run: Run, found: FoundGroup, first: int, choice: TokenChoice) -
         "rows": rows,
         "first": first,
         "per_page": COLUMNS,
-        "shown_first": FIRST,
+        "shown_rows": _LINKED_ROWS,
         "invalid_reason": invalid_reason,
         "why": describe_outcome(found.outcome),
     }
 
 
 def _column(completion: Completion, trained: TrainedCompletion | None, panel: TokenPanel | None) -> Column:
-    first, omitted, last = visible_parts(conversation(completion))
+    branches = describe_branches(completion, trained)
     return Column(
         completion=completion,
         trained=trained,
-        first=[shorten_message(message) for message in first],
-        omitted=omitted,
-        last=[shorten_message(message) for message in last],
+        branches=branches,
+        row_labels={row: branch.label for branch in branches for row in branch.rows},
+        sections=_sections(conversation(completion), branches),
         reward=describe_reward(completion.reward),
         parts=[describe_part(part) for part in completion.parts if part.turn is None],
         end=describe_end(completion),
@@ -216,6 +235,26 @@ def _column(completion: Completion, trained: TrainedCompletion | None, panel: To
         tokens=sum(row.sampled_count for row in completion.rows),
         panel=panel,
     )
+
+
+def _sections(messages: Sequence[ConversationMessage], branches: Sequence[BranchView]) -> list[Section]:
+    """Return the messages of each branch, in the order of the conversation."""
+    views = {branch.number: branch for branch in branches}
+    sections: list[Section] = []
+    shown = 0
+    for number, group in itertools.groupby(messages, key=lambda message: message.branch):
+        said = list(group)
+        first, omitted, last = visible_parts(said) if shown < SHOWN else ([], len(said), [])
+        shown += len(first) + len(last)
+        section = Section(
+            branch=None if number is None else views[number],
+            first=[shorten_message(message) for message in first],
+            start=said[0].number + len(first),
+            omitted=omitted,
+            last=[shorten_message(message) for message in last],
+        )
+        sections.append(section)
+    return sections
 
 
 async def _find(dashboard: Dashboard, run: Run, request: web.Request) -> FoundGroup:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from stream.errors import PenstockError
 from stream.records import Completion, Row, TrainedCompletion
 from workers.dashboard.templating import format_value, parse_number
+from workers.runs.branches import trained_in_row
 from workers.runs.run import Run
 from workers.runs.tokens import TokenColumns, token_columns, trained_row
 
@@ -344,6 +345,7 @@ class TokenChoice(Struct, frozen=True):
             decode = _decoder(run)
         except PenstockError as error:
             return replace(panel, problem=str(error))
+        trained = trained_in_row(completion, number, trained)
         page = token_page(row, number, trained, decode, self.color, min(start, len(row.tokens)))
         return replace(panel, page=page, prompt="" if start else prompt_text(row, decode))
 

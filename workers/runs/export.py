@@ -16,10 +16,10 @@ from msgspec import Struct, structs
 
 from envs.references import import_extra
 from stream.errors import PenstockError, SettingsError
-from stream.records import Message
+from stream.records import Message, TrainedCompletion
 from workers.runs.groups import ArchivedRunGroups, CompletionView
 from workers.runs.selection import CompletionFilter
-from workers.runs.tokens import token_columns, trained_row
+from workers.runs.tokens import loss_counts, token_columns, trained_row
 
 Format = Literal["jsonl", "parquet"]
 _BATCH: Final = 64
@@ -120,10 +120,13 @@ def completion_record(view: CompletionView) -> dict[str, Any]:
 def token_rows(view: CompletionView) -> list[dict[str, Any]]:
     """Return the rows of a completion as columns, with one value for each token after the prompt."""
     rows: list[dict[str, Any]] = []
-    for number, row in enumerate(view.completion.rows):
+    # A completion of no step bears no loss.
+    counts = loss_counts(view.completion, view.trained or TrainedCompletion("", None, 0))
+    for number, (row, count) in enumerate(zip(view.completion.rows, counts, strict=True)):
         columns = token_columns(row, trained_row(view.trained, number))
-        if columns.loss_mask is None:
-            columns = structs.replace(columns, loss_mask=_mask_of_whole(view, columns.sampled_mask))
+        if columns.loss_mask is None and count is not None:  # none of its tokens bears loss, or all do
+            mask = columns.sampled_mask if count else [0] * len(columns.sampled_mask)
+            columns = structs.replace(columns, loss_mask=mask)
         rows.append({"prompt_ids": row.prompt.tolist(), **structs.asdict(columns)})
     return rows
 
@@ -137,14 +140,6 @@ def encode_json(value: Any) -> bytes:
         return msgspec.json.encode(value)
     except TypeError:
         return msgspec.json.encode(_with_text_keys(value), enc_hook=str)
-
-
-def _mask_of_whole(view: CompletionView, sampled_mask: list[int]) -> list[int] | None:
-    """Return the loss mask of a row without trained tokens; None if only some of the completion's tokens bear loss."""
-    loss_tokens = view.trained.loss_tokens if view.trained is not None else 0
-    if not loss_tokens:
-        return [0] * len(sampled_mask)
-    return sampled_mask if loss_tokens == sum(row.sampled_count for row in view.completion.rows) else None
 
 
 def _format_of(out: str) -> Format:
@@ -226,6 +221,12 @@ def _parquet_schema(pa: Any) -> Any:
     text, whole, number, flag = pa.string(), pa.int64(), pa.float64(), pa.bool_()
     message = pa.struct(dict.fromkeys(("role", "content", "tool_calls", "tool_call_id", "name"), text))
     run = pa.struct({"seconds": number, "is_error": flag})
+    rewritten = pa.struct({"row": whole, "by": text})
+    branch = {
+        "number": whole, "label": text, "role": text, "name": text, "turns": whole, "rows": pa.list_(whole),
+        "sampled_tokens": whole, "loss_tokens": whole, "parent": whole, "after_turn": whole, "limited": text,
+        "rewritten": pa.list_(rewritten), "discarded": text,
+    }  # fmt: skip
     part = {"name": text, "weight": number, "turn": whole, "value": number, "reason": text, "detail": text}
     masks = {name: pa.list_(pa.int8()) for name in ("sampled_mask", "loss_mask")}
     ids = {name: pa.list_(pa.int32()) for name in ("prompt_ids", "token_ids")}
@@ -235,7 +236,8 @@ def _parquet_schema(pa: Any) -> Any:
         "prompt_id": text, "completion": whole, "greedy": flag, "environment": text, "epoch": whole, "row": whole,
         "step": whole, "outcome": text, "versions": pa.list_(whole), "end": text, "why_invalid": text, "state": text,
         "reward": number, "advantage": number, "loss_tokens": whole, "turns": whole, "tool_calls": whole,
-        "tool_errors": whole, "sampled_tokens": whole, "worker": text, "sampled_at": number, "prompt_fields": text,
+        "tool_errors": whole, "sampled_tokens": whole, "branches": pa.list_(pa.struct(branch)), "worker": text,
+        "sampled_at": number, "prompt_fields": text,
         "prompt_messages": pa.list_(message), "messages": pa.list_(message), "tool_runs": pa.list_(run),
         "parts": pa.list_(pa.struct(part)), "extra": text, "rows": pa.list_(pa.struct(tokens)),
     }  # fmt: skip

@@ -19,6 +19,7 @@ from stream.trainer.archive import ArchivedGroups, ArchiveOffset, scan_archive
 from stream.trainer.ledger_records import Dead, Dropped, LedgerRecord, LedgerTail, encode_outcome
 from stream.trainer.trained_tokens import read_trained_tokens
 from stream.validity import Measured, Reward, TruncationReason
+from workers.runs.branches import BranchView, describe_branches
 from workers.runs.html import COMPLETION_COLUMNS, completion_cells, group_html, html_details, html_table
 from workers.runs.transcript import describe_reward, escape_controls, invalid_reason, paragraphs
 
@@ -58,6 +59,11 @@ class CompletionView(Struct, frozen=True, kw_only=True):
     def reward(self) -> float | None:
         """The reward; None if it was not measured."""
         return self.completion.reward.value if isinstance(self.completion.reward, Measured) else None
+
+    @property
+    def branches(self) -> list[BranchView]:
+        """The branches of an agent's conversation, each followed by those that come from it; empty: a single line."""
+        return describe_branches(self.completion, self.trained)
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -104,6 +110,7 @@ class CompletionView(Struct, frozen=True, kw_only=True):
             "tool_calls": completion.tool_calls,
             "tool_errors": completion.tool_errors,
             "sampled_tokens": sum(row.sampled_count for row in completion.rows),
+            "branches": [branch.describe() for branch in self.branches],
             "worker": group.worker,
             "sampled_at": group.rolled_out_at,
         }

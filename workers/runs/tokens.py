@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from stream.records import Row, TrainedCompletion, TrainedRow
+from stream.records import Completion, Row, TrainedCompletion, TrainedRow
 
 
 class TokenColumns(Struct, frozen=True, kw_only=True):
@@ -56,6 +56,27 @@ def token_columns(row: Row, trained: TrainedRow | None) -> TokenColumns:
 def trained_row(trained: TrainedCompletion | None, number: int) -> TrainedRow | None:
     """Return what the step did with a row of a completion; None if that is not recorded."""
     return trained.rows[number] if trained is not None and number < len(trained.rows) else None
+
+
+def loss_counts(completion: Completion, trained: TrainedCompletion | None) -> list[int | None]:
+    """Return for each row of a completion how many of its tokens bear loss; None: that is not recorded.
+
+    Where a step's tokens are not kept, the completion's total says it if no token bears loss, or if every token does
+    that is not of a discarded branch.
+    """
+    if trained is None:
+        return [None] * len(completion.rows)
+    if trained.rows:
+        rows = [trained_row(trained, number) for number in range(len(completion.rows))]
+        return [
+            sum(_mask(known, row)) if known is not None and _fits(known, row.sampled_count) else None
+            for row, known in zip(completion.rows, rows, strict=True)
+        ]
+    discarded = {row for branch in completion.branches if branch.discarded is not None for row in branch.rows}
+    most = [0 if number in discarded else row.sampled_count for number, row in enumerate(completion.rows)]
+    if trained.loss_tokens == sum(most):
+        return [*most]
+    return [0 if not trained.loss_tokens or number in discarded else None for number in range(len(most))]
 
 
 def rejected_tokens(trained: TrainedCompletion) -> dict[str, int]:

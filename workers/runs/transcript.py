@@ -5,7 +5,7 @@ terminal prints.
 """
 
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -13,6 +13,7 @@ from msgspec import Struct, field
 
 from stream.records import Completion, Message, RewardPart, Row, ToolRun, TrainedCompletion
 from stream.validity import DropReason, Measured, Reward, Unmeasured
+from workers.runs.branches import BranchView, branch_lines, describe_branches, message_branches
 from workers.runs.tokens import logprob_differences, rejected_tokens
 
 MAX_CHARACTERS: Final = 2000
@@ -47,7 +48,7 @@ class Paragraph(NamedTuple):
 class ConversationMessage(Struct, frozen=True, kw_only=True):
     """One message of a conversation."""
 
-    number: int
+    number: int = 0
     """Position in the conversation, from 0; the prompt's messages come first."""
     role: str
     text: str
@@ -63,7 +64,9 @@ class ConversationMessage(Struct, frozen=True, kw_only=True):
     rewards: list[str] = field(default_factory=list)
     """Parts of the reward for this turn."""
     turn: int | None = None
-    """Number of the model's turn, from 1."""
+    """Number of the model's turn in its branch, from 1; None for what was not sampled."""
+    branch: int | None = None
+    """Position in `Completion.branches` of the branch that it is of; None without branches."""
     is_prompt: bool = False
     omitted: int = 0
     """Characters of `text` that are left out after `head`."""
@@ -72,21 +75,29 @@ class ConversationMessage(Struct, frozen=True, kw_only=True):
 
 
 def conversation(completion: Completion) -> list[ConversationMessage]:
-    """Return all messages of a completion, whole."""
-    shown = [_shown(number, message, is_prompt=True) for number, message in enumerate(completion.prompt_messages)]
+    """Return all messages of a completion, whole; with branches, one branch after the other, as in their tree."""
+    branches = message_branches(completion)
+    places = branches or [(None, None)] * len(completion.messages)
+    first = branches[0][0] if branches else None
+    shown = [_shown(message, is_prompt=True, branch=first) for message in completion.prompt_messages]
     runs = iter(completion.tool_runs)
     names = call_names(completion.messages)
-    parts = [part for part in completion.parts if part.turn is not None]
-    turn = 0
-    for number, message in enumerate(completion.messages, len(shown)):
-        if message.get("role") == "tool":
+    answers = 0
+    for message, (branch, turn) in zip(completion.messages, places, strict=True):
+        role = message.get("role")
+        if role == "tool":
             name = str(message.get("name") or names.get(str(message.get("tool_call_id")), ""))
-            shown.append(_tool_result(number, message, name, next(runs, None)))
-            continue
-        if message.get("role") == "assistant":
-            turn += 1
-        shown.append(_shown(number, message, turn=turn if message.get("role") == "assistant" else None, parts=parts))
-    return shown
+            shown.append(_tool_result(message, name, next(runs, None), branch))
+        elif role == "assistant" and (turn is not None or not branches):  # else the program made it up, or cut it
+            rewards = [describe_part(part) for part in completion.parts if part.turn == answers]
+            answers += 1
+            shown.append(_shown(message, turn=turn or answers, rewards=rewards, branch=branch))
+        else:
+            shown.append(_shown(message, branch=branch))
+    if branches:
+        order = {view.number: at for at, view in enumerate(describe_branches(completion))}
+        shown.sort(key=lambda message: order[message.branch or 0])
+    return [msgspec.structs.replace(message, number=number) for number, message in enumerate(shown)]
 
 
 def paragraphs(
@@ -106,6 +117,7 @@ def paragraphs(
         outcome: of the group: `trained`, `dropped:REASON` or `unfinished`; empty: it is no group of a run.
         trained: what the step did with the completion.
     """
+    branches = describe_branches(completion, trained)
     if not completion.messages and decode is not None and completion.rows:
         shown = [
             Paragraph(label, text)
@@ -113,7 +125,9 @@ def paragraphs(
             for label, text in zip(("prompt", "sampled"), decode(row), strict=True)
         ]
     else:
-        shown = [_message_paragraph(message) for message in conversation(completion)]
+        shown = list(_message_paragraphs(completion, branches))
+    if branches:
+        shown.insert(0, Paragraph("branches", "\n".join(branch_lines(branches))))
     shown.append(
         Paragraph("reward", "\n".join([describe_reward(completion.reward), *map(_part_text, completion.parts)]))
     )
@@ -253,36 +267,47 @@ def call_names(messages: Iterable[Message]) -> dict[str, str]:
 
 
 def _shown(
-    number: int,
     message: Message,
     *,
     turn: int | None = None,
-    parts: Sequence[RewardPart] = (),
+    rewards: Sequence[str] = (),
     is_prompt: bool = False,
+    branch: int | None = None,
 ) -> ConversationMessage:
     calls = [format_call(call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
     return ConversationMessage(
-        number=number,
         role=str(message.get("role", "?")),
         text=content_text(message.get("content")),
         reasoning=content_text(message.get("reasoning_content")),
         calls=calls,
-        rewards=[describe_part(part) for part in parts if turn is not None and part.turn == turn - 1],
+        rewards=list(rewards),
         turn=turn,
+        branch=branch,
         is_prompt=is_prompt,
     )
 
 
-def _tool_result(number: int, message: Message, name: str, run: ToolRun | None) -> ConversationMessage:
+def _tool_result(message: Message, name: str, run: ToolRun | None, branch: int | None) -> ConversationMessage:
     return ConversationMessage(
-        number=number,
         role="tool",
         text=content_text(message.get("content")),
         tool=name,
         seconds=run.seconds if run is not None and run.seconds else None,
         is_error=run is not None and run.is_error,
         cause=run.cause.short_headline if run is not None and run.cause is not None else "",
+        branch=branch,
     )
+
+
+def _message_paragraphs(completion: Completion, branches: Sequence[BranchView]) -> Iterator[Paragraph]:
+    """Yield the messages as text; each branch has a heading, and its answers have the numbers of their turns."""
+    titles = {view.number: view.title for view in branches}
+    branch = None
+    for message in conversation(completion):
+        if message.branch is not None and message.branch != branch:
+            yield Paragraph("branch", titles[message.branch])
+        branch = message.branch
+        yield _message_paragraph(message)
 
 
 def _message_paragraph(message: ConversationMessage) -> Paragraph:
@@ -293,6 +318,8 @@ def _message_paragraph(message: ConversationMessage) -> Paragraph:
     if message.role == "tool":
         return Paragraph(label, message.text + (f"  ← {', '.join(about)}" if about else ""))
     text = "\n".join(filter(None, [message.reasoning, message.text]))
+    if message.branch is not None and message.turn is not None:
+        text = f"{text}  ← turn {message.turn}".lstrip()
     calls = [f"→ {call}" for call in message.calls]
     return Paragraph(label, "\n".join([*([text] if text or not calls else []), *calls]))
 

@@ -35,6 +35,8 @@ _STYLES: Final = {
     "tool error": ("yellow", "yellow"),
     "invalid": ("red", "red"),
     "reward": ("green", ""),
+    "branches": ("bright_black", ""),
+    "branch": ("bold", "bold"),
     "ended": ("bright_black", "bright_black"),
     "state": ("magenta", ""),
     "trainer": ("bright_black", "bright_black"),
@@ -89,8 +91,9 @@ def paragraph_lines(shown: Iterable[Paragraph], width: int, max_characters: int 
 
 
 def compact_lines(completion: Completion, *, width: int = 100, max_lines: int = 16) -> list[TranscriptLine]:
-    """Render a completion in at most `max_lines` lines: no system message, long messages shortened."""
-    lines = paragraph_lines([each for each in paragraphs(completion) if each.label != "system"], width, 3 * width)
+    """Render a completion in at most `max_lines` lines: no system message, no tree, long messages shortened."""
+    shown = [each for each in paragraphs(completion) if each.label not in ("system", "branches")]
+    lines = paragraph_lines(shown, width, 3 * width)
     if len(lines) <= max_lines:
         return lines
     head = max_lines // 2
