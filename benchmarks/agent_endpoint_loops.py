@@ -1,14 +1,16 @@
-"""The agents of `agent_endpoint`: loops that ask by plain JSON, in a process of their own, and the environment beside.
+"""The agents of `agent_endpoint`: loops that ask by plain JSON in a process of their own, and the environment beside.
 
-The environment of a worker sends the URL of its episode to this process, which runs the loop and says when it has ended.
+The environment of a worker sends the URL of its episode to this process, which runs the loop and says when it has
+ended.
 """
 
 import asyncio
 import json
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
+import msgspec
 
 from benchmarks.rollout_case import Adder
 from envs.contract import AgentEnvironment
@@ -18,12 +20,16 @@ _WHAT = "Add two numbers."
 
 
 class Program(AgentEnvironment):
-    """An episode whose loop runs elsewhere.
+    """An episode whose loop runs elsewhere; all episodes of a worker share one connection to it.
 
     Args:
         port: of the process with the loops.
         dialect: which the loop speaks.
     """
+
+    _ended: ClassVar[dict[str, asyncio.Event]] = {}
+    _writer: ClassVar[asyncio.StreamWriter | None] = None
+    _opening: ClassVar[asyncio.Lock] = asyncio.Lock()
 
     def __init__(self, port: int, dialect: str) -> None:
         self._port, self._dialect = port, dialect
@@ -33,13 +39,23 @@ class Program(AgentEnvironment):
 
     async def run_episode(self, endpoint: str, sampling: dict[str, Any]) -> None:  # noqa: ARG002
         """Let the loop run to its end."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-        writer.write(json.dumps([self._dialect, endpoint, self._prompt]).encode() + b"\n")
-        await reader.readline()
-        writer.close()
+        async with Program._opening:
+            if Program._writer is None:
+                reader, Program._writer = await asyncio.open_connection("127.0.0.1", self._port)
+                _reading.append(asyncio.create_task(self._read(reader)))
+        ended = Program._ended[endpoint] = asyncio.Event()
+        Program._writer.write(msgspec.json.encode([self._dialect, endpoint, self._prompt]) + b"\n")
+        await ended.wait()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            Program._ended.pop(line[:-1].decode()).set()
 
     def get_reward(self) -> float:
         return 1.0
+
+
+_reading: list[asyncio.Task[None]] = []
 
 
 class Chat:
@@ -106,8 +122,7 @@ class Messages:
 LOOPS = {"chat": Chat(), "responses": Responses(), "messages": Messages()}
 
 
-async def _run(session: aiohttp.ClientSession, order: bytes) -> None:
-    name, endpoint, messages = json.loads(order)
+async def _run(session: aiohttp.ClientSession, name: str, endpoint: str, messages: Any) -> None:
     loop, adder = LOOPS[name], Adder()
     adder.reset()
     if isinstance(messages, str):
@@ -129,9 +144,13 @@ async def main() -> None:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await _run(session, await reader.readline())
-            writer.write(b"done\n")
-            writer.close()
+            async def one(name: str, endpoint: str, messages: Any) -> None:
+                await _run(session, name, endpoint, messages)
+                writer.write(endpoint.encode() + b"\n")
+
+            async with asyncio.TaskGroup() as tasks:
+                while line := await reader.readline():
+                    tasks.create_task(one(*json.loads(line)))
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 24)
         print(server.sockets[0].getsockname()[1], flush=True)

@@ -72,14 +72,24 @@ class Answers:
         self._tasks = tasks
         self._last: dict[bytes, Answer] = {}
 
-    def get(self, request: ModelRequest) -> Answer:
-        """Return the answer to a request: that of an earlier one which it repeats, or a new one."""
+    async def get(self, request: ModelRequest) -> Answer:
+        """Return the answer to a request: that of an earlier one which it repeats, or a new one.
+
+        A new answer to a request without a stream is there when this returns; one with a stream is being sampled.
+        """
         digest = _digest(request)
         known = self._last.get(digest)
         if known is not None and known.error is None and (request.is_retry or _is_lost(known)):
             return known
         answer = self._last[digest] = Answer()
-        self._tasks.start_soon(answer.sample, self.recorder, request)
+        if request.streams:
+            self._tasks.start_soon(answer.sample, self.recorder, request)
+        else:  # the server lets a handler go on when its connection breaks
+            answer.readers += 1
+            try:
+                await answer.sample(self.recorder, request)
+            finally:
+                answer.readers -= 1
         return answer
 
 

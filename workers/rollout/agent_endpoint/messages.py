@@ -81,10 +81,10 @@ def merge_text(content: object) -> Any:
     Raises:
         RequestRefusedError: it is neither text nor a list of parts.
     """
-    if content is None:
-        return ""
-    if not isinstance(content, str | list) or not all(isinstance(part, str | dict) for part in content):
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, str | dict) for part in content):
         raise RequestRefusedError("content: a text or a list of parts expected")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+    if all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return content_text(content)
     return content

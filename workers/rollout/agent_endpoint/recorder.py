@@ -80,7 +80,7 @@ class Recorder:
         self._refused_at: tuple[int, str] | None = None
         """Number of turns before the last request that was refused, and why."""
         self._empty_replies = Counter[BranchBuilder | None]()
-        self._parallel = anyio.Semaphore(_MAX_PARALLEL)
+        self._parallel = anyio.Semaphore(_MAX_PARALLEL, fast_acquire=True)
         self._scopes: set[anyio.CancelScope] = set()
         self._sampling, self._engine = 0, ExitStack()
         self._closed = False
