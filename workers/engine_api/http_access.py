@@ -8,6 +8,7 @@ count as a page of this server. `Origin` is the site that the page came from.
 
 import ipaddress
 import socket
+from functools import lru_cache
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -78,6 +79,7 @@ class AccessRules(Struct, frozen=True, kw_only=True):
         return is_private or _is_address(name) or name == socket.gethostname().lower()
 
 
+@lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach an address."""
     try:
