@@ -38,6 +38,7 @@ from workers.train.algorithms.masks import NONE, CompletionFacts, Masks, derive_
 from workers.train.algorithms.normalization import normalize, normalize_tokens, whiten
 from workers.train.algorithms.sequences import Sequences
 from workers.train.step.batch import Batch
+from workers.train.step.branches import BranchFacts
 from workers.train.step.estimation import estimate_advantages
 
 SHAPES: Final = ((65_536, 64), (4_096, 1_024))
@@ -156,6 +157,7 @@ class Tokens(Rows):
                 drop_reason_C=none,
                 turns_C=torch.ones_like(none),
             ),
+            branches=BranchFacts.unbranched(rows, rows),
             prompt_ids=(),
             greedy_rewards_G=torch.zeros(self.groups, dtype=torch.float64),
             greedy_measured_G=torch.zeros(self.groups, dtype=torch.bool),

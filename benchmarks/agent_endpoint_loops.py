@@ -119,7 +119,7 @@ class Messages:
         return [{"role": "user", "content": blocks}] if blocks else []
 
 
-LOOPS = {"chat": Chat(), "responses": Responses(), "messages": Messages()}
+LOOPS: dict[str, Chat | Responses | Messages] = {"chat": Chat(), "responses": Responses(), "messages": Messages()}
 
 
 async def _run(session: aiohttp.ClientSession, name: str, endpoint: str, messages: Any) -> None:

@@ -26,7 +26,8 @@ preset = "decoupled_token_is"
 In the formulas `r` of an estimator is a reward, and `r` of a loss a probability ratio. `A` is an advantage, `lp` a
 log-prob, `sg` stops gradients, `pi` is the policy in training and `mu` the engine's. Only measured rewards enter
 ([masking](masking.md)). One of your own:
-[training](training.md#your-own-estimator). The page is generated from `workers/train/algorithms/`.
+[training](training.md#your-own-estimator). How much a token weighs in a rollout that branched:
+[branched rollouts](training.md#branched-rollouts). The page is generated from `workers/train/algorithms/`.
 """
 TITLES = {
     "estimator.name": "Estimators: `[estimator] name`",

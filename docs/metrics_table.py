@@ -18,9 +18,11 @@ _NAMES_BY_UNIT = {
     "groups": "groups/kept groups/tie groups/singleton groups/dropped/* stragglers/abandoned",
     "attempts": "attempt/cancelled",
     "calls": "tools/calls tools/errors",
-    "fraction": "valid_fraction pass@* clip_fraction clip_fraction_lower eval/pass@*",
+    "fraction": "valid_fraction pass@* clip_fraction clip_fraction_lower branches/discarded/* eval/pass@*",
     "tokens": "length/mean length/max length/by_end/* truncated/length_mean tokens/loss tokens/sampled tokens/too_old "
-    "tokens/not_finite tokens/forwarded tokens/shared",
+    "tokens/not_finite tokens/forwarded tokens/shared tokens/branch_*",
+    "branches": "branches/role/*",
+    "compactions": "branches/compactions",
     "turns": "turns/mean",
     "versions": "staleness/mean staleness/max",
     "nats per token": "entropy kl/k1 kl/k3 kl/abs reference/kl",

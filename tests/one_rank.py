@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from stream.errors import SettingsError
-from stream.records import Completion, Group, Prompt
+from stream.records import Branch, BranchRole, Completion, DiscardReason, Group, Prompt
 from stream.validity import Measured, RewardReason, Unmeasured
 from tests.cases.rows import sampled_row
 from tests.forked import ended, fork, import_ahead
@@ -38,6 +38,7 @@ CASES = {
     },
     "rows apart": {"train": {"share_history": "off", "micro_batch_tokens": 100}},
     "rows as trees": {"train": {"share_history": "on", "micro_batch_tokens": 100}},
+    "branches": {"train": {"updates_per_batch": 2}, "algorithm": {"aggregation": "token-mean"}},
 }
 
 
@@ -47,10 +48,22 @@ def completion(index: int, tokens: list[int], reward: float | None) -> Completio
     return Completion(index=index, rows=[row], reward=known)
 
 
-def groups(*, empty: bool) -> list[Group]:
+def branch(completion: Completion) -> None:
+    """Give a completion a sub-branch, which weakens its tokens, and a discarded one."""
+    completion.rows += [sampled_row([7 + i, 8, 9], [-3.2] * 3, version=3) for i in range(2)]
+    completion.branches = [
+        Branch(role=BranchRole.MAIN, rows=(0,)),
+        Branch(role=BranchRole.SUB, rows=(1,)),
+        Branch(role=BranchRole.SIDE, rows=(2,), discarded=DiscardReason.ROLE),
+    ]
+
+
+def groups(*, empty: bool, branched: bool) -> list[Group]:
     """Two completions of different lengths that count, and some that do not; with `empty`, none that counts."""
     rewards = [None] * 4 if empty else [1.0, None, 0.25, None]
     rolled = [completion(i, list(range(3 + i, 5 + 2 * i)), reward) for i, reward in enumerate(rewards)]
+    if branched:
+        branch(rolled[0])
     return [Group(prompt=Prompt(id="p", messages=[]), completions=rolled)]
 
 
@@ -60,7 +73,8 @@ def train(base: Path, case: str) -> dict[str, object]:
     train = {"micro_batch_tokens": 1, "learning_rate": 1e-2, "max_grad_norm": 1e9} | sections.pop("train", {})
     least = {"model": {"path": str(base)}, "data": {"path": "none"}, "environments": {"a": "calculator"}}
     learner = Learner(parse_settings(least | {"train": train} | sections))
-    reports = [learner.step(collate(groups(empty=empty)), 3) for empty in (False, False, True)]
+    batches = [collate(groups(empty=empty, branched=case == "branches")) for empty in (False, False, True)]
+    reports = [learner.step(batch, 3) for batch in batches]
     named = dict(learner.model.named_parameters()) | learner.critic_parameters
     return {
         "weights": {name: whole(parameter.detach()) for name, parameter in named.items()},

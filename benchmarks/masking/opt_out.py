@@ -21,6 +21,7 @@ from workers.train.algorithms.advantages import ESTIMATORS
 from workers.train.algorithms.masks import NONE, REWARD_REASONS, CompletionFacts
 from workers.train.model.logprobs import TokenLogprobs
 from workers.train.step.batch import Batch, ForwardStatistics
+from workers.train.step.branches import BranchFacts
 from workers.train.step.group_checks import drop_groups, filter_reasons, mask_batch
 from workers.train.step.loss import micro_batch_loss
 from workers.train.step.prepared_batch import PreparedBatch, prepare
@@ -197,6 +198,7 @@ class _Toy:
             lengths_R=sampled.lengths_C + 1,
             completion_ids_R=torch.arange(len(none_C)),
             facts=facts,
+            branches=BranchFacts.unbranched(len(none_C), len(none_C)),
             prompt_ids=tuple(map(str, range(self._groups))),
             greedy_rewards_G=torch.where(greedy_good_G, good, bad).double(),
             greedy_measured_G=greedy_acts_G,

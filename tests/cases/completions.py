@@ -23,6 +23,7 @@ from workers.train.algorithms.masks import (
     CompletionFacts,
 )
 from workers.train.step.batch import Batch
+from workers.train.step.branches import BranchFacts
 
 VOCABULARY = 11
 VERSION = 3
@@ -168,6 +169,7 @@ def build(
         lengths_R=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64),
         completion_ids_R=torch.tensor([row.completion for row in rows], dtype=torch.int64),
         facts=facts,
+        branches=BranchFacts.unbranched(len(rows), len(case)),
         prompt_ids=tuple(str(code) for code in range(groups)),
         greedy_rewards_G=_floats([drawn(greedy[code], "greedy", 0) for code in range(groups)]),
         greedy_measured_G=torch.ones(groups, dtype=torch.bool),

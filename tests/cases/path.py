@@ -156,7 +156,7 @@ def evaluate(
     losses, gradients = [], []
     rows_R = masks.loss_rows_R.nonzero().squeeze(1)
     parts = [MicroBatch(part) for part in (split(rows_R) if split else [rows_R]) if len(part)]
-    tokens = prepared.loss_weights.totals.tokens
+    tokens = prepared.loss_weights.loss_tokens
     for update in range(2):
         network.zero_grad(set_to_none=False)
         total, sums, maxima = torch.zeros((), dtype=torch.float64), dict[str, float](), dict[str, float]()
@@ -227,7 +227,7 @@ def _prepare_with_junk(batch: Batch, settings: Settings, runner: ModelRunner, ju
         batch=batch,
         policies=policies,
         advantages=advantages,
-        loss_weights=weigh_tokens(prepared.sequences, policies, advantages, settings, SEED),
+        loss_weights=weigh_tokens(batch, prepared.sequences, policies, advantages, settings, SEED),
     )
 
 

@@ -8,9 +8,9 @@ import torch
 
 from envs.rewards.parts import merge_parts
 from stream.errors import RecordError
-from stream.records import Completion, Failure, Group, Prompt, RewardPart, Row, Span
+from stream.records import Branch, BranchRole, Completion, DiscardReason, Failure, Group, Prompt, RewardPart, Row, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
-from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, CompletionFacts
+from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS
 from workers.train.step.batch import Batch, collate, merge_batches
 from workers.train.step.micro_batches import split_micro_batches
 
@@ -31,6 +31,10 @@ def group(name, *completions):
 
 TWO_TURNS = row([1, 2], [3, 4, 5, 6, 7], [(0, 2), (4, 5)], [-1, -2, -0.5], [(7, 0, 1), (8, 1, 2), (9, 4, 5)])
 SHORT = row([1], [9], [(0, 1)], [-0.25], [(0, 0, 1)])
+BRANCHES = [
+    Branch(role=BranchRole.SIDE, rows=(2,), discarded=DiscardReason.ROLE),
+    Branch(role=BranchRole.MAIN, rows=(0, 1)),
+]
 
 
 def test_rows_are_padded_and_every_sampled_token_has_its_log_prob_and_version():
@@ -138,12 +142,13 @@ def test_a_greedy_completion_sets_only_its_groups_greedy_reward():
     without, with_it = collate([group("a", *sampled)]), collate([group("a", *sampled, greedy)])
     for field in fields(Batch):
         before, after = getattr(without, field.name), getattr(with_it, field.name)
-        if field.name.startswith("greedy") or field.name == "facts":
+        if field.name.startswith("greedy") or field.name in {"facts", "branches"}:
             continue
         assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after, field.name
-    for field in fields(CompletionFacts):
-        before, after = getattr(without.facts, field.name), getattr(with_it.facts, field.name)
-        assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after, field.name
+    for record, other in ((without.facts, with_it.facts), (without.branches, with_it.branches)):
+        for field in fields(record):
+            before, after = getattr(record, field.name), getattr(other, field.name)
+            assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after, field.name
     assert (without.greedy_measured_G.tolist(), with_it.greedy_measured_G.tolist()) == ([False], [True])
     assert (without.greedy_rewards_G.tolist(), with_it.greedy_rewards_G.tolist()) == ([0.0], [3.25])
     assert (without.greedy_truncated_G.tolist(), with_it.greedy_truncated_G.tolist()) == ([NONE], [LENGTH])
@@ -259,10 +264,10 @@ def test_a_batch_moves_with_all_its_tensors():
     batch = collate([group("a", completion(env(1.0, 0), env(2.0, 1)), completion(env(1.0), index=1, greedy=True))])
     moved = batch.to(torch.device("meta"))
     tensors = {f.name: getattr(moved, f.name) for f in fields(Batch)}
-    tensors |= {f.name: getattr(moved.facts, f.name) for f in fields(CompletionFacts)}
+    tensors |= {f.name: getattr(nested, f.name) for nested in (moved.facts, moved.branches) for f in fields(nested)}
     result = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     assert {value.device.type for value in result.values()} == {"meta"}
-    assert result.keys() >= {"greedy_rewards_G", "parts_PC", "part_weights_P", "turn_rewards_RT"}
+    assert result.keys() >= {"greedy_rewards_G", "parts_PC", "part_weights_P", "turn_rewards_RT", "numbers_R"}
 
 
 # Micro-batches
@@ -275,15 +280,16 @@ def test_merging_one_batch_per_group_equals_collating_them_together():
         group("no rows", Completion(index=0), Completion(index=1)),
         group("b", Completion(index=0, rows=[SHORT, TWO_TURNS]), completion(env(2.0, name="style"), index=1)),
         group("no completions"),
+        group("branched", Completion(index=0, rows=[SHORT, TWO_TURNS, SHORT], branches=BRANCHES)),
         group("c", completion(env(2.0, name="style"), env(1.0, name="style", weight=0.25), index=1)),
     ]
     merged, whole = merge_batches([collate([each]) for each in groups]), collate(groups)
-    for record, other in ((merged, whole), (merged.facts, whole.facts)):
+    for record, other in ((merged, whole), (merged.facts, whole.facts), (merged.branches, whole.branches)):
         for field in fields(record):
             ours, theirs = getattr(record, field.name), getattr(other, field.name)
             if isinstance(ours, torch.Tensor):
                 assert (ours.dtype, ours.tolist()) == (theirs.dtype, theirs.tolist()), field.name
-            elif field.name != "facts":
+            elif field.name not in {"facts", "branches"}:
                 assert ours == theirs, field.name
     assert merge_batches([]).tokens_RT.shape == collate([]).tokens_RT.shape
 

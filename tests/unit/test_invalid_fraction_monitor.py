@@ -45,6 +45,9 @@ def test_environments_are_counted_separately():
         ("rejected:too_old", "pacing.max_token_age"),
         ("rejected:not_finite", "log-probs"),
         ("rejected:no_token", "nothing was sampled"),
+        ("rejected:branch_role", "agents.train"),
+        ("rejected:branch_program", "the program wants none"),
+        ("rejected:branch_superseded", "the program continued none"),
         ("rejected:seq_mean_k1", "correction.reject"),
     ],
 )

@@ -4,7 +4,7 @@ Invalid completions are excluded from training. A policy could learn to exploit 
 unnoticed. So this monitor counts completions without loss by environment and reason over a window of groups, and ends
 the run above a limit. It makes no difference why: the reward is unmeasured, the rollout failed, the completion is
 truncated under the policy `exclude` or `baseline_only`, it has no row, or no token is left (too old, log-probs not
-finite, rejected by a rule of the correction). A greedy completion counts if it cannot be a baseline.
+finite, branch discarded, rejected by a rule of the correction). A greedy completion counts if it cannot be a baseline.
 """
 
 from collections import Counter, deque
@@ -22,6 +22,9 @@ _REMEDIES: Final = {
     "rejected:too_old": "raise pacing.max_token_age, or publish more often",
     "rejected:not_finite": "find out why the engine's log-probs are not finite",
     "rejected:no_token": "find out why nothing was sampled",
+    "rejected:branch_role": "name the roles of its branches in agents.train",
+    "rejected:branch_program": "find out why the program wants none of its branches trained",
+    "rejected:branch_superseded": "find out why the program continued none of its branches",
     "rejected": "widen the bounds in correction.reject",
 }
 """By the reason, or what precedes its colon."""

@@ -20,6 +20,7 @@ from stream.errors import RecordError
 from stream.records import Completion, Group, Row
 from stream.validity import Measured, RewardReason
 from workers.train.algorithms.masks import NONE, REWARD_REASONS, ROLLOUT_REASONS, TRUNCATION_REASONS, CompletionFacts
+from workers.train.step.branches import BranchFacts, has_branch_of_each_row
 from workers.train.step.reward_parts import (
     PartKey,
     PartTable,
@@ -65,6 +66,8 @@ class Batch:
     """int64, the completion that each row belongs to; rows of one completion share it."""
     facts: CompletionFacts
     """What is known of each completion."""
+    branches: BranchFacts
+    """Which branch of an agent's conversation each row is of."""
     prompt_ids: tuple[str, ...]
     """Prompt id of each group."""
     greedy_rewards_G: Tensor
@@ -72,7 +75,7 @@ class Batch:
     greedy_measured_G: Tensor
     """bool: the group has a greedy completion, its rollout did not fail, and its reward is finite."""
     greedy_lengths_G: Tensor
-    """int64, sampled tokens of the greedy completion."""
+    """int64, sampled tokens of the greedy completion; of its longest branch if it has several."""
     greedy_truncated_G: Tensor
     """int64, why the greedy completion was truncated: code into `TRUNCATION_REASONS`, or `NONE`."""
     part_keys: tuple[PartKey, ...]
@@ -104,7 +107,8 @@ class Batch:
 
     def to(self, device: torch.device, logprobs: torch.dtype = torch.float32) -> Self:
         """Return the batch on another device, with its log-probs in the dtype of the model's."""
-        moved: Self = replace(_to_device(self, device), facts=_to_device(self.facts, device))
+        nested = {name: _to_device(getattr(self, name), device) for name in ("facts", "branches")}
+        moved: Self = replace(_to_device(self, device), **nested)
         return replace(moved, rollout_logprobs_RT=moved.rollout_logprobs_RT.to(logprobs))
 
 
@@ -132,9 +136,16 @@ def collate(groups: Sequence[Group]) -> Batch:
 
     Raises:
         RecordError: a row cannot be trained on (its versions do not cover the sampled tokens, or nothing precedes a
-            sampled token), rewards per turn do not match the sampled ranges, or a group has several greedy completions.
-            The message names prompt and completion.
+            sampled token), rewards per turn do not match the sampled ranges, rows are not of one branch each, or a
+            group has several greedy completions. The message names prompt and completion.
     """
+    for group in groups:
+        for completion in group.completions:
+            if not has_branch_of_each_row(completion):
+                raise RecordError(
+                    f"group {group.prompt.id}, completion {completion.index}: its {len(completion.rows)} rows are not "
+                    "of one branch each"
+                )
     completions = [(code, c) for code, group in enumerate(groups) for c in group.completions if not c.greedy]
     rows = [(code, row) for code, (_, completion) in enumerate(completions) for row in completion.rows]
     for code, row in rows:
@@ -161,6 +172,7 @@ def collate(groups: Sequence[Group]) -> Batch:
         lengths_R=torch.tensor(lengths, dtype=torch.int64),
         completion_ids_R=torch.tensor([code for code, _ in rows], dtype=torch.int64),
         facts=_completion_facts(completions, len(groups)),
+        branches=BranchFacts.from_completions([completion for _, completion in completions]),
         prompt_ids=tuple(group.prompt.id for group in groups),
         greedy_rewards_G=torch.tensor([reward or 0.0 for reward in greedy_rewards], dtype=torch.float64),
         greedy_measured_G=torch.tensor([reward is not None for reward in greedy_rewards], dtype=torch.bool),
@@ -199,6 +211,7 @@ def merge_batches(batches: Sequence[Batch]) -> Batch:
             [b.completion_ids_R + start for b, start in zip(batches, first_completion, strict=False)]
         ),
         facts=_merge_facts([batch.facts for batch in batches]),
+        branches=BranchFacts.merged([batch.branches for batch in batches]),
         prompt_ids=tuple(prompt for batch in batches for prompt in batch.prompt_ids),
         greedy_rewards_G=joined("greedy_rewards_G"),
         greedy_measured_G=joined("greedy_measured_G"),
@@ -316,7 +329,11 @@ def reward_reason(completion: Completion) -> RewardReason | None:
 
 
 def _sampled_tokens(completion: Completion | None) -> int:
-    return 0 if completion is None else sum(row.sampled_count for row in completion.rows)
+    """Return the sampled tokens of a completion without branches, or of its longest branch."""
+    if completion is None:
+        return 0
+    tokens_R = torch.tensor([row.sampled_count for row in completion.rows], dtype=torch.int64)
+    return int(BranchFacts.from_completions([completion]).longest_C(tokens_R, torch.zeros_like(tokens_R)))
 
 
 def _codes(table: Sequence[object], values: Sequence[object]) -> Tensor:

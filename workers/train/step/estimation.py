@@ -251,9 +251,7 @@ class ShapedRewards:
         batch, masks = self._batch, self._masks
         if not self._settings.algorithm.overlong_penalty[0]:
             return masks.rewards_C  # counting tokens would cost more than all other shaping
-        lengths_C = torch.zeros_like(batch.facts.group_ids_C).index_add(
-            0, batch.completion_ids_R, batch.sampled_RT.sum(dim=1)
-        )
+        lengths_C = batch.branches.longest_C(batch.sampled_RT.sum(dim=1), batch.completion_ids_R)
         penalized_C = masks.rewards_C + self._penalty(lengths_C, masks.penalised_C)
         return torch.where(masks.baseline_C, penalized_C, 0.0)
 

@@ -28,6 +28,7 @@ from workers.train.algorithms.masks import (
 )
 from workers.train.algorithms.shaping import FILTERS
 from workers.train.step.batch import Batch, collate, reward_reason
+from workers.train.step.branches import branch_rule
 from workers.train.step.estimation import estimate_advantages, greedy_baseline
 from workers.train.step.reward_parts import PartTable, greedy_completion, measured_value, with_bounded_rewards
 
@@ -80,15 +81,18 @@ def check_group(group: Group, settings: Settings, version: int, vocab_size: int)
 def mask_batch(batch: Batch, settings: Settings, version: int) -> Masks:
     """Derive the masks of a batch at a policy version.
 
-    Tokens older than `pacing.max_token_age` are rejected; tokens whose rollout log-prob is not finite bear no loss.
+    Tokens of discarded branches bear no loss, and neither do tokens older than `pacing.max_token_age`, or whose rollout
+    log-prob is not finite. A token is blamed on the first of these.
     """
+    discarded = batch.branches.discarded_rows(batch.completion_ids_R)
+    of_branches = {branch_rule(reason): batch.sampled_RT & rows_R.unsqueeze(1) for reason, rows_R in discarded.items()}
     too_old_RT = too_old_tokens(batch.sampled_RT, batch.versions_RT, version, settings.pacing.max_token_age)
     return derive_masks(
         batch.facts,
         batch.completion_ids_R,
         batch.sampled_RT,
         truncation={reason: settings.truncation_policy(reason) for reason in TruncationReason},
-        rejected_by_rule={"too_old": too_old_RT},
+        rejected_by_rule=of_branches | {"too_old": too_old_RT},
         not_finite_RT=~torch.isfinite(batch.rollout_logprobs_RT),
     )
 

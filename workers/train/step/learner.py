@@ -143,7 +143,7 @@ class Learner:
         )
         skipped, accumulator = "no_valid_row", StepAccumulator()
         learning_rate = self.optimizer.set_learning_rate(self.steps)
-        if prepared.loss_weights.totals.tokens:
+        if prepared.loss_weights.loss_tokens:
             skipped = self._train(prepared, accumulator)
         else:
             log.warning("step.skipped", step=self.steps + 1, reason=skipped, completions=len(prepared.masks.baseline_C))
@@ -161,7 +161,7 @@ class Learner:
         if trained:
             metrics |= correction_step_metrics(prepared, self.settings)
         metrics |= {"step": self.steps, "version": version, "learning_rate": learning_rate, "trained": int(trained)}
-        metrics |= omit_constants(accumulator.metrics(prepared.loss_weights.totals.tokens), self.settings)
+        metrics |= omit_constants(accumulator.metrics(prepared.loss_weights.loss_tokens), self.settings)
         metrics["seconds"] = time.perf_counter() - started
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return StepReport(

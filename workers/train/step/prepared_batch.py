@@ -17,7 +17,7 @@ from torch import Tensor
 from stream.validity import DropReason
 from workers.settings import Settings
 from workers.train.algorithms.advantages import ESTIMATORS
-from workers.train.algorithms.aggregation import BatchTotals, row_factors
+from workers.train.algorithms.aggregation import BatchTotals, branch_weights, row_factors
 from workers.train.algorithms.correction import ImportanceWeights, Rejection, RejectionRule, importance_weights, reject
 from workers.train.algorithms.losses import LOSSES
 from workers.train.algorithms.masks import Masks, reject_tokens
@@ -129,6 +129,8 @@ def _importance_weights(compared: LogRatios, settings: Settings) -> ImportanceWe
 class LossWeights:
     """How much each token contributes to the loss, fixed for the whole optimizer batch."""
 
+    loss_tokens: int
+    """Tokens that bear loss: the divisor of metrics."""
     totals: BatchTotals
     row_factors_R: Tensor
     """float64, factor of every loss token of a row."""
@@ -207,7 +209,7 @@ def prepare(
         drop_reasons=drop_reasons,
         policies=policies,
         advantages=advantages,
-        loss_weights=weigh_tokens(sequences, policies, advantages, settings, seed),
+        loss_weights=weigh_tokens(batch, sequences, policies, advantages, settings, seed),
     )
 
 
@@ -223,23 +225,34 @@ def needs_forward_statistics(settings: Settings) -> bool:
 
 
 def weigh_tokens(
-    sequences: Sequences, policies: PolicyComparison, advantages: Advantages, settings: Settings, seed: int
+    batch: Batch,
+    sequences: Sequences,
+    policies: PolicyComparison,
+    advantages: Advantages,
+    settings: Settings,
+    seed: int,
 ) -> LossWeights:
     """Fix each token's factor in the loss, and select the tokens that the loss treats differently.
 
     Args:
-        sequences: completions over the loss tokens of the whole batch.
+        batch: the whole batch.
+        sequences: its completions over their loss tokens.
         policies: of the same; read only if the loss has a selector.
         advantages: of the same.
         settings: of the run.
         seed: of random selections.
     """
-    totals = BatchTotals(tokens=int(sequences.mask_RT.sum()), completions=int((sequences.lengths_S > 0).sum()))
+    tokens_R, weight_R = sequences.mask_RT.sum(dim=1), torch.ones_like(sequences.lengths_R, dtype=torch.float64)
+    if settings.agents.weight == "rollout":
+        tokens_CW = batch.branches.sum_rows(tokens_R, batch.completion_ids_R)
+        weight_R = branch_weights(tokens_CW, batch.branches.main_CW)[batch.completion_ids_R]
+    totals = BatchTotals(tokens=float((weight_R * tokens_R).sum()), completions=int((sequences.lengths_S > 0).sum()))
     factors_R = row_factors(
         settings.aggregation,
         sequences.lengths_R,
         totals,
         constant=settings.rollout.max_tokens,
+        weight_R=weight_R,
     )
     selector, selected_RT = LOSSES[settings.loss.name].traits.selector, None
     if selector:
@@ -252,7 +265,7 @@ def weigh_tokens(
             torch.Generator().manual_seed(seed),
             settings.loss.options,
         )
-    return LossWeights(totals=totals, row_factors_R=factors_R, selected_RT=selected_RT)
+    return LossWeights(loss_tokens=int(tokens_R.sum()), totals=totals, row_factors_R=factors_R, selected_RT=selected_RT)
 
 
 def _reject(batch: Batch, masks: Masks, statistics: ForwardStatistics, settings: Settings) -> Rejection:

@@ -21,6 +21,7 @@ from workers.train.algorithms.grouping import Grouping
 from workers.train.algorithms.masks import NONE, TRUNCATION_REASONS, CompletionFacts, Masks, too_old_tokens
 from workers.train.algorithms.pass_at_k import pass_at_k
 from workers.train.step.batch import Batch
+from workers.train.step.branches import BRANCH_METRICS, branch_metrics
 from workers.train.step.group_checks import GroupRewards, count_states
 from workers.train.step.prepared_batch import CompleteComparison, PreparedBatch, compare_policies
 from workers.train.step.reward_parts import merge_tables
@@ -75,6 +76,7 @@ STEP_METRICS: Final[dict[str, str]] = {
     "tokens/forwarded": "tokens of one pass over the rows with loss, padding left out; a token that rows share in a "
     "micro-batch counts once",
     "tokens/shared": "tokens of the same rows that the pass did not repeat; both together are all tokens of these rows",
+    **BRANCH_METRICS,
     "staleness/mean": "versions between sampling and training, over loss tokens",
     "staleness/max": "versions between sampling and training, over loss tokens",
     "correction/*": "how far off-policy the batch was: distance between trainer and engine when it was prepared, over "
@@ -217,6 +219,8 @@ def step_metrics(
         "tokens/too_old": int(too_old_RT.sum()),
         "tokens/not_finite": int((batch.sampled_RT & ~torch.isfinite(batch.rollout_logprobs_RT)).sum()),
     }
+    sampled_R = batch.sampled_RT.sum(dim=1)
+    metrics |= branch_metrics(batch.branches, batch.completion_ids_R, sampled_R, masks.baseline_C)
     staleness_N = version - batch.versions_RT[masks.loss_tokens_RT]
     metrics |= _mean("staleness/mean", staleness_N) | _max("staleness/max", staleness_N)
     metrics |= {f"rows/{state}": count for state, count in sorted(count_states(facts, masks).items())}
