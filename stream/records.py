@@ -205,7 +205,7 @@ class DiscardReason(StrEnum):
 class Branch(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of an agent's conversation, in which every request continues the one before.
 
-    Example: a program has three turns, asks for a summary of them, and goes on with the summary alone::
+    Example: a program has three turns, asks for a summary of the first two, and goes on with the summary::
 
         branches[0]  role main, turns 3, rows [0]
         branches[1]  role compact, turns 1, rows [1], parent 0, after_turn 2

@@ -21,7 +21,7 @@ from stream.connection.run_connection import connect
 from stream.operator.status import read_status
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Group, Prompt
-from tests.cases.branches import agent_completion, trained_agent
+from tests.cases.agent_completion import agent_completion, trained_agent
 from tests.cases.run_folders import ArchivedRun
 from tests.e2e.browser import Browser
 from tests.e2e.harness import environment

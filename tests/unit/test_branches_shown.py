@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from msgspec.structs import replace
 
 from stream.records import Branch, BranchRole, Completion, Group, Prompt, TrainedCompletion
-from tests.cases.branches import agent_completion, trained_agent
+from tests.cases.agent_completion import agent_completion, trained_agent
 from tests.cases.run_folders import ArchivedRun
 from workers.cli import penstock
 from workers.runs.branches import MAX_DEPTH, branch_labels, branch_lines, describe_branches, message_branches

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from stream.records import Branch, BranchRole, Completion, Group, Prompt, TrainedCompletion
-from tests.cases.branches import agent_completion, said, trained_agent
+from tests.cases.agent_completion import agent_completion, said, trained_agent
 from tests.cases.pages import browser, text_of
 from tests.cases.run_folders import ArchivedRun
 from workers import demo
