@@ -32,7 +32,10 @@ from workers.train.step.step_metrics import Metrics, correction_step_metrics, st
 torch.set_num_threads(1)
 
 SEED = 7
-COUNTERS = ("rows/", "groups/", "truncated/", "tokens/sampled", "tokens/not_finite", "tokens/too_old", "valid_fraction")
+COUNTERS = (
+    *("rows/", "groups/", "truncated/", "valid_fraction", "branches/discarded/"),
+    *("tokens/sampled", "tokens/not_finite", "tokens/too_old", "tokens/branch_"),
+)
 """Prefixes of metrics that also count invalid completions, except `truncated/*_mean` and `pass@K/valid`."""
 OF_THE_LEARNER = (
     "step",

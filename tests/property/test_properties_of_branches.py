@@ -127,8 +127,8 @@ def test_by_tokens_a_rollout_weighs_more_with_more_branches_unless_its_mean_coun
 @each_aggregation
 @given(case=trees)
 def test_total_weights_are_those_of_the_main_tokens(aggregation, case):
-    completions, trained = records(case), [sorted(case, key=lambda t: t.group)][0]
-    kept = [[line for _, line in tree.without_discarded()] for tree in trained]
+    by_group = sorted(case, key=lambda tree: tree.group)
+    kept = [[line for _, line in tree.without_discarded()] for tree in by_group]
     of_main = [sum(sum(line.rows) for line in tree if line.role is MAIN) for tree in kept]
     average = [sum(sum(line.rows) for line in tree) / max(len(tree), 1) for tree in kept]
     tokens = [main or mean for main, mean in zip(of_main, average, strict=True)]
@@ -140,7 +140,7 @@ def test_total_weights_are_those_of_the_main_tokens(aggregation, case):
         "seq-mean-token-sum": [each / number for each in tokens],
         "seq-mean-token-sum-norm": [each / number / 12 for each in tokens],
     }[aggregation]
-    result = total_weights(completions, settings_of(aggregation))
+    result = total_weights(records(case), settings_of(aggregation))
     assert close(result, torch.tensor(expected, dtype=torch.float64))
 
 
@@ -182,10 +182,7 @@ def test_discarded_rows_are_as_if_they_had_never_been(way, weight, case, data):
 def test_group_statistics_are_those_of_completions_that_never_branched(estimator, case):
     """One completion has one reward: advantages are equal bit by bit to those of one row each, or none."""
     settings = settings_of(estimator={"name": estimator})
-    plain = [
-        replace_lines(tree, (replace(tree.without_discarded()[0][1], role=MAIN),) if tree.without_discarded() else ())
-        for tree in case
-    ]
+    plain = [replace(tree, lines=tuple(line for _, line in tree.without_discarded()[:1])) for tree in case]
     one, other = compute(records(case), settings), compute(records(plain, branched=False), settings)
     for name in ("baseline_C", "loss_C", "rewards_C"):
         assert torch.equal(getattr(one.masks, name), getattr(other.masks, name)), name
@@ -194,10 +191,6 @@ def test_group_statistics_are_those_of_completions_that_never_branched(estimator
     assert [(n, v) for n, v in one.metrics.items() if n.startswith(figures)] == [
         (n, v) for n, v in other.metrics.items() if n.startswith(figures)
     ]
-
-
-def replace_lines(tree, lines):
-    return replace(tree, lines=lines)
 
 
 @given(case=trees)

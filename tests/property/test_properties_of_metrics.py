@@ -15,7 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stream.records import DiscardReason
 from stream.validity import DropReason
+from tests.cases.branches import Line, Tree, compute, records
 from tests.cases.completions import JUNK, VERSION, Made, build, cases, completions, fresh
 from tests.cases.inputs import RICH
 from tests.cases.path import OF_THE_LEARNER, Network, counts, evaluate, measured
@@ -118,9 +120,12 @@ def test_a_mean_covers_what_its_name_says_and_an_empty_mean_is_omitted(case):
 def test_the_list_has_exactly_the_metrics_that_the_path_makes():
     odd = [Made(key=7, group=1, reward=1.0, state="context"), Made(key=8, group=2, reward=0.0, state="failed")]
     result = set(metrics_of([*RICH, *odd], RICH[:4], dropped={DropReason.ZERO_VARIANCE: 1})[0])
+    lines = (Line(), Line(discarded=DiscardReason.ROLE))
+    branched = records([Tree(0, lines), Tree(1, lines, reward=0.0)])
     for name, settings in SETTINGS.items():
         metrics = evaluate([*RICH, *odd], build([*RICH, *odd]), settings).metrics
         assert metrics, name
+        metrics |= compute(branched, settings).metrics
         result |= {key.removesuffix(" 0").removesuffix(" 1") for key in metrics}
     families = tuple(name.removesuffix("*") for name in STEP_METRICS if name.endswith("*"))
     alone = {name for name in STEP_METRICS if not name.endswith("*")}
@@ -132,11 +137,13 @@ def test_the_list_has_exactly_the_metrics_that_the_path_makes():
 def test_only_known_names_are_counters():
     """A new metric must leave out invalid values unless it is listed here as a counter."""
     assert sorted(name for name in STEP_METRICS if counts(name)) == [
+        "branches/discarded/*",
         "groups/dropped/*",
         "groups/kept",
         "groups/singleton",
         "groups/tie",
         "rows/*",
+        "tokens/branch_*",
         "tokens/not_finite",
         "tokens/sampled",
         "tokens/too_old",

@@ -14,7 +14,6 @@ from workers.train.algorithms.masks import NONE
 
 BRANCH_ROLES: Final = tuple(BranchRole)
 DISCARD_REASONS: Final = tuple(DiscardReason)
-Figures = dict[str, float | int]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -138,7 +137,9 @@ BRANCH_METRICS: Final[dict[str, str]] = {
 """Metrics of batches with branches, by name."""
 
 
-def branch_metrics(branches: BranchFacts, completion_ids_R: Tensor, sampled_R: Tensor, valid_C: Tensor) -> Figures:
+def branch_metrics(
+    branches: BranchFacts, completion_ids_R: Tensor, sampled_R: Tensor, valid_C: Tensor
+) -> dict[str, float]:
     """Return the metrics of a batch in `BRANCH_METRICS`, for roles and reasons that occur.
 
     Args:
@@ -147,7 +148,7 @@ def branch_metrics(branches: BranchFacts, completion_ids_R: Tensor, sampled_R: T
         sampled_R: int64, sampled tokens of each row.
         valid_C: bool, completions in B.
     """
-    metrics: Figures = {}
+    metrics: dict[str, float] = {}
     for reason, rows_R in branches.discarded_rows(completion_ids_R).items():
         tokens = int(sampled_R[rows_R].sum())
         metrics |= {f"tokens/branch_{reason}": tokens, f"branches/discarded/{reason}": tokens / int(sampled_R.sum())}
