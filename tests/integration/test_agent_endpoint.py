@@ -301,10 +301,12 @@ class Gate(Scripted):
         return await super().sample(*args, **kwargs)
 
 
-async def test_an_answer_that_was_lost_on_its_way_is_not_sampled_again():
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("is_sampled", [False, True], ids=["while it is sampled", "after that"])
+async def test_an_answer_that_was_lost_on_its_way_is_not_sampled_again(streams, is_sampled):
     sampler = Gate(lambda turn, text: f"answer {len(sampler.asked)}")
     async with served(sampler) as its, aiohttp.ClientSession() as session:
-        url, body = f"{its.url}/{its.key}/v1/messages", {"messages": [USER], "stream": True}
+        url, body = f"{its.url}/{its.key}/v1/messages", {"messages": [USER], "stream": streams}
         with anyio.move_on_after(5) as scope:
             async with anyio.create_task_group() as tasks:
 
@@ -315,10 +317,17 @@ async def test_an_answer_that_was_lost_on_its_way_is_not_sampled_again():
                 await sampler.began.wait()
                 tasks.cancel_scope.cancel()  # the connection breaks while the turn is sampled
         assert not scope.cancelled_caught
-        sampler.open.set()
         await anyio.sleep(0.1)
-        async with session.post(url, json=body | {"stream": False}) as answer:
-            again = await answer.json()
+
+        async def let_go():
+            await anyio.sleep(0 if is_sampled else 0.3)
+            sampler.open.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(let_go)
+            await anyio.sleep(0.1)
+            async with session.post(url, json=body | {"stream": False}) as answer:
+                again = await answer.json()
         assert again["content"][0]["text"] == "answer 1"
         assert len(sampler.asked) == 1
         async with session.post(url, json=body | {"stream": False}) as answer:  # delivered: now it is a second answer
@@ -326,17 +335,21 @@ async def test_an_answer_that_was_lost_on_its_way_is_not_sampled_again():
     assert len(its.recorder.record()[0]) == 2
 
 
-async def test_a_request_that_says_that_it_is_a_retry_gets_the_same_answer():
+@pytest.mark.parametrize(
+    "headers",
+    [[{"x-stainless-retry-count": count} for count in "012"], [{"Idempotency-Key": "a"}] * 3],
+    ids=["counted", "named"],
+)
+async def test_a_request_that_says_that_it_is_a_retry_gets_the_same_answer(headers):
     sampler = Scripted(lambda turn, text: f"answer {len(sampler.asked)}")
     async with served(sampler) as its, aiohttp.ClientSession() as session:
         said = []
-        for count in ("0", "1", "2"):
-            headers = {"x-stainless-retry-count": count}
+        for each in [*headers, {"Idempotency-Key": "another"}]:
             url = f"{its.url}/{its.key}/v1/chat/completions"
-            async with session.post(url, json={"messages": [USER]}, headers=headers) as answer:
+            async with session.post(url, json={"messages": [USER]}, headers=each) as answer:
                 said.append((await answer.json())["choices"][0]["message"]["content"])
-    assert said == ["answer 1"] * 3
-    assert len(sampler.asked) == 1
+    assert said == [*["answer 1"] * 3, "answer 2"]
+    assert len(sampler.asked) == 2
 
 
 async def test_two_requests_at_once_are_two_answers():

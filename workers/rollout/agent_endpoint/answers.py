@@ -17,6 +17,8 @@ from workers.rollout.agent_endpoint.recorder import Recorder
 
 _KEPT_S: Final = 30.0
 """How long an answer that nobody read to its end waits for the same request; then the request is sampled anew."""
+_MAX_KEY: Final = 200
+"""Characters of an idempotency key that count."""
 
 
 class Answer:
@@ -71,25 +73,21 @@ class Answers:
         self.recorder = recorder
         self._tasks = tasks
         self._last: dict[bytes, Answer] = {}
+        self._named: dict[tuple[str, bytes], Answer] = {}
 
-    async def get(self, request: ModelRequest) -> Answer:
-        """Return the answer to a request: that of an earlier one which it repeats, or a new one.
-
-        A new answer to a request without a stream is there when this returns; one with a stream is being sampled.
-        """
+    def get(self, request: ModelRequest) -> Answer:
+        """Return the answer to a request: that of an earlier one which it repeats, or a new one."""
         digest = _digest(request)
-        known = self._last.get(digest)
-        if known is not None and known.error is None and (request.is_retry or _is_lost(known)):
+        name = (request.idempotency_key[:_MAX_KEY], digest)
+        named = self._named.get(name)
+        known = named or self._last.get(digest)
+        if known is not None and known.error is None and (named or request.is_retry or _is_lost(known)):
             return known
         answer = self._last[digest] = Answer()
-        if request.streams:
-            self._tasks.start_soon(answer.sample, self.recorder, request)
-        else:  # the server lets a handler go on when its connection breaks
-            answer.readers += 1
-            try:
-                await answer.sample(self.recorder, request)
-            finally:
-                answer.readers -= 1
+        if request.idempotency_key:
+            self._named[name] = answer
+        # In a task of its own, since the server cancels a handler whose connection breaks.
+        self._tasks.start_soon(answer.sample, self.recorder, request)
         return answer
 
 

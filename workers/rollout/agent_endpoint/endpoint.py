@@ -131,7 +131,7 @@ class _Routes:
     async def _complete(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         try:
             answers, request = await self._read(http, dialect)
-            answer = await answers.get(request)
+            answer = answers.get(request)
             answer.readers += 1
             try:
                 send = _stream if request.streams else _send

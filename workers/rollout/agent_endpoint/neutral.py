@@ -79,6 +79,8 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     """Who asks."""
     is_retry: bool = False
     """The program says that it repeats a request."""
+    idempotency_key: str = ""
+    """Requests with the same key, if there is one, are one request."""
     unused: tuple[str, ...] = ()
     """Fields and tools of the request without effect, for a warning."""
 

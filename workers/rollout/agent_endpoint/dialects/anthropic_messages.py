@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from workers.rollout.agent_endpoint.callers import caller_of
 from workers.rollout.agent_endpoint.dialects.base import (
+    IDEMPOTENCY_KEY,
     MODEL_NAME,
     count,
     event,
@@ -62,6 +63,7 @@ class AnthropicMessages:
             streams=bool(body.get("stream")),
             caller=caller_of(headers),
             is_retry=is_retry(headers),
+            idempotency_key=headers.get(IDEMPOTENCY_KEY, ""),
             unused=(*unused, *left_out),
         )
 

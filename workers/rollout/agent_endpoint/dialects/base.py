@@ -10,6 +10,8 @@ from workers.rollout.agent_endpoint.neutral import ModelReply, ModelRequest, Req
 
 MODEL_NAME = "policy"
 """Name of the only model that is served."""
+IDEMPOTENCY_KEY = "idempotency-key"
+"""Header by which a client names a request, and names it again when it repeats it."""
 RETRY_COUNT = "x-stainless-retry-count"
 """Header in which the vendors' clients say how often they have sent a request before."""
 

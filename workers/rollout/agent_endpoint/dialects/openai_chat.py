@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from stream.records import Message
 from workers.rollout.agent_endpoint.callers import caller_of
 from workers.rollout.agent_endpoint.dialects.base import (
+    IDEMPOTENCY_KEY,
     MODEL_NAME,
     count,
     event,
@@ -54,6 +55,7 @@ class OpenAIChat:
             includes_usage=bool((body.get("stream_options") or {}).get("include_usage")),
             caller=caller_of(headers),
             is_retry=is_retry(headers),
+            idempotency_key=headers.get(IDEMPOTENCY_KEY, ""),
             unused=unused,
         )
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from workers.rollout.agent_endpoint.callers import caller_of
 from workers.rollout.agent_endpoint.dialects.base import (
+    IDEMPOTENCY_KEY,
     MODEL_NAME,
     count,
     event,
@@ -59,6 +60,7 @@ class OpenAIResponses:
             namespaces=namespaces,
             caller=caller_of(headers),
             is_retry=is_retry(headers),
+            idempotency_key=headers.get(IDEMPOTENCY_KEY, ""),
             unused=(*unused, *left_out),
         )
 
