@@ -2,11 +2,13 @@
 
     python -m benchmarks.agent_endpoint [--seconds 24] [--rounds 4] [--json]
     python -m benchmarks.agent_endpoint --long [--json]
+    python -m benchmarks.agent_endpoint --sub-agents MODEL [--json]
 
 The case is that of `benchmarks.rollout`: an engine that answers after 50 ms, groups of 8, two turns with a tool call
 and one without. The agents are loops in a process of their own, which send plain JSON; only the worker's CPU time
 counts. Contenders take turns, and the others are suspended. `--long`: CPU milliseconds and memory of the worker's own
-part of a turn in one episode of 100 turns that ends with a context of 30,000 tokens.
+part of a turn in one episode of 100 turns that ends with a context of 30,000 tokens. `--sub-agents`: seconds in which
+a local engine with the model in this folder answers eight sub-agents with 200 tokens each, at once and one at a time.
 """
 
 import argparse
@@ -31,17 +33,21 @@ from benchmarks.rollout_case import END, Case, conversations, make_case
 from stream.private_server import private_server
 from stream.records import Completion, Prompt, Span
 from workers.rollout.agent_endpoint.dialects import DIALECTS
+from workers.rollout.agent_endpoint.neutral import ModelRequest
 from workers.rollout.agent_endpoint.recorder import Recorder
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
+from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.engine_client.sampling import SampledTurn
 from workers.rollout.episode import EpisodeContext
 from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import RolloutSettings
+from workers.settings import RolloutSettings, Settings
+from workers.settings.toml_file import parse_settings
 
 NAMES = ("chat", "responses", "messages")
 CONCURRENCY = 64
 LONG_TURNS, LONG_TOKENS = 100, 30_000
+SUB_AGENTS, SUB_TOKENS, SUB_ROUNDS = 8, 200, 3
 
 
 def agent_settings(case: Case, built_in: Path, name: str, port: int) -> Path:
@@ -156,11 +162,82 @@ async def long_episode(name: str, turns: int, *, with_memory: bool) -> dict[str,
     }
 
 
+async def sub_agents(model: str) -> dict[str, Any]:
+    """Return the seconds of eight sub-agents, at once and one after another, on an engine of their own."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-agents-")))
+        table = {
+            "run": {"name": "sub-agents", "folder": str(folder / "run")},
+            "model": {"path": model},
+            "data": {"rows": 1},
+            "environments": {"adder": "benchmarks.rollout_case:Adder"},
+            "rollout": {
+                "max_tokens": SUB_TOKENS,
+                "max_tokens_per_turn": SUB_TOKENS,
+                "sampling": {"min_tokens": SUB_TOKENS},
+            },
+            "engine": {"max_model_len": 1024},
+        }
+        file = folder / "run.toml"
+        file.write_text(tomli_w.dumps(table))
+        settings = parse_settings(table)
+        engine = await stack.enter_async_context(
+            process(sys.executable, "-m", "penstock", "serve", str(file), "--port", "0")
+        )
+        url = (await first_line(engine)).rpartition(" ")[2]
+        client = await stack.enter_async_context(EngineClient.from_settings(settings, [url]))
+        await client.wait_until_ready()
+        chat = ChatTokenizer.load(Path(model), {}, None)
+        result: dict[str, Any] = {"at_once_s": [], "one_at_a_time_s": [], "rows": [], "branches": []}
+        for number in range(2 * SUB_ROUNDS):
+            is_at_once = number % 2 == 0
+            recorder, spent = await _ask_sub_agents(settings, client, chat, number, is_at_once=is_at_once)
+            result["at_once_s" if is_at_once else "one_at_a_time_s"].append(round(spent, 2))
+            rows, branches = recorder.record()
+            result["rows"].append(len(rows))
+            result["branches"].append(len(branches))
+        ratios = [mine / other for mine, other in zip(result["at_once_s"], result["one_at_a_time_s"], strict=True)]
+        return result | {"ratio": round(statistics.median(ratios), 3)}
+
+
+async def _ask_sub_agents(
+    settings: Settings, client: EngineClient, chat: ChatTokenizer, number: int, *, is_at_once: bool
+) -> tuple[Recorder, float]:
+    context = EpisodeContext(
+        prompt=Prompt(id=f"p{number}", messages=[{"role": "user", "content": "a"}], seed=number),
+        index=0,
+        chat=chat,
+        tool_format=TOOL_FORMATS["hermes"],
+        sampler=client,
+        slot=None,
+        limits=settings.rollout,
+        min_policy_version=-1,
+    )
+    recorder = Recorder(context, Completion(index=0, seconds={"engine": 0.0}), EpisodeClock(3600.0))
+
+    async def ask(text: str) -> None:
+        await recorder.complete(ModelRequest(messages=[{"role": "user", "content": text}]))
+
+    await ask("Tell me a story, and ask others for its parts.")
+    began = time.perf_counter()
+    limit = anyio.CapacityLimiter(SUB_AGENTS if is_at_once else 1)
+
+    async def sub_agent(part: int) -> None:
+        async with limit:
+            await ask(f"Tell part {part} of the story.")
+
+    async with anyio.create_task_group() as tasks:
+        for part in range(SUB_AGENTS):
+            tasks.start_soon(sub_agent, part)
+    return recorder, time.perf_counter() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=24.0, help="measured for each contender, all rounds together")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--long", action="store_true", help="a long episode instead")
+    parser.add_argument("--sub-agents", type=Path, metavar="MODEL", help="sub-agents on a local engine instead")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
@@ -171,6 +248,8 @@ def main() -> None:
             for name in NAMES
             for turns in (LONG_TURNS // 2, LONG_TURNS)
         }
+    elif arguments.sub_agents:
+        result = anyio.run(sub_agents, str(arguments.sub_agents.resolve()))
     else:
         result = anyio.run(compare, arguments, backend_options={"use_uvloop": True})
     if arguments.json:
