@@ -87,7 +87,11 @@ def main(order: dict[str, Any]) -> int:
         threading.Thread(target=serve, args=(listener, order["socket"]), daemon=True).start()
     try:
         process = subprocess.Popen(  # noqa: S603  (the command of the settings)
-            order["command"], cwd=order["folder"], stdin=subprocess.DEVNULL, start_new_session=True
+            order["command"],
+            cwd=order["folder"],
+            env=os.environ | {"PWD": order["folder"]},  # opencode works where it says, not where it is
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
     except OSError as error:
         print(f"{order['command'][0]}: {error.strerror}", flush=True)  # noqa: T201

@@ -151,6 +151,16 @@ async def test_tokens_are_counted_as_they_are_sampled_and_nothing_is_recorded():
     assert counted.input_tokens == answer.usage.input_tokens == len(its.sampler.asked[0][0])
 
 
+async def test_the_list_of_models_has_the_length_of_the_context_if_it_is_known():
+    recorder, _ = recorder_of(Scripted([]))
+    async with serve_endpoint("127.0.0.1") as endpoint, aiohttp.ClientSession() as session:
+        for length, expected in ((4096, {4096}), (0, set())):
+            async with endpoint.episode(recorder, length) as url, session.get(f"{url}/models") as answer:
+                (model,) = (await answer.json())["data"]
+            known = {"context_length", "max_model_len", "max_input_tokens"} & set(model)
+            assert {model[name] for name in known} == expected
+
+
 async def test_claude_codes_first_request_is_answered():
     request, _ = recorded("claude-code-turns")
     async with served([LIST]) as its, aiohttp.ClientSession() as session:

@@ -221,6 +221,8 @@ class ScriptedSampler:
         turns: texts of the model's turns.
     """
 
+    context_length = 0
+
     def __init__(self, turns: Sequence[str]) -> None:
         self.turns_sampled = 0
         """Number of turns so far, including turns after the end of the script."""

@@ -42,6 +42,8 @@ log = structlog.get_logger()
 _PING_S: Final = 5.0
 """A stream begins after this time, and then says as often that it is alive. Earlier errors keep their status."""
 _RETRY_AFTER: Final = {"Retry-After": "5"}
+_LENGTHS: Final = ("context_length", "max_model_len", "max_input_tokens")
+"""Names that clients know for the length of a model's context."""
 _OVER: Final = "the episode is over, or never was: no episode has this key"
 
 
@@ -58,14 +60,18 @@ class AgentEndpoint:
         self._episodes = episodes
 
     @asynccontextmanager
-    async def episode(self, recorder: Recorder) -> AsyncIterator[str]:
+    async def episode(self, recorder: Recorder, context_length: int = 0) -> AsyncIterator[str]:
         """Serve one episode while the context is open; yields its base URL. Leaving cancels what is being sampled.
 
         What is raised within the context is raised as it is, and not in a group.
+
+        Args:
+            recorder: samples and records the turns.
+            context_length: tokens that an engine takes, for `GET /v1/models`; 0 if it is not known.
         """
         key, failure = secrets.token_urlsafe(32), None
         async with anyio.create_task_group() as tasks:
-            self._episodes[_digest(key)] = Answers(recorder, tasks)
+            self._episodes[_digest(key)] = Answers(recorder, tasks, context_length)
             try:
                 yield f"{self.url}/{key}/v1"
             except Exception as error:  # noqa: BLE001  (raised below)
@@ -115,9 +121,12 @@ class _Routes:
         """Sample a turn, asked for by Anthropic's Messages."""
         return await self._complete(MESSAGES, http)
 
-    async def _models(self, _: web.Request) -> web.Response:
-        """List the policy as the only model."""
-        model = {"id": MODEL_NAME, "object": "model", "type": "model", "display_name": MODEL_NAME}
+    async def _models(self, http: web.Request) -> web.Response:
+        """List the policy as the only model, with the length of its context if an engine reports it."""
+        model: dict[str, Any] = {"id": MODEL_NAME, "object": "model", "type": "model", "display_name": MODEL_NAME}
+        answers = self._episodes.get(_digest(_key(http)))
+        if answers is not None and answers.context_length:
+            model |= dict.fromkeys(_LENGTHS, answers.context_length)
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
     async def _count_tokens(self, http: web.Request) -> web.Response:
@@ -270,6 +279,8 @@ async def run_agent_episode(context: EpisodeContext, slot: EnvironmentSlot, endp
 class AgentEpisode(BaseEpisode):
     """An episode whose turns the environment drives; this worker samples and records them."""
 
+    context: EpisodeContext
+
     def __init__(self, context: EpisodeContext, slot: EnvironmentSlot, endpoint: AgentEndpoint) -> None:
         super().__init__(context)
         self._slot, self._endpoint = slot, endpoint
@@ -282,10 +293,12 @@ class AgentEpisode(BaseEpisode):
     async def run_turns(self) -> EpisodeEnd:
         """Run the environment's loop."""
         limits, recorder = self.context.limits, self._recorder
-        sampling = {"temperature": limits.temperature, "max_tokens": limits.max_tokens_per_turn}
+        sampling: dict[str, Any] = {"temperature": limits.temperature, "max_tokens": limits.max_tokens_per_turn}
+        if context_length := self.context.sampler.context_length:
+            sampling["context_length"] = context_length
         self.context.progress.activity = Activity.OWN_LOOP
         end: EpisodeEnd = TruncationReason.WALL_CLOCK
-        async with self._endpoint.episode(recorder) as url:
+        async with self._endpoint.episode(recorder, context_length) as url:
             with self.clock, self.clock.tools:  # the program's own time, since it calls the tools
                 end = await self._slot.run_episode(url, sampling, 2 * limits.episode_timeout_s)
             if self.clock.is_up:
