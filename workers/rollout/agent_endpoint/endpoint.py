@@ -34,6 +34,7 @@ from workers.rollout.agent_endpoint.dialects import CHAT, MESSAGES, RESPONSES
 from workers.rollout.agent_endpoint.dialects.base import MODEL_NAME, Dialect
 from workers.rollout.agent_endpoint.neutral import ModelRequest, RequestRefusedError
 from workers.rollout.agent_endpoint.recorder import Recorder
+from workers.rollout.agent_endpoint.request_log import DIALECT, ERROR, FIELD_NAMES, RequestLog
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.episode import BaseEpisode, EpisodeContext, EpisodeEnd
 
@@ -96,9 +97,10 @@ class _Routes:
         self._episodes = episodes
         self._unused: set[tuple[str, str]] = set()
 
-    def app(self) -> web.Application:
+    def app(self, seen: RequestLog | None) -> web.Application:
         """Return the web application."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
+        noting = [] if seen is None else [seen.middleware()]
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*noting, error_middleware])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/responses", self._responses)
         app.router.add_post("/v1/messages", self._messages)
@@ -135,6 +137,7 @@ class _Routes:
             answers, request = await self._read(http, MESSAGES)
             return web.json_response({"input_tokens": await answers.recorder.count_tokens(request)})
         except EngineRefusedError as error:
+            http[ERROR] = error
             return _error(MESSAGES, error)
 
     async def _complete(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
@@ -149,6 +152,7 @@ class _Routes:
             finally:
                 answer.readers -= 1
         except EngineError as error:
+            http[ERROR] = error
             return _error(dialect, error)
         return response
 
@@ -167,6 +171,7 @@ class _Routes:
             raise RequestRefusedError(f"the request is not a JSON object: {error}") from error
         except RecursionError as error:
             raise RequestRefusedError("the request is nested too deeply") from error
+        http[DIALECT], http[FIELD_NAMES] = dialect.name, tuple(body)
         request = dialect.parse(body, http.headers)
         for name in request.unused:
             if (dialect.name, name) not in self._unused:
@@ -224,6 +229,7 @@ async def _stream(http: web.Request, dialect: Dialect, request: ModelRequest, an
         try:
             chunks = list(dialect.events(await answer.wait(), request))
         except EngineError as error:
+            http[ERROR] = error
             answered.set()
             if not response.prepared:
                 return _error(dialect, error)
@@ -238,17 +244,18 @@ async def _stream(http: web.Request, dialect: Dialect, request: ModelRequest, an
 
 
 @asynccontextmanager
-async def serve_endpoint(host: str) -> AsyncIterator[AgentEndpoint]:
+async def serve_endpoint(host: str, seen: RequestLog | None = None) -> AsyncIterator[AgentEndpoint]:
     """Serve an endpoint on a free port.
 
     Args:
         host: address to listen on, under which the environments reach it.
+        seen: gets all requests.
 
     Raises:
         EngineError: this machine does not have that address.
     """
     episodes: dict[bytes, Answers] = {}
-    async with listen(_Routes(episodes).app(), host, 0) as url:
+    async with listen(_Routes(episodes).app(seen), host, 0) as url:
         yield AgentEndpoint(url, episodes)
 
 
