@@ -86,9 +86,9 @@ _DEFAULT_LIMITS: Final = ProgramLimits()
 class AgentProgram(AgentEnvironment):
     """Starts a program for each episode. Its requests to the endpoint are the turns.
 
-    `command`, `env`, `files` and `folder` may name `{endpoint}` (the URL for OpenAI's clients), `{base_url}` (the same
-    without `/v1`, for Anthropic's), `{key}`, `{folder}`, `{home}`, `{prompt}`, other columns of the row, and what
-    `envs.programs.profiles` lists.
+    `command`, `env`, `files`, `stdin` and `folder` may name `{endpoint}` (the URL for OpenAI's clients), `{base_url}`
+    (the same without `/v1`, for Anthropic's), `{key}`, `{folder}`, `{home}`, `{prompt}`, other columns of the row, and
+    what `envs.programs.profiles` lists.
 
     Args:
         command: program and arguments.
@@ -98,6 +98,7 @@ class AgentProgram(AgentEnvironment):
         readable: files and folders of this machine that the program may read, besides `/usr`.
         limits: of the program.
         files: texts of files that it finds in its home, by their path there.
+        stdin: text of its standard input.
 
     Attributes:
         exit_code: of the program; 128 + the number of a signal; None before.
@@ -115,6 +116,7 @@ class AgentProgram(AgentEnvironment):
         readable: Sequence[str] = (),
         limits: ProgramLimits = _DEFAULT_LIMITS,
         files: Mapping[str, str] = MappingProxyType({}),
+        stdin: str = "",
     ) -> None:
         if not command or isinstance(command, str):
             raise ReferenceNotFoundError("agent:command: `command` is a list of the program and its arguments")
@@ -124,7 +126,7 @@ class AgentProgram(AgentEnvironment):
             raise ReferenceNotFoundError(f"agent:command needs sandboxes, and this machine makes none: {problem}")
         self._command, self._env, self._source = tuple(command), dict(env), folder
         self._network, self._readable, self._limits = network, tuple(readable), limits
-        self._files = dict(files)
+        self._files, self._stdin = dict(files), stdin
         self._values: dict[str, str] = {}
         self._forget()
 
@@ -230,6 +232,7 @@ class AgentProgram(AgentEnvironment):
             "socket": _SOCKET,
             "port": port,
             "grace_s": _GRACE_S,
+            "stdin": self._filled((self._stdin,))[0],
         }
         order |= {"processes": self._limits.processes, "file_bytes": self._limits.file_mb << 20}
         interpreter = os.path.realpath(sys.executable)
@@ -340,16 +343,17 @@ def agent_program(
     """
     bounds = _table(limits, ProgramLimits, "limits")
     files: Mapping[str, str] = {}
+    stdin = ""
     if profile := PROFILES.get(name):
         place = command if isinstance(command, str) else ""
         found = find_program(f"agent:{name}", profile.executable, profile.install, place)
         command = list(command) if command and not place else [profile.executable, *profile.arguments]
         command = [found.path if command[0] == profile.executable else command[0], *command[1:]]
         env = {"PATH": found.search_path, **profile.env, **env}
-        readable, files = (*found.readable, *readable), profile.files
+        readable, files, stdin = (*found.readable, *readable), profile.files, profile.stdin
     if reward is None:
-        return AgentProgram(command, env, folder, network, readable, bounds, files)
-    made = MeasuredAgentProgram(command, env, folder, network, readable, bounds, files)
+        return AgentProgram(command, env, folder, network, readable, bounds, files, stdin)
+    made = MeasuredAgentProgram(command, env, folder, network, readable, bounds, files, stdin)
     made.reward_command = _table(reward, RewardCommand, "reward")
     return made
 

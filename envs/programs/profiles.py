@@ -38,6 +38,8 @@ class ProgramProfile(Struct, frozen=True, kw_only=True):
     """Of the default command; the user's `command` replaces them."""
     env: Mapping[str, str] = MappingProxyType({})
     """Environment variables; the user's `env` is added."""
+    stdin: str = ""
+    """Text of its standard input."""
     files: Mapping[str, str] = MappingProxyType({})
     """Texts of files, by their path in the program's home."""
 
@@ -123,8 +125,9 @@ metrics_exporter = "none"
 _OPENCODE: Final = ProgramProfile(
     executable="opencode",
     install="npm install --global opencode-ai",
-    # With a title, it does not ask the model for one.
-    arguments=("run", "--title", "episode", "--model", "penstock/policy", "--", "{prompt}"),
+    # With a title, it does not ask the model for one. It would put an argument with blanks in quotation marks.
+    arguments=("run", "--title", "episode", "--model", "penstock/policy"),
+    stdin="{prompt}",
     env={
         "OPENCODE_CONFIG_CONTENT": """\
 {

@@ -40,6 +40,13 @@ class ScriptedModel(Scripted):
     def __init__(self, script: Callable[[int, str], Any], context_length: int = CONTEXT_LENGTH) -> None:
         super().__init__(script)
         self.context_length = context_length
+        self.sampled: list[list[int]] = []
+        """The contexts that it answered, in order."""
+
+    async def sample(self, prompt_ids, sampling, *, min_policy_version=0):
+        answer = await super().sample(prompt_ids, sampling, min_policy_version=min_policy_version)
+        self.sampled.append(list(prompt_ids))
+        return answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Played:
     reward: Reward
     seen: RequestLog
     asked: list[list[int]]
-    """The contexts that the model was given, in order."""
+    """The contexts that the model answered, in order."""
     seconds: float
 
     def __str__(self) -> str:
@@ -99,7 +106,7 @@ async def play(
         program=thaw(completion.snapshot, factory),
         reward=merge_parts(completion.parts),
         seen=seen,
-        asked=[asked for asked, *_ in model.asked],
+        asked=model.sampled,
         seconds=time.monotonic() - began,
     )
 

@@ -29,7 +29,8 @@ body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
 headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
 beside = (Path(__file__).parent / "beside.txt").read_text()
-print(json.dumps({"argv": sys.argv, "env": dict(os.environ), "files": files, "beside": beside, "key": key}))
+given = {"argv": sys.argv, "env": dict(os.environ), "files": files, "beside": beside, "stdin": sys.stdin.read()}
+print(json.dumps(given))
 """
 """A program of npm: a script in a package, beside a file of the package."""
 
@@ -74,7 +75,7 @@ async def test_a_program_finds_its_files_its_key_and_no_open_placeholder(name, i
     given = await given_to(name)
     profile = PROFILES[name]
     assert given["beside"] == "read"
-    assert "Go." in given["argv"][-1]
+    assert "Go." in given["argv"][-1] + given["stdin"]
     assert set(profile.env) <= set(given["env"])
     assert {f"/sandbox/{path}" for path in profile.files} <= set(given["files"])
     texts = [*given["argv"], *given["env"].values(), *given["files"].values()]
