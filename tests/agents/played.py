@@ -20,6 +20,7 @@ from tests.unit.test_episode import Scripted, make_chat
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
 from workers.rollout.agent_endpoint.request_log import RequestLog
 from workers.rollout.chat.chat_setup import ChatSetup
+from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
@@ -79,9 +80,24 @@ class Played:
 
 
 async def play(
-    ref: str, script: Callable[[int, str], Any], *, model: ScriptedModel | None = None, **args: Any
+    ref: str,
+    script: Callable[[int, str], Any] | None,
+    *,
+    model: Any = None,
+    chat: ChatTokenizer | None = None,
+    settings: RolloutSettings = LIMITS,
+    **args: Any,
 ) -> Played:
-    """Play one episode of the task."""
+    """Play one episode of the task.
+
+    Args:
+        ref: of the environment.
+        script: what the model says.
+        model: instead of a script's.
+        chat: of the model; default: one token is one byte.
+        settings: limits of the episode.
+        args: of the environment.
+    """
     args = {"reward": {"command": ["/usr/bin/python3", "-I", "-c", CHECK]}, "limits": {"timeout_s": 80.0}} | args
     factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, ref, args)
     prompt = Prompt(id="p", messages=[{"role": "user", "content": TASK}], environment="it", group_size=1)
@@ -92,10 +108,10 @@ async def play(
         serve_endpoint("127.0.0.1", seen) as endpoint,
     ):
         group = await GroupRunner(
-            chats={"it": ChatSetup(make_chat(template_of("qwen3")), TOOL_FORMATS["hermes"])},
+            chats={"it": ChatSetup(chat or make_chat(template_of("qwen3")), TOOL_FORMATS["hermes"])},
             sampler=model,
             pool=pool,
-            limits=LIMITS,
+            limits=settings,
             factories={"it": factory},
             endpoint=endpoint,
         ).run(prompt)
