@@ -105,6 +105,7 @@ class AgentProgram(AgentEnvironment):
         timed_out: its time was up.
         output: the end of what it wrote.
         connections: to the endpoint.
+        elsewhere: hosts that it wanted to reach, if HTTPS_PROXY names the endpoint.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class AgentProgram(AgentEnvironment):
         self.timed_out = False
         self.output = ""
         self.connections = 0
+        self.elsewhere: list[str] = []
 
     async def reset(self, **row: Any) -> None:
         """Copy the folder.
@@ -168,7 +170,7 @@ class AgentProgram(AgentEnvironment):
 
         async def serve(client: SocketStream) -> None:
             self.connections += 1
-            await pass_on(client, str(url.hostname), url.port or 80)
+            await pass_on(client, str(url.hostname), url.port or 80, self.elsewhere)
 
         bound = await to_thread.run_sync(bind_for_all, f"{_homes[self]}/endpoint.sock")
         async with anyio.create_task_group() as tasks, await SocketListener.from_socket(bound) as listener:
@@ -282,7 +284,16 @@ class MeasuredAgentProgram(AgentProgram):
     reward_command: "RewardCommand"
 
     async def get_reward(self) -> float:
-        """Run the command.
+        """Run the command; `worst` if it writes no number.
+
+        Raises:
+            EnvironmentFailure: it could not be started.
+        """
+        number, _ = await self.measure()
+        return self.reward_command.worst if number is None else number
+
+    async def measure(self) -> tuple[float | None, str]:
+        """Run the command; returns its number, None if it wrote none, and the end of what it wrote.
 
         Raises:
             EnvironmentFailure: it could not be started.
@@ -298,9 +309,8 @@ class MeasuredAgentProgram(AgentProgram):
         if code in _NOT_FOUND:
             raise EnvironmentFailure(f"agent:command: {command[0]} cannot be started: {printed.strip()[-500:]}")
         last = printed.strip().rpartition("\n")[2].strip()
-        if timed_out or not _NUMBER.fullmatch(last) or not math.isfinite(float(last)):
-            return self.reward_command.worst
-        return float(last)
+        is_number = not timed_out and _NUMBER.fullmatch(last) and math.isfinite(float(last))
+        return (float(last) if is_number else None), printed
 
     def _restore(self, command: Sequence[str]) -> None:
         if not self._source:

@@ -13,6 +13,7 @@ from anyio.abc import ByteStream, Process, SocketStream
 _OUTPUT_BYTES: Final = 64 << 10
 """The last part of what a program writes is kept."""
 _BACKLOG: Final = 64
+_CONNECT: Final = b"CONNECT "
 
 
 class OutputTail:
@@ -37,18 +38,22 @@ def bind_for_all(path: str) -> socket.socket:
     return bound
 
 
-async def pass_on(client: SocketStream, host: str, port: int) -> None:
+async def pass_on(client: SocketStream, host: str, port: int, elsewhere: list[str]) -> None:
     """Pass a connection on, in both directions, until both sides have ended.
 
     Args:
         client: the connection of the sandbox's side.
         host: of the endpoint.
         port: of the endpoint.
+        elsewhere: gets the place of a connection that is to be passed on to another one, as a proxy would; the endpoint
+            refuses it.
     """
 
     async def pump(source: ByteStream, target: ByteStream) -> None:
         try:
             async for data in source:
+                if source is client and data.startswith(_CONNECT):
+                    elsewhere.append(data.split()[1].decode("ascii", "replace"))
                 await target.send(data)
             await target.send_eof()
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):  # one side has closed the connection
