@@ -32,6 +32,8 @@ class ProgramProfile(Struct, frozen=True, kw_only=True):
 
     executable: str
     """Its name on the PATH."""
+    version: str
+    """The one that is tested."""
     install: str
     """The command that installs it."""
     arguments: tuple[str, ...]
@@ -62,6 +64,7 @@ def context_values(sampling: Mapping[str, Any]) -> dict[str, str]:
 
 _CLAUDE_CODE: Final = ProgramProfile(
     executable="claude",
+    version="2.1.197",
     install="npm install --global @anthropic-ai/claude-code",
     arguments=(
         *("--print", "--permission-mode", "bypassPermissions"),
@@ -86,6 +89,7 @@ _CLAUDE_CODE: Final = ProgramProfile(
 
 _CODEX: Final = ProgramProfile(
     executable="codex",
+    version="0.169.0",
     install="npm install --global @openai/codex",
     arguments=(
         *("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
@@ -124,6 +128,7 @@ metrics_exporter = "none"
 
 _OPENCODE: Final = ProgramProfile(
     executable="opencode",
+    version="1.18.33",
     install="npm install --global opencode-ai",
     # With a title, it does not ask the model for one. It would put an argument with blanks in quotation marks.
     arguments=("run", "--title", "episode", "--model", "penstock/policy"),
@@ -155,6 +160,7 @@ _OPENCODE: Final = ProgramProfile(
 
 _MINI_SWE_AGENT: Final = ProgramProfile(
     executable="mini",
+    version="2.4.6",
     install="pip install mini-swe-agent",
     arguments=("--yolo", "--exit-immediately", "--cost-limit", "0", "--task={prompt}"),
     env={
