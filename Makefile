@@ -15,7 +15,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo check test test-oldest test-newest test-nightly test-gpu test-vllm test-compose reference docs dist clean
+.PHONY: help setup lock demo check test test-oldest test-newest test-nightly test-gpu test-vllm test-agents test-compose reference docs dist clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -55,6 +55,8 @@ lock: $(VENV)/.runs  ## Lock the newest versions that pyproject.toml permits, fo
 	grep -o 'transformers>=[0-9.]*' pyproject.toml | $(COMPILE) --upgrade --resolution lowest-direct - \
 		--output-file requirements/oldest.lock
 	$(COMPILE) --upgrade --override requirements/vllm-overrides.in requirements/vllm.in --output-file requirements/vllm.lock
+	$(COMPILE) --upgrade tests/agents/requirements.in --output-file tests/agents/requirements.lock
+	cd tests/agents && npm install --package-lock-only --omit-lockfile-registry-resolved --no-audit --no-fund
 
 demo: $(VENV)/.runs  ## Train a small model to use a calculator, through the whole pipeline
 	$(BIN)/penstock demo --seed $(SEED)
@@ -68,7 +70,7 @@ check: setup  ## Format, lint, types, import contracts, spelling, house rules
 	$(BIN)/pytest -q tests/unit/test_house_rules.py
 
 test: setup  ## Unit, property, integration and end-to-end tests
-	$(BIN)/pytest -m "not full and not gpu and not vllm and not compose" -n 4 --dist worksteal --durations 60 --durations-min 4
+	$(BIN)/pytest -m "not full and not gpu and not vllm and not agents and not compose" -n 4 --dist worksteal --durations 60 --durations-min 4
 
 test-oldest: setup .cache/oldest/.done  ## Trainer and local engine on the oldest transformers that is permitted
 	PYTHONPATH=$(CURDIR)/.cache/oldest/site-packages $(BIN)/pytest -m "models and not full" -n 4 --dist worksteal
@@ -90,6 +92,10 @@ test-gpu: setup  ## The trainer's step on a GPU; skipped without one
 test-vllm: setup  ## On the real vLLM, on the CPU; creates its virtual environment once
 	PYTHON=$(BIN)/python sh tests/vllm/setup.sh
 	$(BIN)/pytest -m vllm tests/vllm
+
+test-agents: setup  ## Real agent programs in sandboxes; installs them once (2 GB, needs npm)
+	PYTHON=$(BIN)/python sh tests/agents/setup.sh
+	$(BIN)/pytest -m agents -rs tests/agents
 
 test-compose: setup  ## The images and compose.yaml on a Docker engine; skipped without one
 	$(BIN)/pytest -m compose -s tests/compose

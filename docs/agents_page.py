@@ -1,7 +1,9 @@
 """Generate docs/agents.md: `python docs/agents_page.py > docs/agents.md`."""
 
 import sys
+from collections.abc import Iterator
 
+from envs.programs.profiles import PROFILES
 from workers.rollout.agent_endpoint.fields import FIELDS
 
 HEAD = """# Agents that run their own loop
@@ -41,7 +43,41 @@ trained is what was sampled, whatever the class sends back.
 
 ## A program
 
-Any command is an environment, too. It needs [bubblewrap](rewards.md) and Linux.
+Claude Code, Codex, opencode and mini-swe-agent are environments by their names. They need Linux,
+[bubblewrap](rewards.md), and the program on the PATH of the rollout worker.
+
+```toml
+[environments.fix]
+ref = "agent:claude-code"              # or agent:codex, agent:opencode, agent:mini-swe-agent
+
+[environments.fix.args]
+folder = "tasks/{task}"                # copied for each episode; the program starts in the copy
+reward = { command = ["bash", "check.sh"] }   # afterwards, in the copy: its last line is the reward
+```
+
+The row's prompt is the task. The name stands for a profile:
+
+| `agent:` | tried with | installed by | starts |
+|---|---|---|---|
+@PROFILES@
+A profile also sets variables and files of the home, so that the program asks the endpoint alone and knows how long its
+context may be. What it calls elsewhere is turned off: updates, telemetry, lists of models and plugins.
+
+- `command = "/opt/claude/bin/claude"`, a text, says where the program is.
+- `command = ["claude", "--print", "{prompt}"]`, a list, replaces the arguments.
+- `env` and `readable` are added to the profile's.
+
+**Length of the context.** Codex compacts at 70 % of it, by the numbers of tokens, and ends if the engine refuses a
+context. Claude Code and opencode compact if the engine refuses one. Claude Code keeps its last exchange then, and ends
+if that alone is too long. First requests are long: 77 kB from Claude Code, 40 kB from Codex, 30 kB from opencode. Codex
+compacts again and again where its first request alone has 70 % of the context.
+
+**Before a run**, `penstock check agent:codex --field prompt="Say hello."` plays one episode with a scripted model. It
+shows routes, refused requests, fields without effect, rows, and the reward of the untouched folder. It also names hosts
+that the program wants to reach, if it asks them through a proxy (`HTTPS_PROXY`). `penstock check run.toml` does the
+same with the first row of the data.
+
+### Any command
 
 ```toml
 [environments.fix]
@@ -49,11 +85,11 @@ ref = "agent:command"
 
 [environments.fix.args]
 command = ["python3", "agent.py", "{prompt}"]
-env = { OPENAI_BASE_URL = "{endpoint}", OPENAI_API_KEY = "none", ANTHROPIC_BASE_URL = "{base_url}" }
-folder = "tasks/{task}"                # copied for each episode; the program starts in the copy
+env = { OPENAI_BASE_URL = "{endpoint}", OPENAI_API_KEY = "{key}", ANTHROPIC_BASE_URL = "{base_url}" }
+folder = "tasks/{task}"                # as above
 readable = ["/opt/my-agent"]           # what the program may read, besides /usr
 limits = { timeout_s = 900 }           # also processes and file_mb
-reward = { command = ["bash", "check.sh"] }   # afterwards, in the copy: its last line is the reward
+reward = { command = ["bash", "check.sh"] }
 ```
 
 `{endpoint}`, `{base_url}`, `{key}`, `{folder}`, `{prompt}` and the row's columns can stand in `command`, `env` and
@@ -86,13 +122,15 @@ apart: base URL `http://HOST:PORT` (OpenAI's clients: with `/v1`), and the key a
 | `POST /v1/responses` | OpenAI Responses, with the whole conversation in each request |
 | `POST /v1/messages` | Anthropic Messages |
 | `POST /v1/messages/count_tokens` | tokens of such a request, by the run's chat template; nothing is sampled |
-| `GET /v1/models` | the policy |
+| `GET /v1/models` | the policy, with `context_length` (also as `max_model_len`, `max_input_tokens`) |
 
-All three stream if they are asked to. Requests that Claude Code 2.1, Codex 0.169, opencode 1.18, mini-swe-agent 2.4,
-LangGraph and the OpenAI Agents SDK sent are tests of ours. A whole run of these programs is not tested yet.
+All three stream if they are asked to. `make test-agents` lets the four programs, LangGraph and the OpenAI Agents SDK do
+a task in their sandbox, with a scripted model. Three of the programs also compact. A training with them and a real
+model has not been tried.
 
 - **Reasoning** is a part of its own in Responses and Messages, and comes back as it was. In chat completions it stays
-  in the content. A program that drops it starts a new row.
+  in the content; clients that take it out and send `reasoning_content` (LiteLLM) continue their row. A program that
+  drops it starts a new row.
 - **Calls that cannot be read** are text, as everywhere.
 - **Roles.** Programs send `system` messages after user messages, or several of one role. Where the chat template
   refuses them or leaves them out, they become a part of the message before. The first request tries what it takes.
@@ -151,10 +189,18 @@ A field that stands nowhere here is ignored, and named once in the log (`endpoin
 TITLES = {"chat": "Chat completions", "responses": "Responses", "messages": "Messages"}
 
 
+def _profile_rows() -> Iterator[str]:
+    for name, profile in PROFILES.items():
+        command = " ".join((profile.executable, *profile.arguments))
+        given = ", the prompt as its input" if profile.stdin else ""
+        yield f"| `{name}` | {profile.version} | `{profile.install}` | `{command}`{given} |\n"
+    yield "\n"
+
+
 def main() -> None:
     """Print the page."""
     write = sys.stdout.write
-    write(HEAD)
+    write(HEAD.replace("@PROFILES@\n", "".join(_profile_rows())))
     for dialect, rules in FIELDS.items():
         write(f"\n### {TITLES[dialect]}\n\n| field | | why |\n|---|---|---|\n")
         groups: dict[tuple[str, str], list[str]] = {}

@@ -176,7 +176,8 @@ class AgentEnvironment(ABC):
 
         Args:
             endpoint: base URL, `http://host:port/SECRET/v1`; `POST {endpoint}/chat/completions` samples one turn.
-            sampling: `temperature` and `max_tokens` of each turn, from the settings.
+            sampling: `temperature` and `max_tokens` of each turn, from the settings; `context_length`, tokens that an
+                engine takes, if it is known.
 
         Raises:
             EnvironmentFailure: the episode failed for a reason other than the policy; the completion is invalid.

@@ -5,7 +5,7 @@
 `package.module:attr`        an importable module; the working directory is at the end of the import path
 `path/to/file.py:attr`       a file, relative to the working directory; its folder is at the end of the import path
 `openenv:ws://host:port`     a server, by the name of an adapter (`ADAPTERS`) and an address
-`agent:command`              a program that runs its own loop
+`agent:claude-code`          a program that runs its own loop, by the name of a profile; any one: `agent:command`
 ===========================  ==========================================================================================
 
 One kind never falls back to another. Folders are appended to the import path, and a project's own `stream/`, `envs/` or
@@ -46,8 +46,8 @@ ADAPTERS = {
 }
 """Adapter classes by the word before the address; their first argument is the address."""
 
-AGENT = "agent:command"
-"""The environment that starts a program."""
+AGENTS = ("agent:command", "agent:claude-code", "agent:codex", "agent:opencode", "agent:mini-swe-agent")
+"""Environments that start a program."""
 
 _GROUP_DESCRIPTIONS = {
     "penstock.environments": "an environment, which belongs in [environments]",
@@ -81,7 +81,7 @@ def resolve(ref: str, group: str | None) -> Reference:
         ReferenceNotFoundError: the message says how the reference was read and what was found instead.
     """
     adapter, _, address = ref.partition(":")
-    if "://" in address or ref == AGENT:
+    if "://" in address or ref in AGENTS:
         return _from_address(ref, adapter, address)
     place, colon, attribute = ref.rpartition(":")
     if colon and place and attribute:

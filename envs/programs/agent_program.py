@@ -1,4 +1,4 @@
-"""`agent:command`: any program as an environment with its own loop.
+"""`agent:NAME`: a program as an environment with its own loop; any one (`command`), or one with a profile.
 
 Each episode has a copy of a folder, an empty home, and a sandbox without a network but for the worker's endpoint
 (`envs.sandboxes`). Then a command in the same folder measures the reward, or reward functions do.
@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,12 +22,15 @@ from weakref import WeakKeyDictionary
 import anyio
 import msgspec
 from anyio import to_thread
-from anyio.abc import ByteStream, Process, SocketListener, SocketStream
+from anyio.abc import SocketListener, SocketStream
 from msgspec import Struct
 
 from envs.contract import AgentEnvironment, is_messages
 from envs.messages import messages_text
 from envs.programs import inside
+from envs.programs.installed import find_program
+from envs.programs.outside import OutputTail, bind_for_all, pass_on
+from envs.programs.profiles import PROFILES, context_values
 from envs.sandboxes.process import (
     NOBODY,
     WORKDIR,
@@ -45,8 +47,6 @@ PORT: Final = 8000
 """Of the endpoint, as the program sees it: its loopback is its own."""
 _FOLDER: Final = f"{WORKDIR}/work"
 _SOCKET: Final = f"{WORKDIR}/endpoint.sock"
-_OUTPUT_BYTES: Final = 64 << 10
-"""The last part of what a program writes is kept."""
 _GRACE_S: Final = 5.0
 """Between the request to end and the kill."""
 _NOT_FOUND: Final = (126, 127)
@@ -86,8 +86,9 @@ _DEFAULT_LIMITS: Final = ProgramLimits()
 class AgentProgram(AgentEnvironment):
     """Starts a program for each episode. Its requests to the endpoint are the turns.
 
-    `command`, `env` and `folder` may name `{endpoint}` (the URL for OpenAI's clients), `{base_url}` (the same without
-    `/v1`, for Anthropic's), `{key}`, `{folder}`, `{prompt}` and other columns of the row.
+    `command`, `env`, `files`, `stdin` and `folder` may name `{endpoint}` (the URL for OpenAI's clients), `{base_url}`
+    (the same without `/v1`, for Anthropic's), `{key}`, `{folder}`, `{home}`, `{prompt}`, other columns of the row, and
+    what `envs.programs.profiles` lists.
 
     Args:
         command: program and arguments.
@@ -96,12 +97,15 @@ class AgentProgram(AgentEnvironment):
         network: `endpoint` for the worker's endpoint alone, `host` for all that this machine reaches.
         readable: files and folders of this machine that the program may read, besides `/usr`.
         limits: of the program.
+        files: texts of files that it finds in its home, by their path there.
+        stdin: text of its standard input.
 
     Attributes:
         exit_code: of the program; 128 + the number of a signal; None before.
         timed_out: its time was up.
         output: the end of what it wrote.
         connections: to the endpoint.
+        elsewhere: hosts that it wanted to reach, if HTTPS_PROXY names the endpoint.
     """
 
     def __init__(
@@ -112,6 +116,8 @@ class AgentProgram(AgentEnvironment):
         network: Literal["endpoint", "host"] = "endpoint",
         readable: Sequence[str] = (),
         limits: ProgramLimits = _DEFAULT_LIMITS,
+        files: Mapping[str, str] = MappingProxyType({}),
+        stdin: str = "",
     ) -> None:
         if not command or isinstance(command, str):
             raise ReferenceNotFoundError("agent:command: `command` is a list of the program and its arguments")
@@ -121,6 +127,7 @@ class AgentProgram(AgentEnvironment):
             raise ReferenceNotFoundError(f"agent:command needs sandboxes, and this machine makes none: {problem}")
         self._command, self._env, self._source = tuple(command), dict(env), folder
         self._network, self._readable, self._limits = network, tuple(readable), limits
+        self._files, self._stdin = dict(files), stdin
         self._values: dict[str, str] = {}
         self._forget()
 
@@ -129,6 +136,7 @@ class AgentProgram(AgentEnvironment):
         self.timed_out = False
         self.output = ""
         self.connections = 0
+        self.elsewhere: list[str] = []
 
     async def reset(self, **row: Any) -> None:
         """Copy the folder.
@@ -148,24 +156,25 @@ class AgentProgram(AgentEnvironment):
         if home := _homes.pop(self, ""):
             await to_thread.run_sync(lambda: shutil.rmtree(home, ignore_errors=True))
 
-    async def run_episode(self, endpoint: str, sampling: dict[str, Any]) -> None:  # noqa: ARG002
+    async def run_episode(self, endpoint: str, sampling: dict[str, Any]) -> None:
         """Run the program to its end.
 
         Raises:
             EnvironmentFailure: it ended without a request to the endpoint.
         """
+        self._values |= context_values(sampling)
         if self._network == "host":
             await self._ask(endpoint, endpoint.removesuffix("/v1"), 0)
             return
         url = urlsplit(endpoint)
 
-        async def pass_on(client: SocketStream) -> None:
+        async def serve(client: SocketStream) -> None:
             self.connections += 1
-            await _connect(client, str(url.hostname), url.port or 80)
+            await pass_on(client, str(url.hostname), url.port or 80, self.elsewhere)
 
-        bound = await to_thread.run_sync(_bind, f"{_homes[self]}/endpoint.sock")
+        bound = await to_thread.run_sync(bind_for_all, f"{_homes[self]}/endpoint.sock")
         async with anyio.create_task_group() as tasks, await SocketListener.from_socket(bound) as listener:
-            tasks.start_soon(listener.serve, pass_on)
+            tasks.start_soon(listener.serve, serve)
             base_url = f"http://127.0.0.1:{PORT}{url.path.removesuffix('/v1')}"
             await self._ask(f"{base_url}/v1", base_url, PORT)
             tasks.cancel_scope.cancel()
@@ -178,7 +187,7 @@ class AgentProgram(AgentEnvironment):
 
     async def _ask(self, endpoint: str, base_url: str, port: int) -> None:
         key = base_url.rpartition("/")[2]
-        self._values |= {"endpoint": endpoint, "base_url": base_url, "key": key, "folder": _FOLDER}
+        self._values |= {"endpoint": endpoint, "base_url": base_url, "key": key, "folder": _FOLDER, "home": WORKDIR}
         await self._run(self._filled(self._command), port=port, timeout_s=self._limits.timeout_s)
 
     def _make_folders(self) -> str:
@@ -225,10 +234,12 @@ class AgentProgram(AgentEnvironment):
             "socket": _SOCKET,
             "port": port,
             "grace_s": _GRACE_S,
+            "stdin": self._filled((self._stdin,))[0],
         }
         order |= {"processes": self._limits.processes, "file_bytes": self._limits.file_mb << 20}
         interpreter = os.path.realpath(sys.executable)
-        return launch([interpreter, "-I", "-S", inside.__file__, json.dumps(order)], self._spec())
+        files = {f"{WORKDIR}/{path}": self._filled((text,))[0].encode() for path, text in self._files.items()}
+        return launch([interpreter, "-I", "-S", inside.__file__, json.dumps(order)], self._spec(), files)
 
     async def _run(self, command: Sequence[str], *, port: int, timeout_s: float) -> None:
         """Run a command in the sandbox until it ends, or its time is up."""
@@ -236,7 +247,7 @@ class AgentProgram(AgentEnvironment):
             process = await anyio.open_process(
                 prepared.command, stderr=subprocess.STDOUT, start_new_session=True, **prepared.options
             )
-        tail = _Tail()
+        tail = OutputTail()
         try:
             with anyio.move_on_after(timeout_s) as scope:
                 await tail.read(process)
@@ -257,19 +268,6 @@ class AgentProgram(AgentEnvironment):
             self.output = tail.data.decode("utf-8", "replace")
 
 
-class _Tail:
-    """The last part of what a process writes."""
-
-    def __init__(self) -> None:
-        self.data = b""
-
-    async def read(self, process: Process) -> None:
-        """Read until the process has closed its output."""
-        if process.stdout is not None:
-            async for part in process.stdout:
-                self.data = (self.data + part)[-_OUTPUT_BYTES:]
-
-
 _homes: WeakKeyDictionary[AgentProgram, str] = WeakKeyDictionary()
 """The folder of each episode. Not an attribute: it is no part of the task, and a snapshot has none."""
 
@@ -286,7 +284,16 @@ class MeasuredAgentProgram(AgentProgram):
     reward_command: "RewardCommand"
 
     async def get_reward(self) -> float:
-        """Run the command.
+        """Run the command; `worst` if it writes no number.
+
+        Raises:
+            EnvironmentFailure: it could not be started.
+        """
+        number, _ = await self.measure()
+        return self.reward_command.worst if number is None else number
+
+    async def measure(self) -> tuple[float | None, str]:
+        """Run the command; returns its number, None if it wrote none, and the end of what it wrote.
 
         Raises:
             EnvironmentFailure: it could not be started.
@@ -302,9 +309,8 @@ class MeasuredAgentProgram(AgentProgram):
         if code in _NOT_FOUND:
             raise EnvironmentFailure(f"agent:command: {command[0]} cannot be started: {printed.strip()[-500:]}")
         last = printed.strip().rpartition("\n")[2].strip()
-        if timed_out or not _NUMBER.fullmatch(last) or not math.isfinite(float(last)):
-            return self.reward_command.worst
-        return float(last)
+        is_number = not timed_out and _NUMBER.fullmatch(last) and math.isfinite(float(last))
+        return (float(last) if is_number else None), printed
 
     def _restore(self, command: Sequence[str]) -> None:
         if not self._source:
@@ -321,8 +327,8 @@ class MeasuredAgentProgram(AgentProgram):
 
 
 def agent_program(
-    _: str,
-    command: Sequence[str],
+    name: str,
+    command: Sequence[str] | str = (),
     reward: Mapping[str, Any] | None = None,
     env: Mapping[str, str] = MappingProxyType({}),
     folder: str = "",
@@ -333,21 +339,31 @@ def agent_program(
     """Make an agent, with a reward of its own if a command measures one.
 
     Args:
-        command: as of `AgentProgram`.
+        name: `command` for any program, or the name of a profile (`envs.programs.profiles`).
+        command: as of `AgentProgram`. With a profile it may be left out, or be the place of the program as text.
         reward: fields of `RewardCommand`.
-        env: as of `AgentProgram`.
+        env: as of `AgentProgram`; added to the profile's.
         folder: as of `AgentProgram`.
         network: as of `AgentProgram`.
-        readable: as of `AgentProgram`.
+        readable: as of `AgentProgram`; added to the profile's.
         limits: fields of `ProgramLimits`.
 
     Raises:
-        ReferenceNotFoundError: an argument is wrong.
+        ReferenceNotFoundError: an argument is wrong, or the program is not installed.
     """
     bounds = _table(limits, ProgramLimits, "limits")
+    files: Mapping[str, str] = {}
+    stdin = ""
+    if profile := PROFILES.get(name):
+        place = command if isinstance(command, str) else ""
+        found = find_program(f"agent:{name}", profile.executable, profile.install, place)
+        command = list(command) if command and not place else [profile.executable, *profile.arguments]
+        command = [found.path if command[0] == profile.executable else command[0], *command[1:]]
+        env = {"PATH": found.search_path, **profile.env, **env}
+        readable, files, stdin = (*found.readable, *readable), profile.files, profile.stdin
     if reward is None:
-        return AgentProgram(command, env, folder, network, readable, bounds)
-    made = MeasuredAgentProgram(command, env, folder, network, readable, bounds)
+        return AgentProgram(command, env, folder, network, readable, bounds, files, stdin)
+    made = MeasuredAgentProgram(command, env, folder, network, readable, bounds, files, stdin)
     made.reward_command = _table(reward, RewardCommand, "reward")
     return made
 
@@ -357,31 +373,3 @@ def _table(given: Mapping[str, Any], kind: type[T], name: str) -> T:
         return msgspec.convert(dict(given), kind)
     except (msgspec.ValidationError, TypeError, ValueError) as error:
         raise ReferenceNotFoundError(f"agent:command: {name}: {error}") from error
-
-
-def _bind(path: str) -> socket.socket:
-    """Return a Unix socket at which every user may connect."""
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    bound.bind(path)
-    Path(path).chmod(0o666)
-    bound.listen(64)
-    return bound
-
-
-async def _connect(client: SocketStream, host: str, port: int) -> None:
-    """Pass a connection on, in both directions, until both sides have ended."""
-
-    async def pump(source: ByteStream, target: ByteStream) -> None:
-        try:
-            async for data in source:
-                await target.send(data)
-            await target.send_eof()
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):  # one side has closed the connection
-            tasks.cancel_scope.cancel()
-
-    try:
-        async with client, await anyio.connect_tcp(host, port) as server, anyio.create_task_group() as tasks:
-            tasks.start_soon(pump, client, server)
-            tasks.start_soon(pump, server, client)
-    except OSError:  # the endpoint has closed
-        return

@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from typing import Any
 
@@ -86,8 +87,15 @@ def main(order: dict[str, Any]) -> int:
         listener = socket.create_server(("127.0.0.1", order["port"]), backlog=128)
         threading.Thread(target=serve, args=(listener, order["socket"]), daemon=True).start()
     try:
+        given = tempfile.TemporaryFile()  # noqa: SIM115  (it ends with this process)
+        given.write(order["stdin"].encode())
+        given.seek(0)
         process = subprocess.Popen(  # noqa: S603  (the command of the settings)
-            order["command"], cwd=order["folder"], stdin=subprocess.DEVNULL, start_new_session=True
+            order["command"],
+            cwd=order["folder"],
+            env=os.environ | {"PWD": order["folder"]},  # opencode works where it says, not where it is
+            stdin=given,
+            start_new_session=True,
         )
     except OSError as error:
         print(f"{order['command'][0]}: {error.strerror}", flush=True)  # noqa: T201

@@ -141,7 +141,7 @@ def launch(program: Sequence[str], spec: SandboxSpec, files: Mapping[str, bytes]
     command = [bubblewrap() or "bwrap", *_namespaces(spec)]
     for folder in (WORKDIR, "/tmp"):  # noqa: S108  (paths that are shown may lie below it)
         command += ["--size", str(spec.folder_bytes), "--tmpfs", folder]
-    for path in [*_SYSTEM, *spec.readable]:
+    for path in [*_SYSTEM, *_not_yet_shown(spec.readable)]:
         command += _shown(path)
     for outside, within in spec.writable:
         command += ["--bind-try", outside, within]
@@ -173,6 +173,17 @@ def _namespaces(spec: SandboxSpec) -> list[str]:
     for name, value in (*ENVIRONMENT.items(), *spec.variables):
         own += ["--setenv", name, value]
     return [*own, "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--hostname", "sandbox"]
+
+
+def _not_yet_shown(readable: Sequence[str]) -> list[str]:
+    """Return paths once, without those in a folder that is shown: a link there could not be made a second time."""
+    folders = [path for path in readable if Path(path).is_dir() and not Path(path).is_symlink()]
+    return [
+        path
+        for path in dict.fromkeys(readable)
+        if _is_below(path, _MASKED)
+        or not (_is_system(path) or _is_below(path, [folder for folder in folders if folder != path]))
+    ]
 
 
 def _shown(path: str) -> list[str]:

@@ -151,6 +151,31 @@ async def test_tokens_are_counted_as_they_are_sampled_and_nothing_is_recorded():
     assert counted.input_tokens == answer.usage.input_tokens == len(its.sampler.asked[0][0])
 
 
+@pytest.mark.parametrize("text", ["I look.\n", ""], ids=["text", "no text"])
+async def test_a_chat_client_that_takes_the_reasoning_out_of_the_content_continues_its_row(text):
+    async with served([f"<think>\nHm.\n</think>\n\n{text}{LIST}", "Done."]) as its:
+        asked = {"model": "policy", "tools": [CHAT_TOOL]}
+        answer = await its.openai.chat.completions.create(messages=[USER], **asked)
+        message = answer.choices[0].message
+        before, _, after = message.content.partition("</think>")  # as LiteLLM does
+        kept = message.model_dump(include={"role", "tool_calls"}, exclude_none=True)
+        kept |= {"reasoning_content": before.removeprefix("<think>"), "content": after or None}
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "a.txt"}
+        await its.openai.chat.completions.create(messages=[USER, kept, result], **asked)
+        (row,) = its.recorder.rows()
+    assert len(row.sampled_ranges) == 2
+
+
+async def test_the_list_of_models_has_the_length_of_the_context_if_it_is_known():
+    recorder, _ = recorder_of(Scripted([]))
+    async with serve_endpoint("127.0.0.1") as endpoint, aiohttp.ClientSession() as session:
+        for length, expected in ((4096, {4096}), (0, set())):
+            async with endpoint.episode(recorder, length) as url, session.get(f"{url}/models") as answer:
+                (model,) = (await answer.json())["data"]
+            known = {"context_length", "max_model_len", "max_input_tokens"} & set(model)
+            assert {model[name] for name in known} == expected
+
+
 async def test_claude_codes_first_request_is_answered():
     request, _ = recorded("claude-code-turns")
     async with served([LIST]) as its, aiohttp.ClientSession() as session:

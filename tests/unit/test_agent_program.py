@@ -89,6 +89,11 @@ async def test_columns_fill_the_command_the_folder_and_the_environment(tmp_path)
     assert "names no folder" in refused.failure.detail
 
 
+async def test_pwd_is_the_folder_in_which_the_program_starts(tmp_path):
+    (completion,) = await completions(await agent("ask(os.environ['PWD'] + ' ' + os.getcwd())", tmp_path), ["one"])
+    assert completion.prompt_messages[0]["content"] == "/sandbox/work /sandbox/work"
+
+
 async def test_the_prompt_is_an_argument():
     factory = await load({"command": ["/bin/echo", "asked: {prompt}"]})
     (completion,) = await completions(factory, [])

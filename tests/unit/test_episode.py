@@ -100,6 +100,8 @@ def call(name, arguments="{}"):
 class Scripted:
     """Samples from a script: `script(turn, text)` returns a turn's text, a `SampledTurn`, or an exception to raise."""
 
+    context_length = 0
+
     def __init__(self, script):
         self.script = script if callable(script) else lambda turn, _text: script[turn]
         self.asked = []

@@ -94,6 +94,18 @@ def test_an_application_below_usr_is_hidden_and_its_interpreter_is_shown(monkeyp
 
 
 @pytest.mark.usefixtures("needs_sandbox")
+def test_a_link_in_a_folder_that_is_shown_is_no_obstacle(tmp_path):
+    (tmp_path / "word").write_text("shown")
+    (tmp_path / "link").symlink_to("word")
+    system = next(path for path in sorted(Path("/usr/bin").iterdir()) if path.is_symlink())
+    spec = SandboxSpec(readable=(*interpreter_paths(), str(tmp_path), str(tmp_path / "link"), str(system)))
+    program = [os.path.realpath(sys.executable), "-I", "-S", "-c", "import sys; print(open(sys.argv[1]).read())"]
+    with launch([*program, str(tmp_path / "link")], spec) as started:
+        done = subprocess.run(started.command, **started.options, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("shown\n", "")
+
+
+@pytest.mark.usefixtures("needs_sandbox")
 async def test_children_in_sandboxes_run_jobs_and_end_with_their_pool():
     async with ProcessPool.open("tests.cases.looking:handler", {}, 1, isolation=LOOKING) as pool:
         (outcome,) = await pool.map([b"x"], 20)

@@ -26,6 +26,7 @@ from stream.records import Prompt, RewardPart
 from stream.validity import RewardReason, Unmeasured
 from workers.check.episode import EpisodeCheck
 from workers.check.instances import MUTABLE, InstanceComparison
+from workers.check.program import is_program, watched_arguments
 from workers.check.report import Checker, EnvironmentTrial
 from workers.check.user_code import load_user_code, missing_column, missing_reset_fields
 from workers.rollout.tool_formats.parsing import ToolCall
@@ -81,7 +82,7 @@ class EnvironmentCheck:
         """Make the environment, and play it if there is a row. Returns None if it cannot be made."""
         given = self._checker.settings.environments[self._name]
         ref, args = (given, {}) if isinstance(given, str) else (given.ref, given.args)
-        load = partial(EnvironmentFactory.load, ref, args)
+        load = partial(EnvironmentFactory.load, ref, watched_arguments(ref, args))
         factory: EnvironmentFactory | None = await load_user_code(self._subject, load)
         if factory is None:
             return None
@@ -123,7 +124,7 @@ class EnvironmentCheck:
             self._subject.error(f"reset needs {missing[0]!r}{why}", remedy)
             return
         episode = EpisodeCheck(self._subject, trial, factory, prompt)
-        if factory.runs_own_loop and self._is_thorough:
+        if factory.runs_own_loop and (self._is_thorough or is_program(factory)):
             was_reset = await episode.run_own_loop([turn for turn in self._turns if isinstance(turn, str)])
         else:
             was_reset = await episode.play(self._turns if self._is_thorough else None)

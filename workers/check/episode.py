@@ -17,9 +17,11 @@ from envs.tools import ToolSpec
 from envs.tools.examples import example_arguments
 from stream.errors import EnvironmentFailure, PenstockError
 from stream.records import Failure, Prompt
+from workers.check.program import describe_program, is_program, measure_untouched
 from workers.check.report import EnvironmentTrial, Subject, ToolTrial, TurnTrial
 from workers.check.scripted import UNLIMITED, ScriptedSampler, play_script
 from workers.check.user_code import missing_column
+from workers.rollout.agent_endpoint.request_log import RequestLog
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.tool_formats.parsing import ToolCall
 
@@ -191,13 +193,18 @@ class EpisodeCheck:
         Returns whether the environment could be reset.
         """
         fields, trial = dict(self._prompt.fields), self._trial
-        messages = [{"role": "user", "content": str(fields.pop("prompt", ""))}]
-        row = msgspec.structs.replace(self._prompt, messages=messages, fields=fields)
+        asked = str(fields.pop("prompt", ""))
+        messages = self._prompt.messages or [{"role": "user", "content": asked}]
+        row = msgspec.structs.replace(self._prompt, messages=messages, fields=fields, group_size=1)
         script = ScriptedSampler(says or [SAMPLE_TEXT])
         limits = msgspec.structs.replace(
             self._checker.settings.rollout, max_tokens=UNLIMITED, max_tokens_per_turn=UNLIMITED
         )
-        completion = await play_script(self._factory, row, script, limits)
+        seen = RequestLog()
+        completion = await play_script(self._factory, row, script, limits, seen=seen)
+        if is_program(self._factory):
+            trial.program = describe_program(self._subject, seen, completion, self._factory)
+            trial.program.untouched_reward = await measure_untouched(self._subject, self._factory, row)
         trial.messages = [*completion.prompt_messages, *completion.messages]
         if completion.failure is not None:
             self._subject.error(f"its own loop failed: {completion.failure.detail}", cause=completion.failure.cause)

@@ -77,6 +77,29 @@ class TurnTrial(Struct, kw_only=True):
     """The episode was over after it."""
 
 
+class ProgramTrial(Struct, kw_only=True):
+    """What an agent program asked the endpoint for, with a scripted model."""
+
+    routes: dict[str, int]
+    """Requests by route."""
+    first_s: float | None
+    """Seconds until the first request; None if there was none."""
+    refused: list[str] = []
+    """Requests that got an error, each with the reason."""
+    ignored: list[str] = []
+    """Fields without effect, as `dialect.field`."""
+    unknown: list[str] = []
+    """Fields that no table knows, likewise."""
+    elsewhere: list[str] = []
+    """Hosts that it wanted to reach; only those that it asks through a proxy can be seen."""
+    turns: int = 0
+    rows: list[int] = []
+    """Length of each row in bytes, prompt included."""
+    exit_code: int | None = None
+    untouched_reward: float | None = None
+    """What the reward's command measures in the folder as it is; None if there is no command, or no number."""
+
+
 class EnvironmentTrial(Struct, kw_only=True):
     """What an environment did in one episode."""
 
@@ -105,6 +128,8 @@ class EnvironmentTrial(Struct, kw_only=True):
     """Attributes that are missing from the snapshot, with the reason."""
     rendered: str = ""
     """What `render` returned for the snapshot; empty without such a method."""
+    program: ProgramTrial | None = None
+    """Set for an agent program."""
 
 
 class SampleReward(Struct, kw_only=True):

@@ -1,7 +1,8 @@
 """Reports of checks as lines of text, shortened; `--json` prints everything."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rich.console import Console
@@ -12,9 +13,11 @@ from workers.runs.html import html_details, html_table
 from workers.runs.transcript import content_text, escape_controls
 
 if TYPE_CHECKING:  # a report is printed by this module
-    from workers.check.report import CheckFinding, CheckReport, EnvironmentTrial, RewardTrial, ToolTrial
+    from workers.check.report import CheckReport, EnvironmentTrial, ProgramTrial, RewardTrial, ToolTrial
 
 _MAX_CHARACTERS: Final = 2000
+_LINE: Final = 160
+"""Characters of a message of an agent program."""
 _INDENT: Final = "    "
 _STYLES: Final = {"error": "red", "warning": "yellow", True: "bold green", False: "bold red"}
 
@@ -45,6 +48,10 @@ def print_report(report: "CheckReport", file: TextIO | None = None) -> None:
 def _lines(report: "CheckReport") -> Iterator[Line]:
     """Yield what was tried, the findings with the tracebacks of errors, and the verdict."""
     is_file = report.kind == "settings file"
+    for name, environment in report.environments.items() if is_file else ():
+        if environment.program is not None:
+            yield f"environment {name}", "bold"
+            yield from _program(environment.program)
     if report.kind == "environment":
         for environment in report.environments.values():
             yield from _environment(environment, report)
@@ -76,12 +83,8 @@ def _environment(trial: "EnvironmentTrial", report: "CheckReport") -> Iterator[L
     for turn in trial.turns:
         yield "a turn without a call", "bold"
         yield _indented(f"{turn.said} -> {turn.failure or turn.reply}{_ends(turn.ends)}"), _style(turn.failure)
-    if trial.messages and not trial.tools and not trial.turns:
-        yield "its own loop, with a scripted model:", ""
-        for message in trial.messages:
-            yield _indented(f"{message['role']:<11}{content_text(message.get('content'))}"), "cyan"
-    elif not trial.tools and not trial.turns and report.ok:
-        yield "It has no tools: the model answers once.", ""
+    if not trial.tools and not trial.turns:
+        yield from _without_tools(trial, report)
     rewards = [(part.name + ("" if part.turn is None else f", turn {part.turn}"), part.reward) for part in trial.parts]
     if trial.reward is not None and len(rewards) > 1:
         rewards.append(("together", trial.reward))
@@ -93,6 +96,40 @@ def _environment(trial: "EnvironmentTrial", report: "CheckReport") -> Iterator[L
     if trial.rendered:
         yield "render(snapshot):", ""
         yield _indented(trial.rendered), "cyan"
+
+
+def _without_tools(trial: "EnvironmentTrial", report: "CheckReport") -> Iterator[Line]:
+    if trial.messages:
+        yield "its own loop, with a scripted model:", ""
+        for message in trial.messages:
+            said = content_text(message.get("content"))
+            if trial.program is not None:  # prompts of programs are long
+                said = shorten(said, _LINE, placeholder=f" … ({len(said):,} characters)")
+            yield _indented(f"{message['role']:<11}{said}"), "cyan"
+    if trial.program is not None:
+        yield from _program(trial.program)
+    elif not trial.messages and report.ok:
+        yield "It has no tools: the model answers once.", ""
+
+
+def _program(trial: "ProgramTrial") -> Iterator[Line]:
+    yield "an agent program in a sandbox, with a scripted model:", ""
+    first = "" if trial.first_s is None else f", the first after {trial.first_s:.1f} s"
+    for route, count in trial.routes.items():
+        yield _indented(f"{route:<30} {_count(range(count), 'request')}{first}"), "cyan"
+        first = ""
+    rows, turns = ", ".join(f"{length:,}" for length in trial.rows), _count(range(trial.turns), "turn")
+    facts = (
+        ("refused", "; ".join(trial.refused) or "nothing"),
+        ("fields without effect", ", ".join([*trial.ignored, *trial.unknown]) or "none"),
+        ("connections elsewhere", ", ".join(trial.elsewhere) or "none seen"),
+        ("turns and rows", f"{turns} in {_count(trial.rows, 'row')}, of {rows or 0} bytes without tools"),
+        ("exit code", "none" if trial.exit_code is None else str(trial.exit_code)),
+    )
+    for name, value in facts:
+        yield _indented(f"{name:<30} {value}"), ""
+    if trial.untouched_reward is not None:
+        yield _indented(f"{'reward of the untouched folder':<30} {trial.untouched_reward:g}"), ""
 
 
 def _reward(trial: "RewardTrial", report: "CheckReport") -> Iterator[Line]:
@@ -168,7 +205,7 @@ def _ends(ends: bool) -> str:
     return "  (the episode is over)" if ends else ""
 
 
-def _count(findings: "list[CheckFinding]", word: str) -> str:
+def _count(findings: Sized, word: str) -> str:
     return f"{len(findings) or 'no'} {word}{'' if len(findings) == 1 else 's'}"
 
 

@@ -30,6 +30,7 @@ from stream.records import Completion, Failure, Message, Prompt, RewardPart, Spa
 from stream.validity import Measured, Reward, TruncationReason
 from stream.waiting import run_in_daemon_thread
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
+from workers.rollout.agent_endpoint.request_log import RequestLog
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.template import ChatTemplate
@@ -185,15 +186,27 @@ async def play_script(
     script: "ScriptedSampler",
     limits: RolloutSettings,
     rewards: Sequence[RewardFunction] = (),
+    seen: RequestLog | None = None,
 ) -> Completion:
-    """Run one episode of an environment, which may have a loop of its own, with a scripted model."""
+    """Run one episode of an environment, which may have a loop of its own, with a scripted model.
+
+    Args:
+        environment: makes it.
+        prompt: row and seed.
+        script: the model.
+        limits: of the episode.
+        rewards: reward functions.
+        seen: gets the requests of an environment with a loop of its own.
+    """
     chat = await anyio.to_thread.run_sync(scripted_chat)
     name = prompt.environment or _NAME
     async with AsyncExitStack() as stack:
         for function in rewards:
             await stack.enter_async_context(function.open())
         pool = await stack.enter_async_context(EnvironmentPool({name: environment}, size=1))
-        endpoint = await stack.enter_async_context(serve_endpoint("127.0.0.1")) if environment.runs_own_loop else None
+        endpoint = (
+            await stack.enter_async_context(serve_endpoint("127.0.0.1", seen)) if environment.runs_own_loop else None
+        )
         group = await GroupRunner(
             chats={prompt.environment: ChatSetup(chat, TOOL_FORMATS["hermes"])},
             sampler=script,
@@ -220,6 +233,8 @@ class ScriptedSampler:
     Args:
         turns: texts of the model's turns.
     """
+
+    context_length = 0
 
     def __init__(self, turns: Sequence[str]) -> None:
         self.turns_sampled = 0

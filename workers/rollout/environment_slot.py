@@ -228,7 +228,7 @@ class EnvironmentSlot:
 
         Args:
             endpoint: URL at which the environment asks for turns of the model.
-            sampling: temperature and `max_tokens` of a turn, for information.
+            sampling: temperature and `max_tokens` of a turn, length of the context, for information.
             timeout_s: deadline for the whole episode; the caller has an earlier one.
         """
         arguments = {"endpoint": endpoint, "sampling": sampling}

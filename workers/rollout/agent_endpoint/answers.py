@@ -67,10 +67,11 @@ class Answers:
     Args:
         recorder: of the episode.
         tasks: in which turns are sampled; it ends with the episode.
+        context_length: tokens that an engine takes; 0 if it is not known.
     """
 
-    def __init__(self, recorder: Recorder, tasks: TaskGroup) -> None:
-        self.recorder = recorder
+    def __init__(self, recorder: Recorder, tasks: TaskGroup, context_length: int = 0) -> None:
+        self.recorder, self.context_length = recorder, context_length
         self._tasks = tasks
         self._last: dict[bytes, Answer] = {}
         self._named: dict[tuple[str, bytes], Answer] = {}

@@ -34,6 +34,7 @@ from workers.rollout.agent_endpoint.dialects import CHAT, MESSAGES, RESPONSES
 from workers.rollout.agent_endpoint.dialects.base import MODEL_NAME, Dialect
 from workers.rollout.agent_endpoint.neutral import ModelRequest, RequestRefusedError
 from workers.rollout.agent_endpoint.recorder import Recorder
+from workers.rollout.agent_endpoint.request_log import DIALECT, ERROR, FIELD_NAMES, RequestLog
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.episode import BaseEpisode, EpisodeContext, EpisodeEnd
 
@@ -42,6 +43,8 @@ log = structlog.get_logger()
 _PING_S: Final = 5.0
 """A stream begins after this time, and then says as often that it is alive. Earlier errors keep their status."""
 _RETRY_AFTER: Final = {"Retry-After": "5"}
+_LENGTHS: Final = ("context_length", "max_model_len", "max_input_tokens")
+"""Names that clients know for the length of a model's context."""
 _OVER: Final = "the episode is over, or never was: no episode has this key"
 
 
@@ -58,14 +61,18 @@ class AgentEndpoint:
         self._episodes = episodes
 
     @asynccontextmanager
-    async def episode(self, recorder: Recorder) -> AsyncIterator[str]:
+    async def episode(self, recorder: Recorder, context_length: int = 0) -> AsyncIterator[str]:
         """Serve one episode while the context is open; yields its base URL. Leaving cancels what is being sampled.
 
         What is raised within the context is raised as it is, and not in a group.
+
+        Args:
+            recorder: samples and records the turns.
+            context_length: tokens that an engine takes, for `GET /v1/models`; 0 if it is not known.
         """
         key, failure = secrets.token_urlsafe(32), None
         async with anyio.create_task_group() as tasks:
-            self._episodes[_digest(key)] = Answers(recorder, tasks)
+            self._episodes[_digest(key)] = Answers(recorder, tasks, context_length)
             try:
                 yield f"{self.url}/{key}/v1"
             except Exception as error:  # noqa: BLE001  (raised below)
@@ -90,9 +97,10 @@ class _Routes:
         self._episodes = episodes
         self._unused: set[tuple[str, str]] = set()
 
-    def app(self) -> web.Application:
+    def app(self, seen: RequestLog | None) -> web.Application:
         """Return the web application."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
+        noting = [] if seen is None else [seen.middleware()]
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[*noting, error_middleware])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/responses", self._responses)
         app.router.add_post("/v1/messages", self._messages)
@@ -115,9 +123,12 @@ class _Routes:
         """Sample a turn, asked for by Anthropic's Messages."""
         return await self._complete(MESSAGES, http)
 
-    async def _models(self, _: web.Request) -> web.Response:
-        """List the policy as the only model."""
-        model = {"id": MODEL_NAME, "object": "model", "type": "model", "display_name": MODEL_NAME}
+    async def _models(self, http: web.Request) -> web.Response:
+        """List the policy as the only model, with the length of its context if an engine reports it."""
+        model: dict[str, Any] = {"id": MODEL_NAME, "object": "model", "type": "model", "display_name": MODEL_NAME}
+        answers = self._episodes.get(_digest(_key(http)))
+        if answers is not None and answers.context_length:
+            model |= dict.fromkeys(_LENGTHS, answers.context_length)
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
     async def _count_tokens(self, http: web.Request) -> web.Response:
@@ -126,6 +137,7 @@ class _Routes:
             answers, request = await self._read(http, MESSAGES)
             return web.json_response({"input_tokens": await answers.recorder.count_tokens(request)})
         except EngineRefusedError as error:
+            http[ERROR] = error
             return _error(MESSAGES, error)
 
     async def _complete(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
@@ -140,6 +152,7 @@ class _Routes:
             finally:
                 answer.readers -= 1
         except EngineError as error:
+            http[ERROR] = error
             return _error(dialect, error)
         return response
 
@@ -158,6 +171,7 @@ class _Routes:
             raise RequestRefusedError(f"the request is not a JSON object: {error}") from error
         except RecursionError as error:
             raise RequestRefusedError("the request is nested too deeply") from error
+        http[DIALECT], http[FIELD_NAMES] = dialect.name, tuple(body)
         try:
             request = dialect.parse(body, http.headers)
         except RequestRefusedError as error:
@@ -219,6 +233,7 @@ async def _stream(http: web.Request, dialect: Dialect, request: ModelRequest, an
         try:
             chunks = list(dialect.events(await answer.wait(), request))
         except EngineError as error:
+            http[ERROR] = error
             answered.set()
             if not response.prepared:
                 return _error(dialect, error)
@@ -233,17 +248,18 @@ async def _stream(http: web.Request, dialect: Dialect, request: ModelRequest, an
 
 
 @asynccontextmanager
-async def serve_endpoint(host: str) -> AsyncIterator[AgentEndpoint]:
+async def serve_endpoint(host: str, seen: RequestLog | None = None) -> AsyncIterator[AgentEndpoint]:
     """Serve an endpoint on a free port.
 
     Args:
         host: address to listen on, under which the environments reach it.
+        seen: gets all requests.
 
     Raises:
         EngineError: this machine does not have that address.
     """
     episodes: dict[bytes, Answers] = {}
-    async with listen(_Routes(episodes).app(), host, 0) as url:
+    async with listen(_Routes(episodes).app(seen), host, 0) as url:
         yield AgentEndpoint(url, episodes)
 
 
@@ -274,6 +290,8 @@ async def run_agent_episode(context: EpisodeContext, slot: EnvironmentSlot, endp
 class AgentEpisode(BaseEpisode):
     """An episode whose turns the environment drives; this worker samples and records them."""
 
+    context: EpisodeContext
+
     def __init__(self, context: EpisodeContext, slot: EnvironmentSlot, endpoint: AgentEndpoint) -> None:
         super().__init__(context)
         self._slot, self._endpoint = slot, endpoint
@@ -286,10 +304,12 @@ class AgentEpisode(BaseEpisode):
     async def run_turns(self) -> EpisodeEnd:
         """Run the environment's loop."""
         limits, recorder = self.context.limits, self._recorder
-        sampling = {"temperature": limits.temperature, "max_tokens": limits.max_tokens_per_turn}
+        sampling: dict[str, Any] = {"temperature": limits.temperature, "max_tokens": limits.max_tokens_per_turn}
+        if context_length := self.context.sampler.context_length:
+            sampling["context_length"] = context_length
         self.context.progress.activity = Activity.OWN_LOOP
         end: EpisodeEnd = TruncationReason.WALL_CLOCK
-        async with self._endpoint.episode(recorder) as url:
+        async with self._endpoint.episode(recorder, context_length) as url:
             with self.clock, self.clock.tools:  # the program's own time, since it calls the tools
                 end = await self._slot.run_episode(url, sampling, 2 * limits.episode_timeout_s)
             if self.clock.is_up:

@@ -137,6 +137,12 @@ class EngineClient:
         """Engines that answer and are compatible with the run."""
         return len(self._router.healthy)
 
+    @property
+    def context_length(self) -> int:
+        """Tokens that every healthy engine takes, answer included; 0 if none reports it."""
+        known = [engine.capabilities.max_length for engine in self._router.healthy if engine.capabilities]
+        return min(filter(None, known), default=0)
+
     async def wait_until_ready(self) -> None:
         """Wait until an engine answers; check that every engine that answers is compatible with the run.
 

@@ -219,6 +219,10 @@ class SamplingOptions(Struct, frozen=True, kw_only=True):
 class Sampler(Protocol):
     """Samples turns; the engine client is one."""
 
+    @property
+    def context_length(self) -> int:
+        """Tokens that every engine takes, answer included; 0 if none reports it."""
+
     async def sample(
         self, prompt_ids: Sequence[int], options: SamplingOptions, *, min_policy_version: int = 0
     ) -> SampledTurn:

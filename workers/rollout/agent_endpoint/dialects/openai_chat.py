@@ -1,6 +1,7 @@
 """OpenAI's chat completions.
 
-The reasoning of a turn stays in its content, as it was sampled: clients of this API send nothing else back.
+The reasoning of a turn stays in its content, as it was sampled. Some clients take it out and send it back beside the
+content; the recorder joins the two again.
 """
 
 import json
@@ -115,7 +116,8 @@ def parse_messages(messages: object) -> list[Message]:
         role = text(message, "role", "messages")
         if role == "assistant":
             calls = [_call(call) for call in items(message.get("tool_calls"), "messages")]
-            builder.add_turn(message.get("content"), calls)
+            reasoning, content = _reasoning_apart(message)
+            builder.add_turn(content, calls, reasoning)
         elif role == "tool":
             builder.add_result(str(message.get("tool_call_id")), message.get("content"))
         else:
@@ -123,6 +125,14 @@ def parse_messages(messages: object) -> list[Message]:
     if not builder.messages:
         raise RequestRefusedError("messages: a list with at least one message expected", "messages")
     return builder.messages
+
+
+def _reasoning_apart(message: Mapping[str, Any]) -> tuple[str, object]:
+    """Return the reasoning and the content of a turn whose client took the reasoning out of the content (LiteLLM)."""
+    reasoning, content = message.get("reasoning_content"), message.get("content") or ""
+    if not isinstance(reasoning, str) or not isinstance(content, str) or reasoning in content:
+        return "", content
+    return reasoning.strip(), content.lstrip()
 
 
 def parse_tools(tools: object) -> list[dict[str, Any]] | None:

@@ -1,0 +1,31 @@
+"""The examples of agent programs: the task can be done, and is not done already."""
+
+from pathlib import Path
+
+import anyio
+import pytest
+
+from stream.validity import Measured
+from tests.agents.played import call, play
+from workers.settings.toml_file import load_settings
+
+pytestmark = [pytest.mark.agents, pytest.mark.timeout(90)]
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
+FIX = "sed -i 's/argv.0./argv[1]/' greet.py && python3 greet.py Ada"
+CALLS = {
+    "claude_code": call("Bash", {"command": FIX, "description": "Mend"}),
+    "codex": call("exec_command", {"cmd": FIX}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("says", "reward"), [((), 0.0), (("call",), 1.0)], ids=["idle", "mended"])
+async def test_the_reward_is_1_for_the_mended_program_alone(name, says, reward, monkeypatch, measured):
+    monkeypatch.chdir(EXAMPLES / name)
+    given = (await anyio.to_thread.run_sync(load_settings, Path("run.toml"))).environments["fix"]
+    turns = [*(CALLS[name] for _ in says), "Done."]
+    played = await play(given.ref, lambda turn, _: turns[turn], **given.args)
+    measured(played)
+    assert played.reward == Measured(reward), played.program.output[-2000:]
+    played.check_exact()

@@ -1,0 +1,84 @@
+"""`penstock check` of an agent program: what it asked for, where it wanted to go, and whether its reward measures."""
+
+import pytest
+
+from envs.sandboxes.process import sandbox_problem
+from tests.unit.test_agent_program import ASK
+from workers.check.check import check
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(bool(sandbox_problem()), reason=f"needs sandboxes: {sandbox_problem()}"),
+]
+
+
+def checked(tmp_path, program, measure="print(0.25)"):
+    folder = tmp_path / "task"
+    folder.mkdir()
+    (folder / "agent.py").write_text(ASK + program)
+    (folder / "check.py").write_text(measure)
+    args = {"command": ["/usr/bin/python3", "agent.py", "{endpoint}"], "folder": str(folder)}
+    reward = {"command": ["/usr/bin/python3", "-I", "check.py"]}
+    report = check("agent:command", args=args | {"reward": reward}, fields={"prompt": "Go."})
+    return report, report.environments["agent:command"].program
+
+
+def test_requests_fields_rows_and_the_reward_of_the_untouched_folder_are_told(tmp_path):
+    report, program = checked(tmp_path, "ask('a')\nask('a', 'b')\nask('c')")
+    assert report.ok
+    assert program.routes == {"POST /v1/chat/completions": 3}
+    assert 0 < program.first_s < 60
+    assert (program.refused, program.ignored, program.unknown) == ([], ["chat.model"], [])
+    assert (program.turns, len(program.rows), program.exit_code, program.untouched_reward) == (3, 3, 0, 0.25)
+    assert [each.message for each in report.warnings if "3 turns made 3 rows" in each.message]
+    assert "POST /v1/chat/completions      3 requests, the first after" in str(report)
+    assert "reward of the untouched folder 0.25" in str(report)
+
+
+def test_a_host_that_the_program_wants_to_reach_is_named(tmp_path):
+    program = "ask('a')\ntry: urllib.request.urlopen('https://telemetry.example/v1', timeout=5)\nexcept OSError: pass"
+    assert checked(tmp_path, program)[1].elsewhere == ["telemetry.example:443"]
+
+
+def test_a_refused_and_an_unknown_field_are_named(tmp_path):
+    program = """
+for more in ({"n": 2}, {"new_field": 1}):
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}]} | more).encode()
+    request = urllib.request.Request(sys.argv[1] + "/chat/completions", body, {"content-type": "application/json"})
+    try: urllib.request.urlopen(request, timeout=20).read()
+    except OSError: pass
+"""
+    report, trial = checked(tmp_path, program)
+    assert trial.refused == ["POST /v1/chat/completions: n: one answer to a request"]
+    assert trial.unknown == ["chat.new_field"]
+    assert [each.message for each in report.warnings if "new_field" in each.message]
+
+
+@pytest.mark.parametrize(("measure", "said"), [("print(1", "SyntaxError"), ("print('fine')", "fine"), ("", "nothing")])
+def test_a_reward_command_that_prints_no_number_is_named_with_its_last_words(measure, said, tmp_path):
+    report, trial = checked(tmp_path, "ask('a')", measure)
+    (warning,) = [each for each in report.warnings if "printed no number" in each.message]
+    assert said in warning.message
+    assert trial.untouched_reward is None
+
+
+def test_a_settings_file_with_a_program_plays_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(ASK + "ask('a')")
+    (tmp_path / "run.toml").write_text(
+        f"""
+[model]
+path = "no-model"
+[data]
+rows = 10
+[environments.fix]
+ref = "agent:command"
+[environments.fix.args]
+command = ["/usr/bin/python3", "agent.py", "{{endpoint}}"]
+folder = "{tmp_path}"
+reward = {{ command = ["/usr/bin/python3", "-c", "print(1)"] }}
+"""
+    )
+    report = check("run.toml")
+    assert report.environments["fix"].program.routes == {"POST /v1/chat/completions": 1}, str(report)
+    assert "environment fix\nan agent program in a sandbox" in str(report)
