@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from stream.errors import EngineRefusedError
-from stream.validity import Measured
+from stream.validity import Measured, TruncationReason
 from tests.agents.played import CONTEXT_LENGTH, WRITE, ScriptedModel, call, play
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(90)]
@@ -83,5 +83,10 @@ async def test_a_program_compacts_its_history_and_finishes_its_task(name, measur
     assert played.completion.truncated is None
     assert len(compactions) == 1
     assert len(played.seen.refused) == program.refused
-    assert len(played.completion.rows) == 3  # before it, the summary, after it
+    before, summary, after = played.completion.branches
+    assert [branch.role for branch in (before, summary, after)] == ["main", "compact", "main"]
+    assert (summary.parent, after.parent, after.after_turn) == (0, 1, None)
+    assert [branch.discarded for branch in played.completion.branches] == [None] * 3
+    assert [branch.rows for branch in played.completion.branches] == [(0,), (1,), (2,)]
+    assert before.limited is (TruncationReason.CONTEXT if program.refused else None)
     played.check_exact()
