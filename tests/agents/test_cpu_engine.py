@@ -24,7 +24,7 @@ from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.engine_client.client import EngineClient
 from workers.settings import RolloutSettings
 
-pytestmark = [pytest.mark.agents, pytest.mark.models, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.agents, pytest.mark.timeout(90)]
 
 MAX_LENGTH = 24_576
 SMALL = ["--tools", "Bash", "--system-prompt", "You work in a shell."]
