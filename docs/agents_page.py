@@ -105,10 +105,8 @@ When it ends, all that it has started ends with it. So it is when its time is up
 | the reward's command cannot be started | invalid |
 
 Files of the folder that `reward` names are copied anew before it runs, so the program cannot change them. What else
-stands
-there may be the program's: start Python with `-I` there, so that it imports nothing from the folder. Without
-`reward`,
-[reward functions](rewards.md) score the conversation and the attributes.
+stands there may be the program's: start Python with `-I` there, so that it imports nothing from the folder. Without
+`reward`, [reward functions](rewards.md) score the conversation and the attributes.
 
 ## The endpoint
 
@@ -135,41 +133,70 @@ model has not been tried.
 - **Roles.** Programs send `system` messages after user messages, or several of one role. Where the chat template
   refuses them or leaves them out, they become a part of the message before. The first request tries what it takes.
 
-## Which requests share a row
+## Branches
 
 ```text
-task ── turn 1 ── turn 2 ── turn 3       a row: the program sent back what it got, and more
-            └──── turn 2'                a second answer to the same: a row whose prompt ends with turn 1
-summary ── turn 4                        another history: a row of its own
+main      task ── turn 1 ── turn 2 ── turn 3     a row: the program sent back what it got, and more
+other           └── turn 2'                      a second answer to the same: its prompt ends with turn 1
+sub       part of the task ── turn 4             a sub-agent's conversation
+compact   ... ── turn 5                          a summary of the history
+main      summary ── turn 6                      the task goes on with it
 ```
 
 A request continues the deepest recorded turn whose conversation it begins with: same messages, same answers, same
-tools. The row grows if the template leaves the earlier turns unchanged. Otherwise a new row starts, in which known
-turns keep their sampled tokens. Each sampled token is trained in one row. All rows of an episode have one reward and
-count as
-one completion.
+tools. The row grows if the template leaves the earlier turns unchanged. Otherwise a new row of the same branch starts,
+in which known turns keep their sampled tokens. So it is where the program itself changes its history, by dropping
+reasoning or shortening results.
 
-Requests may come at once, for sub-agents: up to 16 are sampled together, others wait. The seed of a turn follows from
-its conversation, and not from the order in which requests come.
+Each sampled token is trained in one row at most. All rows of an episode have one reward, and count as one completion.
+`penstock show` and the dashboard show the tree.
 
-**A repeated request** gets the same answer: if the client says so (`x-stainless-retry-count`), or if the connection of
-the first one broke before the answer was sent (for 30 s). A turn is sampled to its end even if nobody waits. Any other
-request with the same conversation is a second answer.
+**Roles** follow from what a program says in its headers, as Claude Code, Codex and opencode do for sub-agents. Without
+headers, the first conversation with tools is `main`, and later ones are `sub`. A call whose answer a later conversation
+begins with is `compact`. A call without tools whose answer appears nowhere is `side`, such as one for a title. Your own
+loop can say so:
+
+| header | meaning |
+|---|---|
+| `X-Penstock-Role` | `main`, `sub`, `compact`, `side` or `other` |
+| `X-Penstock-Branch` | your name for the conversation |
+| `X-Penstock-Parent` | the name of the one that started it |
+| `X-Penstock-Train: 0` | it is not trained |
+
+A branch that is not trained is recorded with its reason:
+
+| reason | why |
+|---|---|
+| `role` | `agents.train` does not name its role; by default, `side` is left out |
+| `program` | the program asked for it |
+| `superseded` | the same context was sampled again, and only the other answer was continued or quoted |
+
+A rollout weighs the same however it branched: [the table of weights](training.md#branched-rollouts).
+
+**At once.** Up to 16 requests of an episode are sampled together, others wait. The seed of a turn follows from its
+conversation, and not from the order in which requests come.
+
+**A repeated request** gets the same answer: if the client says so (`x-stainless-retry-count`, `Idempotency-Key`), or if
+the connection of the first one broke before the answer was sent (for 30 s). A turn is sampled to its end even if nobody
+waits. Any other request with the same conversation is a second answer.
+
+**Long episodes.** With `agents.journal = true` each turn is kept on the server until its group ends. If the worker is
+killed, the next one starts the programs again, and gives them the answers that they had, token for token. A program
+that does the same for the same answers then repeats no turn but those that were being sampled.
 
 ## Limits
 
 | limit | holds for | reached |
 |---|---|---|
 | `rollout.max_tokens_per_turn`, the request's own | one answer | the answer is cut, and says so |
-| `rollout.max_tokens`, `rollout.max_turns` | each branch | three empty answers (`length`), then 400 |
-| eight times these two | all branches together | the same |
+| `rollout.max_tokens`, `rollout.max_turns` | each branch, without its prompt | three empty answers, then 400 |
+| `agents.max_rollout_tokens`, `agents.max_rollout_turns` | all branches; by default 8 and 16 times those | the same |
 | `rollout.episode_timeout_s` | the time of the engine; and as much for the program's own | the episode ends |
 | 256 | rows of an episode | as above |
 
-A branch is the path from a first turn to a last one. A limit truncates the completion if the first conversation
-reached it. A context that is too long for the engine is
-answered with 400 in each vendor's words, so that a program can shorten its history. If a turn follows, nothing was
-truncated.
+A limit truncates the completion if it had the last word in `main`. A context that is too long for the engine is
+answered with 400 in each vendor's words, so that a program can shorten its history. If the task goes on, nothing was
+truncated. If the last request of a program was refused for a field or a role, its completion is invalid and says why.
 
 ## Errors
 

@@ -106,10 +106,10 @@ async def wait_ended(connection: RunConnection, prompts: float) -> None:
         await connection.wait_for_change("$", 0.5)
 
 
-def processes() -> dict[str, set[int]]:
-    """Return role -> pids of the live processes that the supervisor in this process has started."""
+def processes(supervisor: int | None = None) -> dict[str, set[int]]:
+    """Return role -> pids of the live processes that a supervisor has started; by default the one in this process."""
     result: dict[str, set[int]] = {}
-    for child in psutil.Process().children():
+    for child in psutil.Process(supervisor).children():
         if role := _role_of(child):
             result.setdefault(role, set()).add(child.pid)
     return result
@@ -127,7 +127,7 @@ def _role_of(process: psutil.Process) -> str | None:
         if word == ENGINE_PROGRAM:
             return ENGINE
         if word in (ROLE_PROGRAM, "penstock"):
-            return words[place + 1]
+            return {"serve": ENGINE}.get(words[place + 1], words[place + 1])
     return None
 
 
