@@ -8,9 +8,11 @@ import pytest
 
 from stream.errors import EngineRefusedError
 from stream.records import Completion, Prompt
+from stream.validity import RolloutReason
 from tests.cases.families import template_of
 from tests.unit.test_episode import Scripted, make_chat
 from workers.rollout.agent_endpoint.dialects.openai_chat import OpenAIChat, parse_messages, to_openai_message
+from workers.rollout.agent_endpoint.neutral import RequestRefusedError
 from workers.rollout.agent_endpoint.recorder import Recorder
 from workers.rollout.episode import EpisodeContext
 from workers.rollout.episode_clock import EpisodeClock
@@ -97,3 +99,15 @@ async def test_a_row_ends_where_the_template_drops_reasoning_before_a_user_messa
     reply = await ask(recorder, {"messages": [user("a")]})
     await ask(recorder, {"messages": [user("a"), reply, {"role": role, "content": "b"}]})
     assert len(recorder.record()[0]) == rows
+
+
+async def test_a_refused_request_makes_the_episode_invalid_if_it_was_the_last():
+    recorder, _ = recorder_of(Scripted(["one", "two"]))
+    await ask(recorder, {"messages": [user("a")]})
+    with pytest.raises(RequestRefusedError):
+        await ask(recorder, {"messages": [user("b")], "tools": [ADD[0] | {"huge": 10**40}]})
+    failure = recorder.end()
+    assert failure.reason is RolloutReason.ENV_STEP
+    assert failure.detail.startswith("a request was refused: the request holds values that a record cannot hold")
+    await ask(recorder, {"messages": [user("c")]})
+    assert recorder.end() is None

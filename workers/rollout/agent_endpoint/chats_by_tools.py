@@ -10,7 +10,8 @@ from typing import Any, Final, NamedTuple
 import anyio
 import msgspec
 
-from stream.errors import EngineRefusedError, PenstockError
+from stream.errors import PenstockError
+from workers.rollout.agent_endpoint.neutral import RequestRefusedError
 from workers.rollout.agent_endpoint.role_rules import RoleRules, find_role_rules
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 
@@ -41,12 +42,12 @@ class ChatsByTools:
         """Return the chat with these tools; requests that come meanwhile wait for it.
 
         Raises:
-            EngineRefusedError: they hold what a record cannot hold.
+            RequestRefusedError: they hold what a record cannot hold.
         """
         try:
             key = hashlib.blake2b(msgspec.msgpack.encode(tools), digest_size=16).digest()
         except (ValueError, OverflowError, RecursionError) as error:
-            raise EngineRefusedError(f"the request holds values that a record cannot hold: {error}") from error
+            raise RequestRefusedError(f"the request holds values that a record cannot hold: {error}") from error
         if found := self._cache.get(key):
             return found
         async with self._making.setdefault(key, anyio.Lock()):
