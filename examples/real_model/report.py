@@ -6,6 +6,7 @@ step to that of the last.
 
 import argparse
 from pathlib import Path
+from statistics import mean
 
 import penstock
 from workers.runs.evaluations import EvaluationResult, mean_interval, read_evaluations, read_groups
@@ -30,15 +31,21 @@ def row(folder: Path) -> str:
 
 
 def draw(folders: list[Path], file: Path) -> None:
-    """Draw the mean reward of each step."""
+    """Draw the mean reward of each step: seeds of a task in one color, and their mean."""
     from matplotlib.figure import Figure
 
+    tasks: dict[str, list[list[float]]] = {}
+    for folder in folders:
+        steps = penstock.open_run(str(folder)).metrics()
+        rewards = [each["reward/mean"] for each in steps if "reward/mean" in each]
+        tasks.setdefault(folder.name.rpartition("-")[0] or folder.name, []).append(rewards)
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
-    for folder, color in zip(folders, COLORS * len(folders), strict=False):
-        steps = penstock.open_run(str(folder)).metrics()
-        points = [(each["step"], each["reward/mean"]) for each in steps if "reward/mean" in each]
-        axes.plot(*zip(*points, strict=True), color=color, label=folder.name)
+    for (task, runs), color in zip(tasks.items(), COLORS * len(tasks), strict=False):
+        for rewards in runs if len(runs) > 1 else ():
+            axes.plot(range(1, len(rewards) + 1), rewards, color=color, alpha=0.3, linewidth=0.9)
+        means = [mean(step) for step in zip(*runs, strict=False)]
+        axes.plot(range(1, len(means) + 1), means, color=color, linewidth=2, label=task)
     axes.set(xlabel="step", ylabel="mean reward in training")
     axes.grid(color="#e8e8e8")
     axes.legend(frameon=False)
