@@ -79,6 +79,8 @@ MEANINGS = {
     "http.connections_limited": "A server has too many connections; those that brought no request made room.",
     "hub.downloading": "A role downloads a model or data that its settings name on a hub.",
     "in_flight.report_failed": "A worker's report for `penstock queues --in-flight` was not stored.",
+    "journal.replayed": "An agent was given turns that an earlier worker had sampled; it asked for no `worker_lost`.",
+    "journal.unreadable": "A saved turn of an agent is damaged; it is sampled again.",
     "ledger.rebuilt": "The ledger was damaged; archive and server have all that it had, and it was written anew.",
     "lease.lost": "The lease expired or was taken; another worker has the entry, and this result is discarded.",
     "lm_head.unknown": "The output layer is not recognized; logits are computed by the whole model, with more memory.",

@@ -181,21 +181,12 @@ class Stage:
         Every verb that ends the entry deletes them. Saving is optional, so this waits for a server without free memory
         no longer than one lease time.
         """
-        payload = encode(completion)
-        with anyio.move_on_after(self.retry_policy.lease_s):
-            if not await self.connection.run_script(
-                *("save_partial", self.name, self.consumer, lease.id, "partials", completion.index, payload)
-            ):
-                self._mark_lost(lease.id)
+        await self._save_part(lease, "partials", completion.index, encode(completion))
 
     async def load_partial(self, lease: Lease) -> list[Completion]:
         """Return the completions that earlier attempts saved. Unreadable ones are skipped and sampled again."""
-        key = self.connection.key(f"{self.name}:partials:{lease.id}")
-        records: Any = await self.connection.with_retry(
-            lambda: cast("Awaitable[Any]", self.connection.redis.hgetall(key))
-        )
         completions = []
-        for index, payload in records.items():
+        for index, payload in (await self._load_parts(lease, "partials")).items():
             try:
                 completion = decode(payload, Completion)
             except RecordError as error:
@@ -206,28 +197,22 @@ class Stage:
         return completions
 
     async def save_turn(self, lease: Lease, name: str, payload: bytes, count: int) -> None:
-        """Save a sampled turn of an unfinished completion for the next attempt at the prompt; see `save_partial`.
+        """Save a sampled turn of an unfinished completion. `count`: turns of this attempt; more than before is progress."""
+        await self._save_part(lease, "turns", name, payload, count)
 
-        Args:
-            lease: of the prompt.
-            name: of the turn.
-            payload: the turn.
-            count: turns that this attempt has so far. A worker that dies later than the one before did not die of the
-                same turn: deaths count in a row.
-        """
+    async def load_turns(self, lease: Lease) -> dict[bytes, bytes]:
+        """Return the turns that earlier attempts saved, by their names."""
+        return await self._load_parts(lease, "turns")
+
+    async def _save_part(self, lease: Lease, *part: bytes | int | str) -> None:
         with anyio.move_on_after(self.retry_policy.lease_s):
-            if not await self.connection.run_script(
-                *("save_partial", self.name, self.consumer, lease.id, "turns", name, payload, count)
-            ):
+            if not await self.connection.run_script("save_partial", self.name, self.consumer, lease.id, *part):
                 self._mark_lost(lease.id)
 
-    async def load_turns(self, lease: Lease) -> dict[str, bytes]:
-        """Return the turns that earlier attempts saved, by their names."""
-        key = self.connection.key(f"{self.name}:turns:{lease.id}")
-        records: Any = await self.connection.with_retry(
-            lambda: cast("Awaitable[Any]", self.connection.redis.hgetall(key))
-        )
-        return {name.decode("utf-8", "replace"): payload for name, payload in records.items()}
+    async def _load_parts(self, lease: Lease, what: str) -> dict[bytes, bytes]:
+        key = self.connection.key(f"{self.name}:{what}:{lease.id}")
+        redis = self.connection.redis
+        return await self.connection.with_retry(lambda: cast("Awaitable[dict[bytes, bytes]]", redis.hgetall(key)))
 
     async def complete(self, lease: Lease, next_stage: StageName | EvaluationStage, group: Group) -> None:
         """Add the output to the next stage and delete the input, if the lease is still held.

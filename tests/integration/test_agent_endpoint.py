@@ -162,7 +162,7 @@ async def test_a_chat_client_that_takes_the_reasoning_out_of_the_content_continu
         kept |= {"reasoning_content": before.removeprefix("<think>"), "content": after or None}
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "a.txt"}
         await its.openai.chat.completions.create(messages=[USER, kept, result], **asked)
-        (row,) = its.recorder.rows()
+        (row,) = its.recorder.record()[0]
     assert len(row.sampled_ranges) == 2
 
 

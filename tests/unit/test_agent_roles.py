@@ -8,9 +8,9 @@ from stream.records import BranchRole, DiscardReason
 from tests.cases.agent_requests import names, recorded
 from tests.unit.test_episode import make_chat, sampled
 from tests.unit.test_recorder import recorder_of, user
-from workers.rollout.agent_endpoint.callers import caller_of
 from workers.rollout.agent_endpoint.dialects import DIALECTS
-from workers.rollout.agent_endpoint.neutral import Caller, ModelRequest, RequestRefusedError
+from workers.rollout.agent_endpoint.neutral import ModelRequest, RequestRefusedError, RequestSource
+from workers.rollout.agent_endpoint.request_source import source_of
 from workers.settings import AgentSettings
 
 CHAT, RESPONSES, MESSAGES = DIALECTS
@@ -139,9 +139,9 @@ async def test_a_superseded_answer_at_the_end_of_a_row_leaves_the_row_and_its_co
 
 async def test_a_branch_knows_its_answers_among_the_messages_of_all():
     recorder, completion = recorder_of(Sequence(["one", "sub one", "two", "sub two"]))
-    main, sub = await ask(recorder, user("a")), await ask(recorder, user("b"), caller=Caller(BranchRole.SUB))
+    main, sub = await ask(recorder, user("a")), await ask(recorder, user("b"), source=RequestSource(BranchRole.SUB))
     main = await ask(recorder, *main, user("c"))
-    await ask(recorder, *sub, user("d"), caller=Caller(BranchRole.SUB))
+    await ask(recorder, *sub, user("d"), source=RequestSource(BranchRole.SUB))
     said = [[completion.messages[place]["content"] for place in each.answers] for each in recorder.record()[1]]
     assert said == [["one", "two"], ["sub one", "sub two"]]
     assert [message["content"] for message in completion.messages] == [
@@ -159,11 +159,11 @@ async def test_of_two_answers_that_nothing_continues_both_are_trained():
 async def test_an_answer_that_another_branch_quotes_is_not_superseded():
     quoted = "the number that I found is 17"
     recorder = answers("I ask two.", quoted, "let me look", "nothing", "done")
-    main = await ask(recorder, user("a"), caller=Caller(name="main"))
-    await ask(recorder, user("sub"), caller=Caller(BranchRole.SUB))
-    other = await ask(recorder, user("sub"), caller=Caller(BranchRole.SUB))
-    await ask(recorder, *other, user("go on"), caller=Caller(BranchRole.SUB))
-    await ask(recorder, *main, user(f"they said: {quoted}; nothing"), caller=Caller(name="main"))
+    main = await ask(recorder, user("a"), source=RequestSource(name="main"))
+    await ask(recorder, user("sub"), source=RequestSource(BranchRole.SUB))
+    other = await ask(recorder, user("sub"), source=RequestSource(BranchRole.SUB))
+    await ask(recorder, *other, user("go on"), source=RequestSource(BranchRole.SUB))
+    await ask(recorder, *main, user(f"they said: {quoted}; nothing"), source=RequestSource(name="main"))
     assert [each.discarded for each in recorder.record()[1]] == [None] * 3
 
 
@@ -183,9 +183,9 @@ async def test_a_history_with_a_changed_answer_stays_in_its_branch_in_a_new_row(
 
 async def test_other_tools_or_another_name_start_a_branch():
     recorder = answers("one", "two", "three")
-    main = await ask(recorder, user("a"), caller=Caller(name="x"))
-    await ask(recorder, *main, user("b"), caller=Caller(BranchRole.SUB, "y", "x"))
-    await ask(recorder, *main, user("b"), caller=Caller(name="x"))
+    main = await ask(recorder, user("a"), source=RequestSource(name="x"))
+    await ask(recorder, *main, user("b"), source=RequestSource(BranchRole.SUB, "y", "x"))
+    await ask(recorder, *main, user("b"), source=RequestSource(name="x"))
     found = [(each.role, each.name, each.parent, each.after_turn) for each in recorder.record()[1]]
     assert found == [(MAIN, "x", None, None), (SUB, "y", 0, 1)]
 
@@ -194,7 +194,7 @@ async def test_other_tools_or_another_name_start_a_branch():
 async def test_the_settings_say_which_roles_are_trained(train):
     recorder = recorder_of(Sequence(["one", "two"]), agents=AgentSettings(train=train))[0]
     await ask(recorder, user("a"))
-    await ask(recorder, user("b"), caller=Caller(BranchRole.SUB))
+    await ask(recorder, user("b"), source=RequestSource(BranchRole.SUB))
     kept = [each.role for each in recorder.record()[1] if each.discarded is None]
     assert kept == [*train]
     assert {each.discarded for each in recorder.record()[1]} <= {None, DiscardReason.ROLE}
@@ -202,16 +202,16 @@ async def test_the_settings_say_which_roles_are_trained(train):
 
 def test_the_headers_of_an_own_loop_name_role_parent_and_training():
     headers = {"x-penstock-role": "compact", "x-penstock-branch": "b", "x-penstock-parent": "a"}
-    assert caller_of(headers) == Caller(COMPACT, "b", "a")
-    assert not caller_of({"x-penstock-train": "0"}).is_trained
+    assert source_of(headers) == RequestSource(COMPACT, "b", "a")
+    assert not source_of({"x-penstock-train": "0"}).is_trained
     with pytest.raises(RequestRefusedError, match="'boss' is no role; the roles are main, sub"):
-        caller_of({"x-penstock-role": "boss"})
+        source_of({"x-penstock-role": "boss"})
     with pytest.raises(RequestRefusedError, match="neither 0 nor 1"):
-        caller_of({"x-penstock-train": "no"})
+        source_of({"x-penstock-train": "no"})
 
 
 async def test_a_branch_that_its_program_leaves_out_is_discarded():
     recorder = answers("one", "two")
     await ask(recorder, user("a"))
-    await ask(recorder, user("b"), caller=Caller(is_trained=False))
+    await ask(recorder, user("b"), source=RequestSource(is_trained=False))
     assert [each.discarded for each in recorder.record()[1]] == [None, DiscardReason.PROGRAM]

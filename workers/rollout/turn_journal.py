@@ -28,7 +28,7 @@ class TurnJournal:
         saved: turns of earlier attempts, by name.
     """
 
-    def __init__(self, stage: Stage, lease: Lease, saved: dict[str, bytes]) -> None:
+    def __init__(self, stage: Stage, lease: Lease, saved: dict[bytes, bytes]) -> None:
         self._stage, self._lease = stage, lease
         self._saved = saved
         self._before = len(saved)
@@ -47,12 +47,12 @@ class TurnJournal:
             digest: of the conversation.
             number: of answers to the same conversation before this one.
         """
-        payload = self._saved.pop(_name(index, digest, number), None)
+        payload = self._saved.pop(_name(index, digest, number).encode(), None)
         if payload is None:
             return None
         try:
             turn = _decoder.decode(payload)
-        except (msgspec.MsgspecError, EngineError) as error:
+        except (ValueError, EngineError) as error:
             log.warning("journal.unreadable", prompt=self._lease.prompt_id, completion=index, why=str(error))
             return None
         self._turns += 1

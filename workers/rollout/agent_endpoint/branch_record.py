@@ -33,7 +33,7 @@ def record_branches(
     """
     drafts = _drafts(builders)
     for draft in drafts:
-        if draft.discarded is None and not draft.builder.caller.is_trained:
+        if draft.discarded is None and not draft.builder.source.is_trained:
             draft.discarded = DiscardReason.PROGRAM
         if draft.discarded is None and draft.role not in trained:
             draft.discarded = DiscardReason.ROLE
@@ -50,7 +50,7 @@ def record_branches(
                 limited=draft.builder.limited if draft.turns[-1] is draft.builder.tip else None,
                 parent=None if draft.parent is None else places[draft.parent],
                 after_turn=draft.after_turn,
-                name=draft.builder.caller.name,
+                name=draft.builder.source.name,
                 rows=tuple(range(first, len(rows))),
                 rewritten=tuple(draft.rewritten),
                 answers=tuple(turn.position for turn in draft.turns),
@@ -99,7 +99,7 @@ def _superseded(builders: Sequence[BranchBuilder]) -> set[Turn]:
     siblings: dict[tuple[bytes, str], list[Turn]] = {}
     for builder in builders:
         for turn in builder.turns:
-            siblings.setdefault((turn.asked, builder.caller.name), []).append(turn)
+            siblings.setdefault((turn.asked, builder.source.name), []).append(turn)
     return {
         turn
         for turns in siblings.values()

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from stream.records import Message
 from stream.validity import TruncationReason
-from workers.rollout.agent_endpoint.neutral import Caller
+from workers.rollout.agent_endpoint.neutral import RequestSource
 from workers.rollout.chat.chat_tokenizer import ChatTokenizer
 from workers.rollout.chat.renderer import AssistantTurn
 from workers.rollout.engine_client.sampling import SampledTurn
@@ -92,7 +92,7 @@ class BranchBuilder:
     """A branch under construction.
 
     Attributes:
-        caller: what its first request said about itself.
+        source: what its first request said about itself.
         has_tools: its first request had tools.
         opening: digest of its prompt up to the first user message.
         parent: the branch from which it forked; None for a root.
@@ -105,7 +105,7 @@ class BranchBuilder:
         limited: the limit that had the last word.
     """
 
-    caller: Caller
+    source: RequestSource
     has_tools: bool
     opening: bytes
     parent: "BranchBuilder | None" = None
@@ -133,7 +133,7 @@ class Conversation:
     """After each message."""
     opening: bytes
     """Up to the first user message."""
-    caller: Caller
+    source: RequestSource
     has_tools: bool
 
 
@@ -204,7 +204,7 @@ class Branches:
             if found := self._turns.get(conversation.digests[covered - 1]):
                 turn, count = next((each for each in reversed(found) if each.is_tip), found[-1]), covered
                 break
-        if turn is not None and turn is turn.branch.tip and _is_same(turn.branch.caller, conversation.caller):
+        if turn is not None and turn is turn.branch.tip and _is_same(turn.branch.source, conversation.source):
             return turn, count, turn.branch
         has_unknown_answer = "assistant" in conversation.roles[count:]
         return turn, count, self._find_rewritten(conversation, turn) if has_unknown_answer else None
@@ -217,7 +217,7 @@ class Branches:
             for branch in self._openings.get(conversation.opening, ())
             if len(branch.roles) < len(roles)
             and roles[: len(branch.roles)] == branch.roles
-            and _is_same(branch.caller, conversation.caller)
+            and _is_same(branch.source, conversation.source)
             and (turn is None or turn in branch.tip.path())
         ]
         return max(found, key=lambda branch: len(branch.roles), default=None)
@@ -274,7 +274,7 @@ class Branches:
 
     def _start(self, place: Place) -> BranchBuilder:
         conversation, parent = place.conversation, place.parent
-        branch = BranchBuilder(conversation.caller, conversation.has_tools, conversation.opening)
+        branch = BranchBuilder(conversation.source, conversation.has_tools, conversation.opening)
         if parent is not None:
             branch.parent, branch.after_turn = parent.branch, parent.number
         self.branches.append(branch)
@@ -294,18 +294,18 @@ class Branches:
         return sum(len(row) for branch in self.branches for row in branch.rows)
 
 
-def _is_same(known: Caller, asking: Caller) -> bool:
+def _is_same(known: RequestSource, asking: RequestSource) -> bool:
     """Whether a request may be of a known conversation: it has the same name and the same role, or says nothing."""
     return asking.name in {"", known.name} and asking.role in {None, known.role}
 
 
-def conversation_of(messages: list[Message], start: bytes, caller: Caller, *, has_tools: bool) -> Conversation:
+def conversation_of(messages: list[Message], start: bytes, source: RequestSource, *, has_tools: bool) -> Conversation:
     """Return a request as the tree looks it up.
 
     Args:
         messages: of the request.
         start: digest of what is before them.
-        caller: who asks.
+        source: who asks.
         has_tools: the request has tools.
 
     Raises:
@@ -318,7 +318,7 @@ def conversation_of(messages: list[Message], start: bytes, caller: Caller, *, ha
         if not opening and message["role"] == "user":
             opening = last
     roles = tuple(str(message["role"]) for message in messages)
-    return Conversation(messages, roles, digests, opening or last, caller, has_tools)
+    return Conversation(messages, roles, digests, opening or last, source, has_tools)
 
 
 def next_digest(before: bytes, message: Message) -> bytes:

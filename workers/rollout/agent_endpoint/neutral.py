@@ -43,7 +43,7 @@ class ContextOverflowError(EngineRefusedError):
         self.tokens, self.most = tokens, most
 
 
-class Caller(NamedTuple):
+class RequestSource(NamedTuple):
     """What the headers of a request say about the part of the program that asks."""
 
     role: BranchRole | None = None
@@ -75,7 +75,7 @@ class ModelRequest(Struct, frozen=True, kw_only=True):
     """A stream ends with the numbers of tokens, in the dialect in which that is a choice."""
     namespaces: Mapping[str, tuple[str, str]] = {}
     """Namespace and own name of each tool in a namespace, by the name that the model sees."""
-    caller: Caller = Caller()
+    source: RequestSource = RequestSource()
     """Who asks."""
     is_retry: bool = False
     """The program says that it repeats a request."""

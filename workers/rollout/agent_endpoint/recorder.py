@@ -180,7 +180,7 @@ class Recorder:
         """Find the turn that a request continues, and make the tokens that the model is to see."""
         chat, messages = known.chat, known.rules.apply(self._joined(request.messages))
         try:
-            asked = conversation_of(messages, known.digest, request.caller, has_tools=bool(request.tools))
+            asked = conversation_of(messages, known.digest, request.source, has_tools=bool(request.tools))
         except (ValueError, OverflowError, RecursionError) as error:
             raise RequestRefusedError(f"the request holds values that a record cannot hold: {error}") from error
         parent, count, branch = self._branches.find(asked)
@@ -262,7 +262,7 @@ class Recorder:
         if place.branch is not None:
             place.branch.limited = reason
             return
-        is_task = place.parent is None and asked.caller.role in {None, BranchRole.MAIN}
+        is_task = place.parent is None and asked.source.role in {None, BranchRole.MAIN}
         if is_task and (asked.has_tools or not any(builder.has_tools for builder in self._branches.branches)):
             self._stopped_at = (self._completion.turns, reason)
 

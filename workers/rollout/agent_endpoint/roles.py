@@ -1,7 +1,7 @@
 """What each branch of an episode is for, found out when the episode has ended.
 
-What a program says by its headers counts (`callers`). Without it the conversations decide: the first one with tools is
-the task itself, and what a later conversation begins with was a summary of it.
+What a program says by its headers counts (`request_source`). Without it the conversations decide: the first one with
+tools is the task itself, and what a later conversation begins with was a summary of it.
 """
 
 import re
@@ -30,7 +30,7 @@ def find_roles(branches: Sequence[BranchBuilder]) -> list[BranchFacts]:
     found: list[BranchFacts] = []
     for number, branch in enumerate(branches):
         summary = _summary_of(branch, branches[:number])
-        if summary is not None and summary.caller.role is None:  # only now does it turn out to be one
+        if summary is not None and summary.source.role is None:  # only now does it turn out to be one
             position = branches.index(summary)
             parent = found[position].parent or _latest_main(branches[:position], found)
             found[position] = BranchFacts(BranchRole.COMPACT, parent)
@@ -40,8 +40,8 @@ def find_roles(branches: Sequence[BranchBuilder]) -> list[BranchFacts]:
             own, parent = _role_of_root(branch, branches[:number], found, summary)
         else:
             own, parent = (BranchRole.OTHER if is_quoted(branch.tip, branches) else BranchRole.SIDE), None
-        named = _with_name(branch.caller.parent, branches[:number])
-        role = branch.caller.role or own
+        named = _with_name(branch.source.parent, branches[:number])
+        role = branch.source.role or own
         if role is BranchRole.COMPACT:
             parent = parent or _latest_main(branches, found)
         found.append(BranchFacts(role, named or parent))
@@ -59,8 +59,8 @@ def _role_of_root(
 ) -> tuple[BranchRole, BranchBuilder | None]:
     """Return role and parent of a conversation that begins anew."""
     if summary is not None:
-        source = found[before.index(summary)].parent
-        return (found[before.index(source)].role if source in before else BranchRole.MAIN), summary
+        summarized = found[before.index(summary)].parent
+        return (found[before.index(summarized)].role if summarized in before else BranchRole.MAIN), summary
     same = [each for each in before if each.opening == branch.opening or _have_one_name(each, branch)]
     if same:
         facts = found[before.index(same[-1])]
@@ -72,12 +72,12 @@ def _role_of_root(
 
 
 def _have_one_name(one: BranchBuilder, other: BranchBuilder) -> bool:
-    return bool(one.caller.name) and one.caller.name == other.caller.name and one.has_tools == other.has_tools
+    return bool(one.source.name) and one.source.name == other.source.name and one.has_tools == other.has_tools
 
 
 def _with_name(name: str, branches: Sequence[BranchBuilder]) -> BranchBuilder | None:
     """Return the newest of these branches with this name."""
-    return next((branch for branch in reversed(branches) if name and branch.caller.name == name), None)
+    return next((branch for branch in reversed(branches) if name and branch.source.name == name), None)
 
 
 def _latest_main(branches: Sequence[BranchBuilder], found: Sequence[BranchFacts]) -> BranchBuilder | None:
@@ -87,7 +87,7 @@ def _latest_main(branches: Sequence[BranchBuilder], found: Sequence[BranchFacts]
 
 def _summary_of(branch: BranchBuilder, before: Sequence[BranchBuilder]) -> BranchBuilder | None:
     """Return the call whose answer a conversation begins with."""
-    if branch.parent is not None or branch.caller.role not in {None, BranchRole.MAIN}:
+    if branch.parent is not None or branch.source.role not in {None, BranchRole.MAIN}:
         return None
     found = (each for each in reversed(before) if not each.tip.is_continued and len(each.turns) == 1)
     return next((each for each in found if _quotes(branch.turns[0].added, each.tip)), None)

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from workers.rollout.agent_endpoint.callers import caller_of
 from workers.rollout.agent_endpoint.dialects.base import (
     IDEMPOTENCY_KEY,
     MODEL_NAME,
@@ -25,6 +24,7 @@ from workers.rollout.agent_endpoint.neutral import (
     ModelRequest,
     RequestRefusedError,
 )
+from workers.rollout.agent_endpoint.request_source import source_of
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
 _TYPES = {400: "invalid_request_error", 404: "not_found_error", 529: "overloaded_error"}
@@ -61,7 +61,7 @@ class AnthropicMessages:
             stop=texts(body.get("stop_sequences"), "stop_sequences"),
             one_call=choice.get("disable_parallel_tool_use") is True,
             streams=bool(body.get("stream")),
-            caller=caller_of(headers),
+            source=source_of(headers),
             is_retry=is_retry(headers),
             idempotency_key=headers.get(IDEMPOTENCY_KEY, ""),
             unused=(*unused, *left_out),

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from stream.records import Message
-from workers.rollout.agent_endpoint.callers import caller_of
 from workers.rollout.agent_endpoint.dialects.base import (
     IDEMPOTENCY_KEY,
     MODEL_NAME,
@@ -30,6 +29,7 @@ from workers.rollout.agent_endpoint.neutral import (
     ModelRequest,
     RequestRefusedError,
 )
+from workers.rollout.agent_endpoint.request_source import source_of
 
 _FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls"}
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error"}
@@ -54,7 +54,7 @@ class OpenAIChat:
             one_call=body.get("parallel_tool_calls") is False,
             streams=bool(body.get("stream")),
             includes_usage=bool((body.get("stream_options") or {}).get("include_usage")),
-            caller=caller_of(headers),
+            source=source_of(headers),
             is_retry=is_retry(headers),
             idempotency_key=headers.get(IDEMPOTENCY_KEY, ""),
             unused=unused,

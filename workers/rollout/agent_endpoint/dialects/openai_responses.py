@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from workers.rollout.agent_endpoint.callers import caller_of
 from workers.rollout.agent_endpoint.dialects.base import (
     IDEMPOTENCY_KEY,
     MODEL_NAME,
@@ -24,6 +23,7 @@ from workers.rollout.agent_endpoint.dialects.openai_chat import openai_error
 from workers.rollout.agent_endpoint.fields import check_fields
 from workers.rollout.agent_endpoint.messages import MessageBuilder
 from workers.rollout.agent_endpoint.neutral import ModelReply, ModelRequest, RequestRefusedError
+from workers.rollout.agent_endpoint.request_source import source_of
 
 _BETWEEN = "__"
 """Between a namespace and the name of a tool, as the model sees them."""
@@ -58,7 +58,7 @@ class OpenAIResponses:
             one_call=body.get("parallel_tool_calls") is False,
             streams=bool(body.get("stream")),
             namespaces=namespaces,
-            caller=caller_of(headers),
+            source=source_of(headers),
             is_retry=is_retry(headers),
             idempotency_key=headers.get(IDEMPOTENCY_KEY, ""),
             unused=(*unused, *left_out),

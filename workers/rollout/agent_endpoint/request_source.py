@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from stream.records import BranchRole
-from workers.rollout.agent_endpoint.neutral import Caller, RequestRefusedError
+from workers.rollout.agent_endpoint.neutral import RequestRefusedError, RequestSource
 
 _ROLE, _BRANCH, _PARENT, _TRAIN = (f"X-Penstock-{name}" for name in ("Role", "Branch", "Parent", "Train"))
 _MAX_NAME: Final = 200
@@ -24,19 +24,19 @@ _MAX_NAME: Final = 200
 Headers = Mapping[str, str]
 
 
-def caller_of(headers: Headers) -> Caller:
+def source_of(headers: Headers) -> RequestSource:
     """Return who asks; names of headers are found in lower case.
 
     Raises:
         RequestRefusedError: a header of an own loop has an unknown value.
     """
     for read in _READERS:
-        if (caller := read(headers)) is not None:
-            return caller._replace(name=caller.name[:_MAX_NAME], parent=caller.parent[:_MAX_NAME])
-    return Caller()
+        if (source := read(headers)) is not None:
+            return source._replace(name=source.name[:_MAX_NAME], parent=source.parent[:_MAX_NAME])
+    return RequestSource()
 
 
-def _own_loop(headers: Headers) -> Caller | None:
+def _own_loop(headers: Headers) -> RequestSource | None:
     given = {name: headers.get(name.lower()) for name in (_ROLE, _BRANCH, _PARENT, _TRAIN)}
     if all(value is None for value in given.values()):
         return None
@@ -45,25 +45,25 @@ def _own_loop(headers: Headers) -> Caller | None:
         raise RequestRefusedError(f"{_ROLE}: {role!r} is no role; the roles are {', '.join(BranchRole)}", _ROLE)
     if trains not in {None, "0", "1"}:
         raise RequestRefusedError(f"{_TRAIN}: {trains!r} is neither 0 nor 1", _TRAIN)
-    return Caller(
+    return RequestSource(
         BranchRole(role) if role else None, given[_BRANCH] or "", given[_PARENT] or "", is_trained=trains != "0"
     )
 
 
-def _claude_code(headers: Headers) -> Caller | None:
+def _claude_code(headers: Headers) -> RequestSource | None:
     session, agent = headers.get("x-claude-code-session-id"), headers.get("x-claude-code-agent-id")
     if session is None:
         return None
-    return Caller(BranchRole.SUB, agent, session) if agent else Caller(name=session)
+    return RequestSource(BranchRole.SUB, agent, session) if agent else RequestSource(name=session)
 
 
-def _codex(headers: Headers) -> Caller | None:
+def _codex(headers: Headers) -> RequestSource | None:
     thread, parent = headers.get("thread-id"), headers.get("x-codex-parent-thread-id", "")
     if thread is None or "x-codex-window-id" not in headers:
         return None
     is_sub = bool(parent or headers.get("x-openai-subagent"))
     role = BranchRole.COMPACT if _codex_compacts(headers) else BranchRole.SUB if is_sub else None
-    return Caller(role, thread, parent)
+    return RequestSource(role, thread, parent)
 
 
 def _codex_compacts(headers: Headers) -> bool:
@@ -74,11 +74,11 @@ def _codex_compacts(headers: Headers) -> bool:
     return isinstance(metadata, dict) and metadata.get("request_kind") == "compaction"
 
 
-def _opencode(headers: Headers) -> Caller | None:
+def _opencode(headers: Headers) -> RequestSource | None:
     session, parent = headers.get("x-session-id"), headers.get("x-parent-session-id", "")
     if session is None:
         return None
-    return Caller(BranchRole.SUB if parent else None, session, parent)
+    return RequestSource(BranchRole.SUB if parent else None, session, parent)
 
 
-_READERS: Final[tuple[Callable[[Headers], Caller | None], ...]] = (_own_loop, _claude_code, _codex, _opencode)
+_READERS: Final[tuple[Callable[[Headers], RequestSource | None], ...]] = (_own_loop, _claude_code, _codex, _opencode)
