@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from stream.errors import SettingsError
-from workers.hub.names import hub_names, recorded_revisions, revision_overrides
+from workers.hub.names import hub_names, recorded_revisions, revision_overrides, try_to_resolve
 from workers.settings import hub
 from workers.settings.hub import is_hub_name, local_folder, parse_revision
 from workers.settings.toml_file import load_settings, parse_settings
@@ -76,6 +76,17 @@ def test_each_table_names_its_own_repository():
     assert recorded_revisions(table) == {"model.revision": f"Qwen/Qwen3-0.6B main@{COMMIT}"}
     assert table.datasets[0].source == "openai/gsm8k#train"
     assert table.for_evaluation.datasets[0].source == "openai/gsm8k#test"
+
+
+def test_a_check_tells_of_each_fault_in_the_section_that_has_it(tmp_path):
+    known = {"model.revision": f"a/b main@{COMMIT}"}
+    _, errors = try_to_resolve(settings(model={"path": "a/other"}), known, print)
+    assert list(errors) == ["model"]
+    assert "model.path is a/other, and this run began with a/b at main" in str(errors["model"])
+    (tmp_path / "rows.jsonl").touch()
+    rows = {"path": str(tmp_path / "rows.jsonl"), "prompt": "question", "revision": "v1"}
+    _, errors = try_to_resolve(settings(data=rows), {}, print)
+    assert list(errors) == ["data"]
 
 
 def test_overrides_give_a_file_the_same_revisions(tmp_path):
