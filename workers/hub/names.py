@@ -17,7 +17,8 @@ from stream.connection.run_identity import read_identity
 from stream.errors import DataError, PenstockError, RunMismatchError, SettingsError
 from workers.datasets.fingerprint import dataset_name
 from workers.datasets.sources import open_source
-from workers.hub.downloads import Say, download, look_up, say_nothing
+from workers.hub.downloads import download, look_up
+from workers.hub.libraries import Say, say_nothing
 from workers.settings import Settings
 from workers.settings.data import DataSettings
 from workers.settings.hub import Repository, Revision, is_hub_name, parse_revision
