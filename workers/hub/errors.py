@@ -51,7 +51,7 @@ def explain(error: Exception, repository: Repository, revision: Revision, settin
         return SettingsError(
             f"{_place()} refuses access to {repository} (HTTP {status}): {_token()}, with the right to read it"
         )
-    if any(isinstance(each, OSError) and each.errno in _NO_ROOM for each in chain):
+    if met_full_disk(error):
         return PenstockError(
             f"no room on the disk for {repository}, which is downloaded to {_cache()}; make room, or set HF_HOME to a "
             "folder on another disk. What is complete is kept"
@@ -64,6 +64,11 @@ def explain(error: Exception, repository: Repository, revision: Revision, settin
     if any(type(each).__module__.startswith("datasets") for each in chain) or _is_of_config(error):
         return SettingsError(f"{f'{setting}.path = ' if setting else ''}{repository.name}: {explain_unread(error)}")
     return PenstockError(f"{_unanswered(chain, repository, status)}{_both(setting, revision)}")
+
+
+def met_full_disk(error: BaseException) -> bool:
+    """Return whether an error, or one behind it, says that a disk has no room."""
+    return any(isinstance(each, OSError) and each.errno in _NO_ROOM for each in _causes(error))
 
 
 def is_unreachable(error: BaseException) -> bool:

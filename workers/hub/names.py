@@ -18,6 +18,7 @@ from stream.errors import DataError, PenstockError, RunMismatchError, SettingsEr
 from workers.datasets.fingerprint import dataset_name
 from workers.datasets.sources import open_source
 from workers.hub.downloads import download, look_up
+from workers.hub.errors import explain, met_full_disk
 from workers.hub.libraries import Say, say_nothing
 from workers.settings import Settings
 from workers.settings.data import DataSettings
@@ -207,6 +208,8 @@ def _try_to_open(which: HubName) -> None:
     try:
         open_source(table)
     except DataError as error:
+        if met_full_disk(error):  # `datasets` writes its own form of the files
+            raise explain(error, which.repository, which.revision, which.setting) from error
         raise SettingsError(f"{which.setting}.path = {error}") from error
 
 
