@@ -2,7 +2,12 @@
 
 import io
 import json
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -485,6 +490,26 @@ def test_a_download_that_is_cut_goes_on_where_it_was(hub, client):
     found = client.ask(model("c/cut"))
     assert (Path(found["folder"]) / "model.safetensors").read_bytes() == model_files()["model.safetensors"]
     assert "bytes=300000-" in [request.range for request in hub.requests]
+
+
+def test_ctrl_c_ends_a_download_that_stalls(hub, place):
+    hub.model("c/interrupted").commit(model_files(), "main")
+    release = threading.Event()
+    hub.faults[r"GET /[0-9a-f]{64}$"] = stalling(300_000, release)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "serve", "c/interrupted", "--port", "0"],
+        cwd=place, env=variables | environment(hub, place / "hf"), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 40
+    while not any(re.fullmatch("/[0-9a-f]{64}", request.path) for request in hub.requests):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=5)  # the library's threads end after a minute
+    release.set()
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "interrupted"
 
 
 def test_a_start_that_is_killed_leaves_nothing_that_is_taken_for_whole(hub, place):

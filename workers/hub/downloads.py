@@ -21,7 +21,7 @@ from stream.disk_space import free_bytes
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError, SettingsError
 from workers.hub.errors import FAULTS_OF_OURS, damaged, explain, is_unreachable
-from workers.hub.libraries import Say, import_library, library_calls, show_progress, size_text
+from workers.hub.libraries import Say, import_library, library_calls, show_progress, size_text, wait_for
 from workers.settings.hub import Repository, Revision
 
 _MODEL_FILES: Final = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -99,7 +99,7 @@ def download(repository: Repository, revision: Revision, config: str, setting: s
         return folder
     try:
         with library_calls():
-            return _fetch(hub, repository, revision, config, setting, say)
+            return wait_for(partial(_fetch, hub, repository, revision, config, setting, say))
     except (PenstockError, *FAULTS_OF_OURS):
         raise
     except Exception as error:

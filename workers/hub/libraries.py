@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from stream.errors import SettingsError
 from workers.settings.hub import Repository
 
+T = TypeVar("T")
 Say = Callable[[str], None]
 """Shows a line to people."""
 
@@ -56,6 +57,31 @@ def library_calls() -> Iterator[None]:
     finally:
         session.event_hooks = hooks
         logging.set_verbosity(verbosity)
+
+
+def wait_for(call: Callable[[], T]) -> T:
+    """Call a library in another thread, and return its result or raise its error.
+
+    Ctrl-C ends this wait at once. In the caller's thread it would wait for the library's own threads, up to a minute
+    where a request stalls.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+    ended = Event()
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+            errors.append(error)
+        finally:
+            ended.set()
+
+    Thread(target=run, daemon=True, name="penstock download").start()
+    ended.wait()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _bound_waits(request: Any) -> None:
