@@ -179,6 +179,26 @@ def stalling(after: int, release: threading.Event) -> Fault:
     return fault
 
 
+def altering(alter: Callable[[bytes], bytes]) -> Fault:
+    """Send another content, with the headers that go with it."""
+
+    def fault(handler: "_Handler") -> bool:
+        handler.alter = alter
+        return False
+
+    return fault
+
+
+def silent(release: threading.Event) -> Fault:
+    """Answer nothing until the event is set."""
+
+    def fault(_: "_Handler") -> bool:
+        release.wait()
+        return True
+
+    return fault
+
+
 def redirecting(location: str) -> Fault:
     """Say that the content is elsewhere."""
 
@@ -205,6 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
     cut_after: int | None = None
     release: threading.Event | None = None
     changed: dict[str, str | None]
+    alter: Callable[[bytes], bytes] | None = None
 
     def setup(self) -> None:
         super().setup()
@@ -216,7 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self) -> None:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.hub.requests.append(Request(self.command, self.path, token, self.headers.get("Range", "")))
-        self.cut_after, self.release, self.changed = None, None, {}
+        self.cut_after, self.release, self.changed, self.alter = None, None, {}, None
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         for pattern, fault in self.hub.faults.items():
             if re.search(pattern, f"{self.command} {self.path}") and fault(self):
@@ -255,7 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def answer_revision(self, sha: str, files: dict[str, bytes], _below: str, _body: bytes) -> None:
-        siblings = [{"rfilename": name, "size": len(data), "blobId": _git(data)} for name, data in files.items()]
+        siblings = [_sibling(name, data) for name, data in files.items()]
         self.send_json({"id": "x/y", "sha": sha, "private": False, "tags": [], "downloads": 0, "siblings": siblings})
 
     def answer_tree(self, _sha: str, files: dict[str, bytes], below: str, _body: bytes) -> None:
@@ -306,6 +327,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(200, json.dumps(value).encode(), **{"Content-Type": "application/json"})
 
     def send(self, status: int, data: bytes, **headers: str) -> None:
+        data = self.alter(data) if self.alter is not None else data
         self.send_response(status)
         for name, value in ({"Content-Length": str(len(data))} | headers | self.changed).items():
             if value is not None:
@@ -326,6 +348,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _git(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _sibling(name: str, data: bytes) -> dict[str, Any]:
+    sibling: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": _git(data)}
+    if len(data) >= LARGE:
+        sha256 = hashlib.sha256(data).hexdigest()
+        sibling["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 134}
+        sibling["blobId"] = _git(f"oid sha256:{sha256}\nsize {len(data)}\n".encode())  # of the pointer to the file
+    return sibling
 
 
 def _file(name: str, data: bytes) -> dict[str, Any]:

@@ -7,6 +7,7 @@ r"""The reward `math`: mathematical equality with the gold answer, by math-verif
     gold 4         "no idea"                      0.0
     gold 4         "\boxed{9^{9^{9^9}}}"          0.0   reason timeout: only the answer is unmanageable
     gold \frac{1}{ anything                       invalid, bad_reference
+    gold "48/2 = 24, and ...\n#### 72"  "72"      1.0   the column `answer` of GSM8K: a solution, then the answer
     gold NaN       anything                       invalid, bad_reference: a missing value in a data frame
     gold 9^{9^{9^9}}  "4"                         invalid, timeout: the gold answer is unmanageable
 
@@ -41,6 +42,8 @@ PROCESSES = 2
 DEFAULT_VERIFIER = "math_verify"
 _NAN = re.compile(r"\W*(?:(?:boxed|text|mathrm)\W*)?nan\W*", re.IGNORECASE)
 """A missing number; math-verify reads it as a product of letters."""
+_SOLUTION_END = "####"
+"""Stands between a worked solution and its answer in GSM8K and in sets made like it. No LaTeX has it."""
 _TIMEOUT_S = 5
 """math-verify's own timeout for each step; the process pool enforces the hard deadline."""
 
@@ -49,7 +52,8 @@ class Math:
     r"""1.0 if the model's last message equals the gold answer, else 0.0.
 
     Args:
-        answer: name of the column with the gold answers: LaTeX, with or without dollars or `\boxed`.
+        answer: name of the column with the gold answers: LaTeX, with or without dollars or `\boxed`. Of a solution with
+            `####`, as in GSM8K, what follows the last `####` is the gold answer.
         verifier: name in `VERIFIERS`.
         precision: decimal places to which numbers are compared.
         reasoning_delimiters: texts that end reasoning; the answer is what follows the last one. A message that begins
@@ -176,12 +180,13 @@ def _read_gold(gold: Any) -> list[Any] | Unmeasured:
         return Unmeasured(
             RewardReason.BAD_REFERENCE, f"the gold answer is a {type(gold).__name__}, neither text nor number"
         )
-    if _NAN.fullmatch(str(gold)):
+    answer = str(gold).rpartition(_SOLUTION_END)[2].strip()
+    if _NAN.fullmatch(answer):
         return bad_reference(gold, "is not a number")
     from math_verify.errors import TimeoutException
 
     try:
-        expected = list(_parse_gold(str(gold)))
+        expected = list(_parse_gold(answer))
     except TimeoutException:  # not a subclass of Exception
         return Unmeasured(RewardReason.TIMEOUT, f"math-verify did not parse the gold answer within {_TIMEOUT_S} s")
     except MemoryError:

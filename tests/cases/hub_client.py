@@ -53,6 +53,7 @@ def _answer(
     offline: bool = False,
     free: int | None = None,
     token: str = "",
+    answer_within_s: float = 30.0,
 ) -> dict[str, Any]:
     """Resolve the names of settings.
 
@@ -62,17 +63,19 @@ def _answer(
         offline: as if HF_HUB_OFFLINE were set.
         free: bytes that every disk seems to have free.
         token: HF_TOKEN.
+        answer_within_s: how long a request waits for an answer.
     """
     from huggingface_hub import constants
 
     from stream.errors import PenstockError
     from workers.datasets.mix import open_dataset_mix
-    from workers.hub import downloads
+    from workers.hub import downloads, libraries
     from workers.hub.names import recorded_revisions, resolve_names
     from workers.settings.toml_file import dump_settings, parse_settings
 
     constants.HF_HUB_OFFLINE = offline
     constants.DOWNLOAD_CHUNK_SIZE = 50_000  # a download is continued at whole pieces, which are large
+    libraries.ANSWER_WITHIN_S = answer_within_s
     os.environ.pop("HF_TOKEN", None)
     if token:
         os.environ["HF_TOKEN"] = token

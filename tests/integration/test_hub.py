@@ -2,7 +2,12 @@
 
 import io
 import json
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +18,7 @@ from pyarrow import parquet as pq
 
 from tests.cases.hub_client import HubClient
 from tests.hub_server import (
+    altering,
     changing,
     cutting,
     environment,
@@ -20,6 +26,7 @@ from tests.hub_server import (
     files_of,
     redirecting,
     run_hub,
+    silent,
     stalling,
 )
 from workers.demo import base_models
@@ -171,6 +178,7 @@ def test_a_data_set_is_downloaded_by_configuration_and_read_by_split(hub, client
     assert found["error"] == ""
     assert found["rows"] == ["train 1", "train 2"]
     assert found["recorded"] == {"data.revision.sums#train": f"d/sums main@{commit}"}
+    assert found["said"][0] == f"downloading data set d/sums (main, commit {commit[:12]}): 3 files, 2 kB"
     assert sorted(files_of(cached(place, "d/sums", "dataset") / "snapshots" / commit)) == sorted(
         name for name in data_files() if not name.startswith("socratic")
     )
@@ -264,12 +272,17 @@ FAULTS = {
     "unknown split": (
         lambda hub: hub.dataset("f/split").commit(data_files(), "main"),
         data("f/split", config="main", split="dev"),
-        ["f/split: no split 'dev'", "there are: train, test"],
+        ["data.path = f/split: no split 'dev'", "there are: train, test"],
     ),
     "no split is named": (
         lambda hub: hub.dataset("f/split2").commit(data_files(), "main"),
         data("f/split2", config="main"),
-        ["f/split2: several splits", 'split = "train"', "there are: train, test"],
+        ["data.path = f/split2: several splits", 'split = "train"', "there are: train, test"],
+    ),
+    "no split of the held-out prompts is named": (
+        lambda hub: hub.dataset("f/split3").commit(data_files(), "main"),
+        model(".") | {"eval": {"path": "f/split3", "config": "main"}},
+        ["eval.path = f/split3: several splits", "there are: train, test"],
     ),
     "no data files": (
         lambda hub: hub.dataset("f/empty").commit({"README.md": b"nothing"}, "main"),
@@ -317,8 +330,13 @@ def test_a_fault_of_the_name_is_answered_in_one_line(hub, client, fault):
     for word in words:
         assert word in answer["error"]
     assert "\n" not in answer["error"]
-    assert answer["kind"] in ("SettingsError", "DataError")
+    assert answer["kind"] == "SettingsError"
     assert TOKEN not in json.dumps(answer)
+
+
+def with_a_wrong_byte(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
 ON_THE_WAY = {
@@ -333,7 +351,35 @@ ON_THE_WAY = {
     "longer than announced": (
         "HEAD .*safetensors",
         changing(X_Linked_Size="875000"),
-        ["should be of size 875000 but has size 875456"],
+        [
+            "a file of model w/longer-than-announced came damaged from http://127.0.0.1",
+            "875456 bytes instead of 875000",
+        ],
+    ),
+    "shorter than announced": (
+        r"GET /[0-9a-f]{64}$",
+        altering(lambda data: data[:5000]),
+        ["came damaged", "was thrown away: it has 5000 bytes instead of 875456. Start again"],
+    ),
+    "wrong weights": (
+        r"GET /[0-9a-f]{64}$",
+        altering(with_a_wrong_byte),
+        ["model.safetensors of model w/wrong-weights came damaged", "thrown away: the hub has another checksum for it"],
+    ),
+    "a wrong tokenizer": (
+        "GET .*tokenizer.json",
+        altering(with_a_wrong_byte),
+        ["tokenizer.json of model w/a-wrong-tokenizer came damaged", "the hub has another checksum for it"],
+    ),
+    "a login page": (
+        "GET /api",
+        altering(lambda _: b"<html>Welcome to our network"),
+        ["gave an answer for model w/a-login-page that is no JSON", "no proxy or login page answers in its place"],
+    ),
+    "a proxy that wants a password": (
+        "GET /api",
+        failing(407),
+        ["the proxy wants a user and a password (HTTP 407)", "set HTTPS_PROXY", "USER:PASSWORD@HOST"],
     ),
     "without an ETag": ("HEAD .*tokenizer.json", changing(ETag=None), ["ETag", "HF_ENDPOINT names a hub"]),
     "no hub at all": ("GET /api", failing(404), ["HTTP 404", "check HF_ENDPOINT"]),
@@ -360,6 +406,42 @@ def test_a_fault_on_the_way_is_answered_in_one_line_and_the_next_start_goes_on(h
     assert weights.read_bytes() == model_files()["model.safetensors"]
 
 
+def test_files_of_a_data_set_that_came_damaged_are_thrown_away(hub, client, place):
+    commit = hub.dataset("w/data").commit({"README.md": b"A card.", "train.parquet": parquet("why?")}, "main")
+    snapshot = cached(place, "w/data", "dataset") / "snapshots" / commit
+    for name in ("README.md", "train.parquet"):
+        hub.faults = {f"GET .*{name}": altering(with_a_wrong_byte)}
+        answer = client.ask(data("w/data"))
+        assert answer["kind"] == "PenstockError"
+        assert f"{name} of data set w/data came damaged" in answer["error"]
+        assert not (snapshot / name).exists()
+    hub.faults.clear()
+    assert client.ask(data("w/data"))["rows"] == ["why?"]
+
+
+def test_a_damaged_file_is_downloaded_again_for_every_commit_that_has_it(hub, client, place):
+    repo = hub.model("w/both")
+    first = repo.commit(model_files(), "v1")
+    second = repo.commit(model_files() | {"new.txt": b"new"}, "v2")
+    assert client.ask(model("w/both", revision="v1"))["error"] == ""
+    weights = cached(place, "w/both") / "snapshots" / first / "model.safetensors"
+    weights.resolve().write_bytes(with_a_wrong_byte(weights.read_bytes()))  # as another program may have left it
+    assert "came damaged" in client.ask(model("w/both", revision="v2"))["error"]
+    for revision, commit in (("v2", second), ("v1", first)):
+        assert client.ask(model("w/both", revision=revision))["folder"].endswith(commit)
+        assert weights.read_bytes() == model_files()["model.safetensors"]
+
+
+def test_a_proxy_is_named_without_its_password(hub, place):
+    hub.model("n/proxy").commit(model_files(), "main")
+    proxy = {"http_proxy": "http://me:secret@127.0.0.1:1", "no_proxy": ""}
+    client = HubClient(place, environment(hub, place / "hf", **proxy))
+    answer = client.ask(model("n/proxy"))["error"]
+    client.close()
+    assert f"could not be downloaded from {hub.url} through the proxy http://127.0.0.1:1 (" in answer
+    assert "secret" not in answer
+
+
 def test_no_network(hub, client):
     hub.close()
     try:
@@ -370,6 +452,21 @@ def test_no_network(hub, client):
     assert "refused" in answer["error"]
     assert "If model.path was meant as a folder: there is none in /" in answer["error"]
     assert "\n" not in answer["error"]
+
+
+def test_a_hub_that_accepts_requests_and_never_answers(hub, client):
+    release = threading.Event()
+    commit = hub.model("n/silent").commit(model_files(), "main")
+    hub.faults["GET /api"] = silent(release)
+    answer = client.ask(model("n/silent"), answer_within_s=0.3)["error"]
+    assert "model n/silent could not be downloaded from http://127.0.0.1" in answer
+    assert "timed out" in answer
+    hub.faults.clear()
+    assert client.ask(model("n/silent"))["error"] == ""
+    hub.faults["GET /api"] = silent(release)
+    found = client.ask(model("n/silent"), answer_within_s=0.3)
+    release.set()
+    assert found["said"] == [f"model n/silent: the hub cannot be asked; the cache has main, commit {commit[:12]}"]
 
 
 def test_offline_without_the_files(client):
@@ -393,6 +490,26 @@ def test_a_download_that_is_cut_goes_on_where_it_was(hub, client):
     found = client.ask(model("c/cut"))
     assert (Path(found["folder"]) / "model.safetensors").read_bytes() == model_files()["model.safetensors"]
     assert "bytes=300000-" in [request.range for request in hub.requests]
+
+
+def test_ctrl_c_ends_a_download_that_stalls(hub, place):
+    hub.model("c/interrupted").commit(model_files(), "main")
+    release = threading.Event()
+    hub.faults[r"GET /[0-9a-f]{64}$"] = stalling(300_000, release)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "serve", "c/interrupted", "--port", "0"],
+        cwd=place, env=variables | environment(hub, place / "hf"), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 40
+    while not any(re.fullmatch("/[0-9a-f]{64}", request.path) for request in hub.requests):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=5)  # the library's threads end after a minute
+    release.set()
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "interrupted"
 
 
 def test_a_start_that_is_killed_leaves_nothing_that_is_taken_for_whole(hub, place):

@@ -1,12 +1,14 @@
 """Which names are a hub's, and what a revision with its commit looks like."""
 
+import errno
 import subprocess
 import sys
 
 import pytest
 
-from stream.errors import SettingsError
-from workers.hub.names import hub_names, recorded_revisions, revision_overrides
+from stream.errors import DataError, PenstockError, SettingsError
+from workers.hub import names
+from workers.hub.names import hub_names, recorded_revisions, revision_overrides, try_to_resolve
 from workers.settings import hub
 from workers.settings.hub import is_hub_name, local_folder, parse_revision
 from workers.settings.toml_file import load_settings, parse_settings
@@ -76,6 +78,31 @@ def test_each_table_names_its_own_repository():
     assert recorded_revisions(table) == {"model.revision": f"Qwen/Qwen3-0.6B main@{COMMIT}"}
     assert table.datasets[0].source == "openai/gsm8k#train"
     assert table.for_evaluation.datasets[0].source == "openai/gsm8k#test"
+
+
+def test_a_check_tells_of_each_fault_in_the_section_that_has_it(tmp_path):
+    known = {"model.revision": f"a/b main@{COMMIT}"}
+    _, errors = try_to_resolve(settings(model={"path": "a/other"}), known, print)
+    assert list(errors) == ["model"]
+    assert "model.path is a/other, and this run began with a/b at main" in str(errors["model"])
+    (tmp_path / "rows.jsonl").touch()
+    rows = {"path": str(tmp_path / "rows.jsonl"), "prompt": "question", "revision": "v1"}
+    _, errors = try_to_resolve(settings(data=rows), {}, print)
+    assert list(errors) == ["data"]
+
+
+def test_a_disk_that_fills_while_a_data_set_is_prepared_is_no_fault_of_the_settings(monkeypatch):
+    def prepare(*_: object):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise DataError("openai/gsm8k: datasets cannot read it") from error
+
+    monkeypatch.setattr(names, "download", lambda *_: None)
+    monkeypatch.setattr(names, "open_source", prepare)
+    with pytest.raises(PenstockError, match="no room on the disk for data set openai/gsm8k") as caught:
+        names.download_names(settings(data=GSM | {"prompt": "question", "revision": COMMIT}), print)
+    assert not isinstance(caught.value, SettingsError)
 
 
 def test_overrides_give_a_file_the_same_revisions(tmp_path):

@@ -73,6 +73,13 @@ PAIRS = [
     ("4", "First 3, then 5. The final answer is $4$. I hope it is correct.", 1.0),
     ("A", r"\boxed{A}", 1.0),
     ("A", r"\boxed{B}", 0.0),
+    # a solution, then the answer, as the data set GSM8K has them
+    ("She sold 48/2 = <<48/2=24>>24 clips in May.\n48+24 = <<48+24=72>>72 altogether.\n#### 72", "So it is 72.", 1.0),
+    ("First 3, then 5.\n#### 72", r"\boxed{5}", 0.0),
+    ("A year has 12 months.\n#### 2,125", r"\boxed{2125}", 1.0),
+    ("The temperature falls.\n#### -5 \n", r"\boxed{-5}", 1.0),
+    ("72\n####", "72", BAD),
+    ("72\n#### nan", "72", BAD),
     # traps
     ("4", r"\boxed{3} or rather \boxed{4}", 0.0),  # two answers count as none
     ("4", "I think 3, or 4", 1.0),  # a known false positive of math-verify 0.9.0: the last number counts

@@ -65,7 +65,7 @@ def test_adapters_load_nothing_until_they_are_used(loaded):
 
 def test_a_rollout_worker_needs_no_model(loaded):
     assert packages(loaded["rollout"]) & HEAVY == {"aiohttp", "jinja2", "prometheus_client", "tokenizers"}
-    assert len(foreign(loaded["rollout"])) < 725
+    assert len(foreign(loaded["rollout"])) < 730  # Python 3.12 and 3.13 load three more than 3.11
 
 
 def test_loading_a_chat_loads_no_torch(loaded):

@@ -2,43 +2,35 @@
 
 The two libraries read their own variables for cache, token, endpoint, offline mode and proxies: `HF_HOME`, `HF_TOKEN`,
 `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HTTPS_PROXY`. A file has its name in the cache only when it is whole. What an
-interrupted download completed is kept, and the next start downloads the rest.
+interrupted download completed is kept, and the next start downloads the rest. The libraries compare sizes alone; we
+compare checksums, too: a changed weight or prompt would otherwise stay in the cache, for every later run.
 """
 
 import glob
+import hashlib
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from fnmatch import fnmatch
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any, Final
 
 from stream.disk_space import free_bytes
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError, SettingsError
-from workers.hub.errors import FAULTS_OF_OURS, explain, is_unreachable
+from workers.hub.errors import FAULTS_OF_OURS, damaged, explain, is_unreachable
+from workers.hub.libraries import Say, import_library, library_calls, show_progress, size_text, wait_for
 from workers.settings.hub import Repository, Revision
-
-Say = Callable[[str], None]
-"""Shows a line to people."""
 
 _MODEL_FILES: Final = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 _NOT_OF_MODEL: Final = ("*/*", "consolidated*")
 """Files in subfolders are other forms of the model; `consolidated` are the same weights again."""
 _CARD_FILES: Final = ("README.md", ".huggingface.yaml", "dataset_infos.json")
 """Files of a data set that name its configurations and splits."""
+_SHA1_DIGITS: Final = 40
 _PICKLES: Final = (".bin", ".pt", ".pth", ".ckpt")
-_LINE_EVERY_S: Final = 10.0
-"""Seconds between two lines about a download where there is no terminal to draw a bar on."""
-
-
-def say_nothing(_line: str) -> None:
-    """Show nothing: no line, and no bar either."""
 
 
 def look_up(repository: Repository, revision: Revision, setting: str, say: Say) -> str:
@@ -55,9 +47,9 @@ def look_up(repository: Repository, revision: Revision, setting: str, say: Say) 
     Raises:
         PenstockError: there is none, it may not be read, or the hub cannot be asked and the cache has none.
     """
-    api = _library(repository, "huggingface_hub", setting).HfApi(library_name="penstock")
+    api = import_library(repository, "huggingface_hub", setting).HfApi(library_name="penstock")
     resolve = partial(api.resolve_revision, repository.name, repo_type=repository.kind, revision=revision.name)
-    with _quiet():
+    with library_calls():
         cached = _cached_commit(resolve)
         try:
             info = api.repo_info(repository.name, repo_type=repository.kind, revision=revision.name)
@@ -100,14 +92,14 @@ def download(repository: Repository, revision: Revision, config: str, setting: s
         PenstockError: it cannot be downloaded, or there is no room for it on the disk.
         SettingsError: it is no model that can be trained, or the data set has no such configuration.
     """
-    hub = _library(repository, "huggingface_hub", setting)
+    hub = import_library(repository, "huggingface_hub", setting)
     if repository.kind == "dataset":
-        _library(repository, "datasets", setting)
+        import_library(repository, "datasets", setting)
     if (folder := _whole(repository, revision, config)) is not None:
         return folder
     try:
-        with _quiet():
-            return _fetch(hub, repository, revision, config, setting, say)
+        with library_calls():
+            return wait_for(partial(_fetch, hub, repository, revision, config, setting, say))
     except (PenstockError, *FAULTS_OF_OURS):
         raise
     except Exception as error:
@@ -125,7 +117,7 @@ def _whole(repository: Repository, revision: Revision, config: str) -> Path | No
         except (OSError, ValueError):
             return None
     try:
-        with _quiet():
+        with library_calls():
             folder = Path(_snapshot(snapshot_download, repository, revision.commit, files, local_files_only=True))
     except OSError:
         return None
@@ -158,27 +150,68 @@ def _fetch(hub: Any, repository: Repository, revision: Revision, config: str, se
         repository.name, repo_type=repository.kind, revision=revision.commit, files_metadata=True
     )
     sizes = {each.rfilename: int(each.size or 0) for each in info.siblings or ()}
+    checksums = {each.rfilename: _checksum(each) for each in info.siblings or ()}
     is_model = repository.kind == "model"
     if is_model:
         _refuse_unusable(repository, setting, sizes)
+    else:
+        _fetch_cards(hub, repository, revision, checksums)
     names = [name for name in sizes if _is_of_model(name)] if is_model else []
     names = names or _files_of_config(repository, revision, config, sizes)
     total, cached = sum(sizes[name] for name in names), _cached_bytes(repository, revision, names, sizes)
     what = f"{repository} ({revision.short})"
-    in_cache = f", {_size(cached)} of them in the cache" if cached else ""
-    say(f"downloading {what}: {len(names)} files, {_size(total)}{in_cache}")
+    in_cache = f", {size_text(cached)} of them in the cache" if cached else ""
+    count = f"{len(names)} file{'' if len(names) == 1 else 's'}"
+    say(f"downloading {what}: {count}, {size_text(total)}{in_cache}")
     _refuse_full_disk(repository, total - cached)
     if is_model:
         config_file = Path(hub.hf_hub_download(repository.name, "config.json", revision=revision.commit))
         if why := needs_own_code(config_file.parent):
             raise SettingsError(f"{repository.name}: {why}")
     patterns, began = list(_MODEL_FILES) if is_model else [glob.escape(name) for name in names], time.monotonic()
-    with _progress(repository, total - cached, say) as options:
+    with show_progress(repository, total - cached, say) as options:
         folder = Path(_snapshot(hub.snapshot_download, repository, revision.commit, patterns, **options))
+    _refuse_damaged(repository, folder, {name: checksums[name] for name in names})
     if not is_model:
         write_file_atomically(_list_file(repository, revision, config), json.dumps(names).encode())
     say(f"downloaded {what} in {time.monotonic() - began:.0f} s")
     return folder
+
+
+def _fetch_cards(hub: Any, repository: Repository, revision: Revision, checksums: dict[str, str]) -> None:
+    """Download the files that name a data set's configurations, before `datasets` reads them."""
+    for name in _CARD_FILES:
+        if name in checksums:
+            file = hub.hf_hub_download(repository.name, name, repo_type="dataset", revision=revision.commit)
+            _refuse_damaged(repository, Path(file).parent, {name: checksums[name]})
+
+
+def _checksum(sibling: Any) -> str:
+    """Return the SHA-256 that a hub has of a large file, or git's SHA-1 of another one; empty if it has neither."""
+    checksum = str((sibling.lfs["sha256"] if sibling.lfs else sibling.blob_id) or "")
+    return checksum if sibling.lfs or len(checksum) == _SHA1_DIGITS else ""
+
+
+def _refuse_damaged(repository: Repository, folder: Path, checksums: dict[str, str]) -> None:
+    """Remove files with another content than the hub names for them from the cache. Reads 0.4 GB or more a second.
+
+    Raises:
+        PenstockError: there is one.
+    """
+    wrong = [name for name, checksum in checksums.items() if checksum and not _has_content(folder / name, checksum)]
+    for name in wrong:
+        (folder / name).resolve().unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
+    if wrong:
+        raise PenstockError(damaged(f"{', '.join(wrong)} of {repository}", "the hub has another checksum for it"))
+
+
+def _has_content(file: Path, checksum: str) -> bool:
+    if len(checksum) == _SHA1_DIGITS:
+        content = file.read_bytes()
+        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest() == checksum
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest() == checksum
 
 
 def _snapshot(snapshot_download: Any, repository: Repository, revision: str, files: list[str], **options: Any) -> str:
@@ -270,85 +303,6 @@ def _refuse_full_disk(repository: Repository, missing: int) -> None:
     free = free_bytes(Path(HF_HUB_CACHE).expanduser().absolute())
     if free is not None and free < missing:
         raise PenstockError(
-            f"no room for {repository}: {_size(missing)} are to be downloaded to {HF_HUB_CACHE}, and its disk has "
-            f"{_size(free)} free; make room, or set HF_HOME to a folder on another disk"
+            f"no room for {repository}: {size_text(missing)} are to be downloaded to {HF_HUB_CACHE}, and its disk has "
+            f"{size_text(free)} free; make room, or set HF_HOME to a folder on another disk"
         )
-
-
-@contextmanager
-def _progress(repository: Repository, missing: int, say: Say) -> Iterator[dict[str, Any]]:
-    """Yield options of `snapshot_download`: it draws bars on a terminal; elsewhere a line says how far it is."""
-    from huggingface_hub.utils import tqdm
-
-    if sys.stderr.isatty() and say is not say_nothing:
-        yield {}
-        return
-
-    class NoBar(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "disable": True})
-
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    folder = Path(HF_HUB_CACHE).expanduser() / f"{repository.kind}s--{repository.name.replace('/', '--')}" / "blobs"
-    done, before = Event(), _bytes_in(folder)
-
-    def tell() -> None:
-        while not done.wait(_LINE_EVERY_S):
-            say(f"downloading {repository}: {_size(_bytes_in(folder) - before)} of {_size(missing)}")
-
-    thread = Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield {"tqdm_class": NoBar}
-    finally:
-        done.set()
-        thread.join()
-
-
-def _bytes_in(folder: Path) -> int:
-    found = 0
-    for file in folder.glob("*"):
-        try:
-            found += file.stat().st_size
-        except OSError:  # it got its final name meanwhile
-            continue
-    return found
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out the libraries' own messages, which name URLs and repeat what our lines say."""
-    from huggingface_hub.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
-def _library(repository: Repository, name: str, setting: str) -> Any:
-    """Import a library that the hub needs.
-
-    Raises:
-        SettingsError: it is not installed.
-    """
-    try:
-        return __import__(name)
-    except ImportError as error:
-        extra = "data" if name == "datasets" else "rollout"
-        raise SettingsError(
-            f"{setting + '.path = ' if setting else ''}{repository.name!r}: there is no such file or folder in "
-            f"{Path.cwd()}; if it is the name of a {repository} on the hub, reading it needs {name}: "
-            f"pip install 'penstock[{extra}]'"
-        ) from error
-
-
-def _size(number: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if abs(number) < 1000:
-            return f"{number:.0f} {unit}"
-        number /= 1000
-    return f"{number:.1f} GB"

@@ -1,10 +1,14 @@
 """Errors of a hub in one line: what was asked for, what went wrong, and the remedy. No message has a token in it."""
 
 import errno
+import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from stream.connection.address import redact_url
 from stream.errors import PenstockError, SettingsError
@@ -16,6 +20,8 @@ FAULTS_OF_OURS: Final = (AttributeError, NameError, TypeError)
 _NETWORK_LIBRARIES: Final = ("httpx", "httpx2", "httpcore", "requests", "urllib3")
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _MAX_CHARACTERS: Final = 200
+_WRONG_SIZE: Final = re.compile(r"should be of size (\d+) but has size (\d+)")
+_PROXY_WANTS_PASSWORD: Final = 407
 
 
 def explain(error: Exception, repository: Repository, revision: Revision, setting: str) -> PenstockError:
@@ -43,9 +49,9 @@ def explain(error: Exception, repository: Repository, revision: Revision, settin
         )
     if status in (401, 403):
         return SettingsError(
-            f"{_endpoint()} refuses access to {repository} (HTTP {status}): {_token()}, with the right to read it"
+            f"{_place()} refuses access to {repository} (HTTP {status}): {_token()}, with the right to read it"
         )
-    if any(isinstance(each, OSError) and each.errno in _NO_ROOM for each in chain):
+    if met_full_disk(error):
         return PenstockError(
             f"no room on the disk for {repository}, which is downloaded to {_cache()}; make room, or set HF_HOME to a "
             "folder on another disk. What is complete is kept"
@@ -53,11 +59,16 @@ def explain(error: Exception, repository: Repository, revision: Revision, settin
     if any(isinstance(each, errors.OfflineModeIsEnabled) for each in chain):
         return PenstockError(
             f"HF_HUB_OFFLINE is set, and {_cache()} lacks files of {repository} at {revision.short}: unset it, or copy "
-            f"that folder from a machine that has them{_both(setting)}"
+            f"that folder from a machine that has them{_both(setting, revision)}"
         )
     if any(type(each).__module__.startswith("datasets") for each in chain) or _is_of_config(error):
         return SettingsError(f"{f'{setting}.path = ' if setting else ''}{repository.name}: {explain_unread(error)}")
-    return PenstockError(f"{_unanswered(chain, repository, status)}{_both(setting)}")
+    return PenstockError(f"{_unanswered(chain, repository, status)}{_both(setting, revision)}")
+
+
+def met_full_disk(error: BaseException) -> bool:
+    """Return whether an error, or one behind it, says that a disk has no room."""
+    return any(isinstance(each, OSError) and each.errno in _NO_ROOM for each in _causes(error))
 
 
 def is_unreachable(error: BaseException) -> bool:
@@ -90,30 +101,54 @@ def _unanswered(chain: list[BaseException], repository: Repository, status: int)
     """Return why an answer is missing or unusable, and what to do."""
     if status == 429:
         return f"{_endpoint()} has had too many requests from here (HTTP 429): wait some minutes, or {_token()}"
+    if status == _PROXY_WANTS_PASSWORD:
+        return (
+            f"{_place()}: the proxy wants a user and a password (HTTP 407) for {repository}: set HTTPS_PROXY, or "
+            "HTTP_PROXY, to http://USER:PASSWORD@HOST:PORT"
+        )
     if status >= 500:
-        return f"{_endpoint()} answered with HTTP {status} for {repository}: try again later; what is complete is kept"
+        return f"{_place()} answered with HTTP {status} for {repository}: try again later; what is complete is kept"
     if status:
-        return f"{_endpoint()} answered with HTTP {status} for {repository}: check HF_ENDPOINT"
+        return f"{_place()} answered with HTTP {status} for {repository}: check HF_ENDPOINT"
     network = [each for each in chain if _is_of_network(each)]
-    innermost = (network or chain)[-1]
-    why = " ".join(f"{type(innermost).__name__}: {innermost}".split())
-    if token := os.environ.get("HF_TOKEN"):
-        why = why.replace(token, "(hidden)")
-    why = why if len(why) <= _MAX_CHARACTERS else f"{why[:_MAX_CHARACTERS]} ..."
     if network:
         return (
-            f"{repository} could not be downloaded from {_endpoint()} ({why}): check the network, HTTPS_PROXY and "
-            "HF_ENDPOINT, and start again; what is complete is kept"
+            f"{repository} could not be downloaded from {_place()} ({_in_short(network[-1])}): check the network, "
+            "HTTPS_PROXY and HF_ENDPOINT, and start again; what is complete is kept"
+        )
+    if match := next((found for each in chain if (found := _WRONG_SIZE.search(str(each)))), None):
+        return damaged(f"a file of {repository}", f"it has {match[2]} bytes instead of {match[1]}")
+    if answer := next((each for each in chain if isinstance(each, json.JSONDecodeError)), None):
+        return (
+            f"{_place()} gave an answer for {repository} that is no JSON ({answer}): check that HF_ENDPOINT names a "
+            "hub, and that no proxy or login page answers in its place"
         )
     return (
-        f"{repository} could not be downloaded from {_endpoint()}: {why}. Start again; if it stays, check that "
-        "HF_ENDPOINT names a hub"
+        f"{repository} could not be downloaded from {_place()}: {_in_short(chain[-1])}. Start again; if it stays, "
+        "check that HF_ENDPOINT names a hub"
     )
 
 
-def _both(setting: str) -> str:
-    """Return the other possibility: the name may have been meant as a folder."""
-    return f". If {setting}.path was meant as a folder: there is none in {Path.cwd()}" if setting else ""
+def damaged(what: str, why: str) -> str:
+    """Return a message about a file that came with another content than the hub names for it."""
+    return (
+        f"{what} came damaged from {_place()} and was thrown away: {why}. Start again; if it stays, HF_ENDPOINT or a "
+        "proxy sends other files than the hub has"
+    )
+
+
+def _in_short(error: BaseException) -> str:
+    """Return an error's type and text in one line, without the token."""
+    why = " ".join(f"{type(error).__name__}: {error}".split())
+    if token := os.environ.get("HF_TOKEN"):
+        why = why.replace(token, "(hidden)")
+    return why if len(why) <= _MAX_CHARACTERS else f"{why[:_MAX_CHARACTERS]} ..."
+
+
+def _both(setting: str, revision: Revision) -> str:
+    """Return the other possibility: a name whose commit is unknown may have been meant as a folder."""
+    is_unknown = setting and not revision.commit
+    return f". If {setting}.path was meant as a folder: there is none in {Path.cwd()}" if is_unknown else ""
 
 
 def _token() -> str:
@@ -125,7 +160,18 @@ def _token() -> str:
 def _endpoint() -> str:
     from huggingface_hub.constants import ENDPOINT
 
-    return redact_url(ENDPOINT)
+    return redact_url(ENDPOINT) if "://" in ENDPOINT else "HF_ENDPOINT"
+
+
+def _place() -> str:
+    """Return the hub's address with that of the proxy through which it is asked, without its user and password."""
+    from huggingface_hub.constants import ENDPOINT
+
+    parts, proxies = urlsplit(ENDPOINT), getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all", "")
+    if not proxy or proxy_bypass(parts.netloc):
+        return _endpoint()
+    return f"{_endpoint()} through the proxy {redact_url(proxy if '://' in proxy else f'http://{proxy}')}"
 
 
 def _cache() -> str:

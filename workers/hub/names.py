@@ -14,10 +14,12 @@ import msgspec
 from msgspec import Struct
 
 from stream.connection.run_identity import read_identity
-from stream.errors import PenstockError, RunMismatchError, SettingsError
+from stream.errors import DataError, PenstockError, RunMismatchError, SettingsError
 from workers.datasets.fingerprint import dataset_name
 from workers.datasets.sources import open_source
-from workers.hub.downloads import Say, download, look_up, say_nothing
+from workers.hub.downloads import download, look_up
+from workers.hub.errors import explain, met_full_disk
+from workers.hub.libraries import Say, say_nothing
 from workers.settings import Settings
 from workers.settings.data import DataSettings
 from workers.settings.hub import Repository, Revision, is_hub_name, parse_revision
@@ -97,14 +99,14 @@ def bind_revisions(
         settings: as they were given.
         known: what the run's identity keeps.
         say: gets a line for people.
-        sections: look up no name of another section; the run's commits are used for all.
+        sections: leave out names of another section, but for those whose commit the run knows.
 
     Raises:
         RunMismatchError: the settings name another repository or revision than the run has.
         SettingsError: there is no such repository or revision, or it may not be read.
         PenstockError: the hub cannot be asked.
     """
-    _refuse_unused(settings)
+    _refuse_unused(settings, sections)
     for each in hub_names(settings):
         if each.key in known:
             revision = _of_run(each, known[each.key])
@@ -116,7 +118,7 @@ def bind_revisions(
     return settings
 
 
-def _refuse_unused(settings: Settings) -> None:
+def _refuse_unused(settings: Settings, sections: tuple[str, ...]) -> None:
     """Refuse a revision of what is on this disk, which takes precedence over a name on a hub.
 
     Raises:
@@ -125,7 +127,12 @@ def _refuse_unused(settings: Settings) -> None:
     tables: dict[str, Any] = {MODEL_SECTION: settings.model, DATA_SECTION: settings.data, EVAL_SECTION: settings.eval}
     tables |= {f"data.sets[{i}]": each for i, each in enumerate(settings.data.sets)}
     for name, table in tables.items():
-        if table.path and table.revision and Path(table.path.partition("#")[0]).exists():
+        if (
+            name.partition(".")[0] in sections
+            and table.path
+            and table.revision
+            and Path(table.path.partition("#")[0]).exists()
+        ):
             raise SettingsError(
                 f"{name}.revision is for a name on a hub, but {name}.path = {table.path!r} is on this disk, which "
                 "takes precedence; leave out the first, or move that folder"
@@ -179,23 +186,31 @@ def download_names(settings: Settings, say: Say, sections: tuple[str, ...] = SEC
         sections: leave out the others.
 
     Raises:
-        SettingsError: the repository holds no such model or data set, or it may not be read.
-        DataError: a data set has no such configuration or split, or cannot be read.
+        SettingsError: the repository holds no such model or data set, or it may not be read. The data set has no such
+            configuration or split, or cannot be read.
         PenstockError: the hub cannot be asked, or there is no room on the disk.
     """
     for each in hub_names(settings):
         if each.section in sections:
             download(each.repository, each.revision, each.config, each.setting, say)
             if each.section != MODEL_SECTION:  # what it cannot read, the feeder could not
-                open_source(
-                    DataSettings(
-                        path=each.repository.name,
-                        config=each.config,
-                        split=each.split,
-                        revision=str(each.revision),
-                        prompt="",
-                    )
-                )
+                _try_to_open(each)
+
+
+def _try_to_open(which: HubName) -> None:
+    table = DataSettings(
+        path=which.repository.name,
+        config=which.config,
+        split=which.split,
+        revision=str(which.revision),
+        prompt="",
+    )
+    try:
+        open_source(table)
+    except DataError as error:
+        if met_full_disk(error):  # `datasets` writes its own form of the files
+            raise explain(error, which.repository, which.revision, which.setting) from error
+        raise SettingsError(f"{which.setting}.path = {error}") from error
 
 
 def resolve_names(
@@ -211,8 +226,9 @@ def try_to_resolve(settings: Settings, known: Mapping[str, str], say: Say) -> tu
     """Bind and download all names on a hub. Returns the errors, each with its section, instead of raising. Blocks."""
     errors: dict[str, PenstockError] = {}
     for section in SECTIONS:
+        of_section = {key: value for key, value in known.items() if key.startswith(f"{section}.")}
         try:
-            settings = resolve_names(settings, known, say, (section,))
+            settings = resolve_names(settings, of_section, say, (section,))
         except PenstockError as error:
             errors[section] = error
     return settings, errors

@@ -19,7 +19,7 @@ from stream.durable import write_file_atomically
 from stream.errors import PenstockError, RunFailedError, SettingsError
 from stream.operator.status import RunStatus
 from workers.check.report_text import print_report
-from workers.hub.downloads import say_nothing
+from workers.hub.libraries import say_nothing
 from workers.hub.names import bind_revisions, download_names, known_values, print_note, revision_overrides
 from workers.launch.preflight import run_preflight_process
 from workers.launch.supervisor import RunOutcome, Supervisor
