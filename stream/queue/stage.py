@@ -197,7 +197,7 @@ class Stage:
         return completions
 
     async def save_turn(self, lease: Lease, name: str, payload: bytes, count: int) -> None:
-        """Save a sampled turn of an unfinished completion. `count`: turns of this attempt; more than before is progress."""
+        """Save a sampled turn of an unfinished completion. A `count` of turns beyond earlier attempts' is progress."""
         await self._save_part(lease, "turns", name, payload, count)
 
     async def load_turns(self, lease: Lease) -> dict[bytes, bytes]:
