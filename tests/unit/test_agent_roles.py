@@ -181,6 +181,20 @@ async def test_a_history_with_a_changed_answer_stays_in_its_branch_in_a_new_row(
     assert [len(row.sampled_ranges) for row in rows] == [1, 2]
 
 
+async def test_a_history_with_a_shortened_result_starts_a_row_with_all_that_the_model_saw():
+    sampler = Sequence(["one", "two", "three"])
+    recorder = recorder_of(sampler)[0]
+    first = await ask(recorder, user("a"))
+    second = await ask(recorder, *first, user("a long result"))
+    await ask(recorder, *first, user("short"), second[-1], user("c"))
+    rows, branches = recorder.record()
+    assert [(each.turns, each.rows, each.rewritten) for each in branches] == [(3, (0, 1), ("program",))]
+    contexts = [
+        [*row.prompt, *row.tokens][: len(row.prompt) + start] for row in rows for start, _ in row.sampled_ranges
+    ]
+    assert contexts == sampler.asked
+
+
 async def test_other_tools_or_another_name_start_a_branch():
     recorder = answers("one", "two", "three")
     main = await ask(recorder, user("a"), source=RequestSource(name="x"))
