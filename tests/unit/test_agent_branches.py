@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stream.errors import EngineRefusedError
 from stream.validity import TruncationReason
 from tests.cases.agent_requests import recorded
 from tests.cases.families import FAMILIES, template_of
 from tests.unit.test_episode import Scripted, make_chat, sampled
 from tests.unit.test_recorder import recorder_of, user
 from workers.rollout.agent_endpoint.dialects import DIALECTS
-from workers.rollout.agent_endpoint.neutral import ModelRequest
+from workers.rollout.agent_endpoint.neutral import ContextOverflowError, ModelRequest
 from workers.rollout.agent_endpoint.role_rules import find_role_rules
 
 _, RESPONSES, MESSAGES = DIALECTS
@@ -181,3 +182,20 @@ async def test_scripted_turns_keep_the_text_that_a_stop_text_ends():
     assert reply.text == "one "
     await recorder.complete(ModelRequest(messages=[user("a"), reply.message, user("b")]))
     assert len(recorder.record()[0]) == 1
+
+
+async def test_a_limit_that_a_turn_of_the_same_branch_follows_is_forgotten():
+    class Narrow(Seeded):
+        async def sample(self, prompt_ids, options, *, min_policy_version=0):
+            if len(prompt_ids) > 400:
+                raise EngineRefusedError("the maximum context length is 400 tokens")
+            return await super().sample(prompt_ids, options)
+
+    recorder, _ = recorder_of(Narrow())
+    main = await ask(recorder, user("task"))
+    with pytest.raises(ContextOverflowError):
+        await ask(recorder, *main, user("long" * 200))
+    assert recorder.end() is TruncationReason.CONTEXT
+    await ask(recorder, *main, user("short"))
+    assert recorder.end() is None
+    assert recorder.record()[1] == []
