@@ -152,9 +152,9 @@ Each sampled token is trained in one row at most. All rows of an episode have on
 `penstock show` and the dashboard show the tree.
 
 **Roles** follow from what a program says in its headers, as Claude Code, Codex and opencode do for sub-agents. Without
-headers, the first conversation with tools is `main`, and later ones are `sub`. A call whose answer a later conversation
-begins with is `compact`. A call without tools whose answer appears nowhere is `side`, such as one for a title. Your own
-loop can say so:
+headers, the first conversation with tools is `main`, and later ones are `sub`. A call that holds a history, and whose
+answer a later conversation begins with, is `compact`. A call without tools whose answer appears nowhere is `side`,
+such as one for a title. Your own loop can say so:
 
 | header | meaning |
 |---|---|

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from stream.records import BranchRole, DiscardReason
 from tests.cases.agent_requests import names, recorded
@@ -40,16 +41,30 @@ def spoken(answer):
 
 
 async def branches_of(name):
-    """Replay a recorded conversation; returns its branches as (role, parent, after_turn, turns)."""
+    """Replay a recorded conversation; returns its rows and branches."""
     sampler = Scripted()
-    recorder, _ = recorder_of(sampler, max_tokens=100_000, max_tokens_per_turn=10_000)
+    recorder, _ = recorder_of(sampler, max_tokens=1_000_000, max_tokens_per_turn=10_000)
     for each in recorded(name):
-        if each.path not in ROUTES or each.answer.get("status") == 400:
+        if each.path not in ROUTES:
+            continue
+        request = ROUTES[each.path].parse(each.body, each.headers)
+        if each.answer.get("status") == 400:  # too long: the turns that it holds are not in the file
+            await replay_turns(recorder, sampler, request)
             continue
         sampler.answer = spoken(each.answer)
-        await recorder.complete(ROUTES[each.path].parse(each.body, each.headers))
-    rows, branches = recorder.record()
-    return rows, branches
+        await recorder.complete(request)
+    return recorder.record()
+
+
+async def replay_turns(recorder, sampler, request):
+    """Sample the turns that a request holds."""
+    for place, message in enumerate(request.messages):
+        if message["role"] == "assistant":
+            calls = [
+                (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())
+            ]
+            sampler.answer = spoken({"text": message["content"], "calls": calls})
+            await recorder.complete(replace(request, messages=request.messages[:place]))
 
 
 MAIN, SUB, COMPACT, SIDE = BranchRole.MAIN, BranchRole.SUB, BranchRole.COMPACT, BranchRole.SIDE
@@ -59,9 +74,8 @@ LINEAR = [
     *("mini-swe-agent-turns", "openai-agents-chat-turns", "openai-agents-responses-turns", "openai-sdk-turns"),
 ]
 BRANCHED = {
-    # The first request of the compactions was refused as too long, and its turns were not recorded.
-    "claude-code-compaction": [(COMPACT, None, 1), (MAIN, 0, 1)],
-    "opencode-compaction": [(COMPACT, None, 1), (MAIN, 0, 1)],
+    "claude-code-compaction": [(MAIN, None, 2), (COMPACT, 0, 1), (MAIN, 1, 1)],
+    "opencode-compaction": [(MAIN, None, 2), (COMPACT, 0, 1), (MAIN, 1, 1)],
     "codex-compaction": [(MAIN, None, 1), (COMPACT, 0, 1), (MAIN, 0, 1)],
     "claude-code-sub-agents": [(MAIN, None, 2), (SUB, 0, 2), (SUB, 0, 1)],
     "codex-sub-agents": [(MAIN, None, 3), (SUB, 0, 2), (SUB, 0, 1)],
@@ -229,3 +243,12 @@ async def test_a_branch_that_its_program_leaves_out_is_discarded():
     await ask(recorder, user("a"))
     await ask(recorder, user("b"), source=RequestSource(is_trained=False))
     assert [each.discarded for each in recorder.record()[1]] == [None, DiscardReason.PROGRAM]
+
+
+async def test_an_answer_that_another_conversation_quotes_is_no_summary_if_it_had_no_history():
+    said = "I think that the answer is 17."
+    recorder = answers(said, "I agree.", "I do not.")
+    await ask(recorder, user("What is it?"))
+    await ask(recorder, user(f"Another one said: {said} Do you agree?"))
+    await ask(recorder, user(f"Be strict. Another one said: {said}"))
+    assert [each.role for each in recorder.record()[1]] == [MAIN, SUB, SUB]

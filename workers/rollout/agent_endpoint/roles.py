@@ -86,11 +86,22 @@ def _latest_main(branches: Sequence[BranchBuilder], found: Sequence[BranchFacts]
 
 
 def _summary_of(branch: BranchBuilder, before: Sequence[BranchBuilder]) -> BranchBuilder | None:
-    """Return the call whose answer a conversation begins with."""
+    """Return the call whose answer a conversation begins with, if that may be a summary."""
     if branch.parent is not None or branch.source.role not in {None, BranchRole.MAIN}:
         return None
-    found = (each for each in reversed(before) if not each.tip.is_continued and len(each.turns) == 1)
-    return next((each for each in found if _quotes(branch.turns[0].added, each.tip)), None)
+    for number in reversed(range(len(before))):
+        call = before[number]
+        if len(call.turns) == 1 and not call.tip.is_continued and _quotes(branch.turns[0].added, call.tip):
+            return call if _has_history(call, before[:number]) else None
+    return None
+
+
+def _has_history(branch: BranchBuilder, before: Sequence[BranchBuilder]) -> bool:
+    """Whether a conversation begins with turns of an earlier one, with their texts, or with its name."""
+    name, added = branch.source.name, branch.turns[0].added
+    return branch.parent is not None or any(
+        (name and other.source.name == name) or any(_quotes(added, turn) for turn in other.turns) for other in before
+    )
 
 
 def is_quoted(turn: Turn, branches: Sequence[BranchBuilder]) -> bool:
