@@ -497,17 +497,20 @@ def test_ctrl_c_ends_a_download_that_stalls(hub, place):
     release = threading.Event()
     hub.faults[r"GET /[0-9a-f]{64}$"] = stalling(300_000, release)
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "penstock", "serve", "c/interrupted", "--port", "0"],
         cwd=place, env=variables | environment(hub, place / "hf"), stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 40
-    while not any(re.fullmatch("/[0-9a-f]{64}", request.path) for request in hub.requests):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=5)  # the library's threads end after a minute
-    release.set()
+    ) as process:  # fmt: skip
+        try:
+            deadline = time.monotonic() + 40
+            while not any(re.fullmatch("/[0-9a-f]{64}", request.path) for request in hub.requests):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=25)  # the library's threads end after a minute
+        finally:
+            process.kill()
+            release.set()
     assert process.returncode == 130
     assert said.splitlines()[-1] == "interrupted"
 
