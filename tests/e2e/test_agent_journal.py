@@ -54,7 +54,6 @@ class Loop(AgentEnvironment):
 '''
 SIZE, TURNS, LIVE = 2, 8, 2
 """Completions of a group; turns of each; branches of each that ask at the same time, at most."""
-KILLS_EACH_GROUP = 4
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ KILLS_EACH_GROUP = 4
 async def test_after_a_kill_at_most_one_turn_of_each_live_branch_is_sampled_again(
     kills, project, redis_url, run_name, tmp_path
 ):
-    groups = 1 + kills // KILLS_EACH_GROUP
+    groups = kills  # a worker on a busy machine finishes one before it is killed
     chance = random.Random(kills)
     project.table["run"]["name"] = run_name
     project.table["environments"] = {"loop": {"ref": f"{tmp_path}/loop.py:Loop"}}
@@ -75,6 +74,7 @@ async def test_after_a_kill_at_most_one_turn_of_each_live_branch_is_sampled_agai
     project.table["rollout"] |= {"group_size": SIZE, "groups_in_flight": 1, "max_tokens": 200, "max_turns": 20}
     project.table["engine"]["max_model_len"] = 4096
     project.table["agents"] = {"journal": True}
+    project.table["train"]["batch_size"] = groups  # nothing is trained, so all of them are outstanding
     project.table["queue"]["lease_s"] = 1.0
     (tmp_path / "loop.py").write_text(AGENT)
     file = str(await anyio.to_thread.run_sync(project.write))
@@ -94,9 +94,9 @@ async def test_after_a_kill_at_most_one_turn_of_each_live_branch_is_sampled_agai
         command = project.command("rollout", file, "--redis", redis_url, "--engine", engine.url)
         again = []
         for _ in range(kills):
-            worker, before = await roles.start(command), len(asked)
+            worker, before, more = await roles.start(command), len(asked), chance.randint(1, 6)
             with anyio.fail_after(60):
-                while len(asked) < before + chance.randint(1, 6):
+                while len(asked) < before + more:
                     await anyio.sleep(0.01)
             await anyio.sleep(chance.random() * 0.06)
             worker.kill()
@@ -108,7 +108,7 @@ async def test_after_a_kill_at_most_one_turn_of_each_live_branch_is_sampled_agai
 
         before = len(asked)
         last = await roles.start(command)
-        await until(connection, all_done)
+        await until(connection, all_done, within_s=120 if kills < 10 else 600)
         again.append(len(set(asked[:before]) & set(asked[before:])))
         await last.drain()
         assert not await connection.redis.keys(connection.key("prompts:turns:*")), "the server's memory is free"
