@@ -47,7 +47,7 @@ from workers.settings.toml_file import parse_settings
 NAMES = ("chat", "responses", "messages")
 CONCURRENCY = 64
 LONG_TURNS, LONG_TOKENS = 100, 30_000
-SUB_AGENTS, SUB_TOKENS, SUB_ROUNDS = 8, 200, 3
+SUB_AGENTS, SUB_TOKENS, SUB_ROUNDS = 8, 200, 1
 
 
 def agent_settings(case: Case, built_in: Path, name: str, port: int) -> Path:

@@ -75,7 +75,7 @@ async def test_after_a_kill_at_most_one_turn_of_each_live_branch_is_sampled_agai
     project.table["engine"]["max_model_len"] = 4096
     project.table["agents"] = {"journal": True}
     project.table["train"]["batch_size"] = groups  # nothing is trained, so all of them are outstanding
-    project.table["queue"]["lease_s"] = 1.0
+    project.table["queue"] |= {"lease_s": 1.0, "max_attempts": 1000}  # some are killed often before their next turn
     (tmp_path / "loop.py").write_text(AGENT)
     file = str(await anyio.to_thread.run_sync(project.write))
     asked: list[tuple[int, ...]] = []
