@@ -41,7 +41,7 @@ from workers.rollout.engine_client.sampling import SampledTurn
 from workers.rollout.episode import EpisodeContext
 from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import RolloutSettings, Settings
+from workers.settings import AgentSettings, RolloutSettings, Settings
 from workers.settings.toml_file import parse_settings
 
 NAMES = ("chat", "responses", "messages")
@@ -212,6 +212,7 @@ async def _ask_sub_agents(
         slot=None,
         limits=settings.rollout,
         min_policy_version=-1,
+        agents=AgentSettings(max_rollout_tokens=2 * SUB_AGENTS * SUB_TOKENS),
     )
     recorder = Recorder(context, Completion(index=0, seconds={"engine": 0.0}), EpisodeClock(3600.0))
 
