@@ -498,7 +498,8 @@ def test_ctrl_c_ends_a_download_that_stalls(hub, place):
     hub.faults[r"GET /[0-9a-f]{64}$"] = stalling(300_000, release)
     variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     with subprocess.Popen(
-        [sys.executable, "-m", "penstock", "serve", "c/interrupted", "--port", "0"],
+        # A shell's background job ignores the signal, and so would its children.
+        ["env", "--default-signal=INT", sys.executable, "-m", "penstock", "serve", "c/interrupted", "--port", "0"],
         cwd=place, env=variables | environment(hub, place / "hf"), stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         try:
