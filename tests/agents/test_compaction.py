@@ -29,7 +29,7 @@ class Compacting(NamedTuple):
     limit: int
     """The longest context that the engine takes."""
     told: int
-    """The length of the context that the program is told."""
+    """The context length that the program gets as its own."""
     refused: int
     """Requests that the engine refuses."""
 

@@ -26,7 +26,7 @@ class Spawning(NamedTuple):
     shell: str
     write: Mapping[str, Any]
     wait: str = ""
-    """The tool by which it waits for them; empty: their results are those of the calls."""
+    """The tool that waits for them; empty: the calls return their results."""
 
 
 def described(number: int) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class Recorder:
         return place
 
     async def _fill_context(self, place: Place, known: KnownChat) -> None:
-        """Make the tokens of a place, with those of known turns as they were sampled."""
+        """Make the context of a request; known turns keep their sampled tokens."""
         chat, parent, added = place.chat, place.parent, place.added
         if parent is None or not known.takes_tools:
             place.context = await _encode(place.conversation.messages, chat)
