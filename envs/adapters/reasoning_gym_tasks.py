@@ -28,7 +28,7 @@ from envs.processes.child_main import ProcessPoolError
 from envs.processes.isolation import Isolation
 from envs.processes.shared_pools import finished, pool_timeout_s, run_in_pool, start_pool
 from envs.references import import_extra
-from envs.sandboxes.process import sandbox_problem, warn_without_sandbox
+from envs.sandboxes.bubblewrap import sandbox_problem, warn_without_sandbox
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, Reward, RewardReason, worst_reward
 

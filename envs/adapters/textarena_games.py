@@ -28,7 +28,7 @@ from envs.processes.child_main import JobError
 from envs.processes.isolation import Isolation, IsolationKind, strongest_isolation
 from envs.processes.shared_pools import finished, pool_timeout_s, run_in_pool
 from envs.references import import_extra, resolve
-from envs.sandboxes.process import warn_without_sandbox
+from envs.sandboxes.bubblewrap import warn_without_sandbox
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, Reward, RewardReason, worst_reward
 

@@ -1,6 +1,6 @@
 """An environment whose tool runs the model's Python in a sandbox with limits.
 
-Each call starts a new interpreter in a sandbox of its own (`envs.sandboxes.process`): no network, no process but its
+Each call starts a new interpreter in a sandbox of its own (`envs.sandboxes.bubblewrap`): no network, no process but its
 own, no environment variable of the worker, the system's files and the interpreter's library to read, an empty folder to
 write. Limited: CPU time, wall time, memory, size of files and output, new processes. Not available: packages.
 
@@ -29,11 +29,11 @@ from anyio import to_thread
 from anyio.abc import Process
 
 from envs.processes import resource_limits
-from envs.sandboxes.process import (
+from envs.sandboxes.bubblewrap import (
     NOBODY,
     WORKDIR,
     Launch,
-    SandboxSpec,
+    BubblewrapSpec,
     interpreter_paths,
     launch,
     sandbox_problem,
@@ -154,7 +154,7 @@ class Python:
         try:
             output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `_remove`)
             if self._is_sandboxed:
-                spec = SandboxSpec(
+                spec = BubblewrapSpec(
                     readable=(*interpreter_paths(self._interpreter), resource_limits.__file__),
                     folder_bytes=_FILES_PER_FOLDER * self._limits["file_bytes"],
                     starts_processes=self._limits["processes"] > 0,

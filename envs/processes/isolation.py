@@ -3,7 +3,7 @@
 ==========  ==========================================================================================================
 `none`      the worker's environment, its files and network: for reward functions of users
 `process`   no variable of the worker's environment; files and network as the worker has them
-`sandbox`   `envs.sandboxes.process`: no network, no process and no file but the system's and installed packages
+`sandbox`   `envs.sandboxes.bubblewrap`: no network, no process and no file but the system's and installed packages
 ==========  ==========================================================================================================
 """
 
@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from envs.processes.child_main import ChildConfig
-from envs.sandboxes.process import Launch, SandboxSpec, import_paths, launch, sandbox_problem, shows
+from envs.sandboxes.bubblewrap import Launch, BubblewrapSpec, import_paths, launch, sandbox_problem, shows
 
 IsolationKind = Literal["none", "process", "sandbox"]
 
@@ -46,7 +46,7 @@ class Isolation:
         """Prepare the start of a child; blocks."""
         if self.kind == "sandbox":
             shown, variables = (*import_paths(), *self.readable), (*_VARIABLES, *self.variables)
-            spec = SandboxSpec(readable=shown, variables=variables)
+            spec = BubblewrapSpec(readable=shown, variables=variables)
             config = msgspec.structs.replace(config, parent_pid=0)  # it has another number there
             found = [path for path in sys.path if shows(spec, path)]
             return launch(_command(config, [*dict.fromkeys([*found, _ROOT])]), spec)
@@ -68,7 +68,7 @@ def strongest_isolation() -> IsolationKind:
 def is_importable_in_sandbox(module: str) -> bool:
     """Return whether a child in a sandbox can import a module that this process has imported. Blocks."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    return bool(file) and shows(SandboxSpec(readable=import_paths()), str(file))
+    return bool(file) and shows(BubblewrapSpec(readable=import_paths()), str(file))
 
 
 def _command(config: ChildConfig, path: list[str]) -> list[str]:

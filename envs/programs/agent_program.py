@@ -31,11 +31,11 @@ from envs.programs import inside
 from envs.programs.installed import find_program
 from envs.programs.outside import OutputTail, bind_for_all, pass_on
 from envs.programs.profiles import PROFILES, context_values
-from envs.sandboxes.process import (
+from envs.sandboxes.bubblewrap import (
     NOBODY,
     WORKDIR,
     Launch,
-    SandboxSpec,
+    BubblewrapSpec,
     becomes_nobody,
     interpreter_paths,
     launch,
@@ -218,9 +218,9 @@ class AgentProgram(AgentEnvironment):
         """Return texts with the values of their placeholders; a name without a value stays."""
         return [_PLACEHOLDER.sub(lambda found: self._values.get(found[1], found[0]), text) for text in texts]
 
-    def _spec(self) -> SandboxSpec:
+    def _spec(self) -> BubblewrapSpec:
         own = (*interpreter_paths(), inside.__file__)
-        return SandboxSpec(
+        return BubblewrapSpec(
             readable=(*own, *self._readable),
             variables=tuple(zip(self._env, self._filled([*self._env.values()]), strict=True)),
             writable=((f"{_homes.get(self)}/work", _FOLDER), (f"{_homes.get(self)}/endpoint.sock", _SOCKET)),

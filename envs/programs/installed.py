@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from envs.sandboxes.process import interpreter_paths
+from envs.sandboxes.bubblewrap import interpreter_paths
 from stream.errors import ReferenceNotFoundError
 
 _SEARCHED: Final = ("/usr/local/bin", "/usr/bin", "/bin")

@@ -14,7 +14,7 @@ from envs.processes.pool import ProcessPool
 from envs.rewards.call_report import CallReport, TrainerState, use_fallback
 from envs.rewards.call_results import CallResult, classify_rows
 from envs.rewards.loading import load_reward_function
-from envs.sandboxes.process import warn_without_sandbox
+from envs.sandboxes.bubblewrap import warn_without_sandbox
 
 WITHOUT_SANDBOX = "its child processes can read files and use the network"
 

@@ -1,4 +1,4 @@
-"""Sandboxes: programs that see nothing of this machine but the system's files.
+"""Sandboxes: programs that see nothing of this machine but the system's files, and containers that an episode owns.
 
-`process` runs them with bubblewrap, `system_calls` is the filter that it gives them.
+`contract` says what a provider of sandboxes has to do. `bubblewrap` starts programs with the filter of `system_calls`.
 """

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from envs.sandboxes.process import sandbox_problem
+from envs.sandboxes.bubblewrap import sandbox_problem
 from tests.agents.played import FOLDER
 
 FIGURES = pytest.StashKey[list[str]]()

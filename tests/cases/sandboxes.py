@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from envs.sandboxes.process import sandbox_problem
+from envs.sandboxes.bubblewrap import sandbox_problem
 
 
 @pytest.fixture

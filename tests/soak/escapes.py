@@ -23,7 +23,7 @@ from typing import Any
 
 import anyio
 
-from envs.sandboxes.process import sandbox_problem
+from envs.sandboxes.bubblewrap import sandbox_problem
 from tests.soak.escape_answers import Answers, Attack
 from tests.soak.escape_targets import DATASETS, NAMES, Judged, Target, is_paid, open_targets, unmeasured
 from workers.role import log_setup as logs

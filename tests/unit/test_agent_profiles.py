@@ -11,7 +11,7 @@ from envs.factory import EnvironmentFactory
 from envs.programs.installed import find_program
 from envs.programs.profiles import PROFILES, context_values
 from envs.references import AGENTS
-from envs.sandboxes.process import sandbox_problem
+from envs.sandboxes.bubblewrap import sandbox_problem
 from envs.snapshot import thaw
 from stream.errors import ReferenceNotFoundError
 from tests.adapters.episodes import completions

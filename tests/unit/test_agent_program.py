@@ -11,7 +11,7 @@ import pytest
 
 from envs.factory import EnvironmentFactory
 from envs.rewards import merge_parts
-from envs.sandboxes.process import sandbox_problem
+from envs.sandboxes.bubblewrap import sandbox_problem
 from envs.snapshot import thaw
 from stream.errors import PenstockError
 from stream.validity import Measured, RolloutReason, TruncationReason, Unmeasured

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envs.sandboxes.process import sandbox_problem
+from envs.sandboxes.bubblewrap import sandbox_problem
 from tests.unit.test_agent_program import ASK
 from workers.check.check import check
 

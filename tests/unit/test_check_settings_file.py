@@ -12,7 +12,7 @@ import structlog
 import tomli_w
 from structlog.testing import capture_logs
 
-from envs.sandboxes import process
+from envs.sandboxes import bubblewrap
 from stream.errors import SettingsError
 from tests.base_models.demo_model import make_model
 from tests.cases.ports import has_ipv6
@@ -292,7 +292,7 @@ def test_a_mistake_is_an_error_with_place_and_remedy(project, mistake):
 
 
 def test_a_machine_without_sandboxes_is_a_warning_for_each_environment_that_wants_one(project, monkeypatch):
-    monkeypatch.setattr(process, "sandbox_problem", lambda: "bwrap: No permissions")
+    monkeypatch.setattr(bubblewrap, "sandbox_problem", lambda: "bwrap: No permissions")
     project.table["environments"] = {"code": "python", "counter": project.table["environments"]["counter"]}
     project.rows([{"question": "a", "environment": "code", "answer": "1", "target": 1}])
     (warning,) = [each for each in project.check().findings if "sandbox" in each.text]

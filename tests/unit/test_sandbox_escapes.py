@@ -13,7 +13,7 @@ import pytest
 
 from envs.builtin.python_sandbox import Python
 from envs.processes import resource_limits
-from envs.sandboxes.process import becomes_nobody, interpreter_paths
+from envs.sandboxes.bubblewrap import becomes_nobody, interpreter_paths
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.usefixtures("needs_sandbox")

@@ -18,8 +18,8 @@ from envs.processes.forked import run_forked
 from envs.processes.isolation import Isolation
 from envs.processes.pool import ProcessPool
 from envs.rewards import RewardBatch, RewardFunction
-from envs.sandboxes import process
-from envs.sandboxes.process import SandboxSpec, interpreter_paths, launch, missing_sandbox, sandbox_problem
+from envs.sandboxes import bubblewrap
+from envs.sandboxes.bubblewrap import BubblewrapSpec, interpreter_paths, launch, missing_sandbox, sandbox_problem
 from stream.validity import Measured
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 
@@ -27,7 +27,7 @@ from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 @pytest.fixture
 def fresh():
     """Forget what is known of this machine, before and after."""
-    known = (process.sandbox_problem, process.bubblewrap, process.warn_without_sandbox)
+    known = (bubblewrap.sandbox_problem, bubblewrap.bubblewrap, bubblewrap.warn_without_sandbox)
     for function in known:
         function.cache_clear()
     yield
@@ -41,7 +41,7 @@ def on_the_path(monkeypatch, tmp_path, script):
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(process, "becomes_nobody", lambda _: False)  # nobody cannot reach a test's folder
+    monkeypatch.setattr(bubblewrap, "becomes_nobody", lambda _: False)  # nobody cannot reach a test's folder
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_an_application_below_usr_is_hidden_and_its_interpreter_is_shown(monkeyp
     shown.mkdir(parents=True)
     (hidden / "secret").touch()
     (shown / "library").touch()
-    monkeypatch.setattr(process, "_SYSTEM", (*process._SYSTEM, str(tmp_path)))
+    monkeypatch.setattr(bubblewrap, "_SYSTEM", (*bubblewrap._SYSTEM, str(tmp_path)))
     code = f"import os; print(os.path.exists({str(hidden / 'secret')!r}), os.path.exists({str(shown / 'library')!r}))"
-    spec = SandboxSpec(readable=(*interpreter_paths(), str(shown)))
+    spec = BubblewrapSpec(readable=(*interpreter_paths(), str(shown)))
     for masked, expected in (((), "True True"), ((str(hidden),), "False True")):
-        monkeypatch.setattr(process, "_MASKED", masked)
+        monkeypatch.setattr(bubblewrap, "_MASKED", masked)
         with launch([sys.executable, "-I", "-S", "-c", code], spec) as start:
             ended = subprocess.run(start.command, capture_output=True, text=True, check=False, **start.options)
         assert ended.stdout.strip() == expected, ended.stderr
@@ -98,7 +98,7 @@ def test_a_link_in_a_folder_that_is_shown_is_no_obstacle(tmp_path):
     (tmp_path / "word").write_text("shown")
     (tmp_path / "link").symlink_to("word")
     system = next(path for path in sorted(Path("/usr/bin").iterdir()) if path.is_symlink())
-    spec = SandboxSpec(readable=(*interpreter_paths(), str(tmp_path), str(tmp_path / "link"), str(system)))
+    spec = BubblewrapSpec(readable=(*interpreter_paths(), str(tmp_path), str(tmp_path / "link"), str(system)))
     program = [os.path.realpath(sys.executable), "-I", "-S", "-c", "import sys; print(open(sys.argv[1]).read())"]
     with launch([*program, str(tmp_path / "link")], spec) as started:
         done = subprocess.run(started.command, **started.options, capture_output=True, text=True, check=False)

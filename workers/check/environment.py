@@ -20,7 +20,7 @@ from envs.call import (
 from envs.factory import EnvironmentFactory, first_row
 from envs.references import class_key
 from envs.rewards.parts import accepts_messages
-from envs.sandboxes.process import missing_sandbox
+from envs.sandboxes.bubblewrap import missing_sandbox
 from stream.errors import PenstockError
 from stream.records import Prompt, RewardPart
 from stream.validity import RewardReason, Unmeasured

@@ -14,7 +14,7 @@ from envs.rewards import RewardFunction
 from envs.rewards.loading import CALL_PARAMETERS
 from envs.rewards.parts import merge_parts
 from envs.rewards.reward_processes import WITHOUT_SANDBOX
-from envs.sandboxes.process import sandbox_problem
+from envs.sandboxes.bubblewrap import sandbox_problem
 from stream.errors import PenstockError
 from stream.records import Completion, Group, Prompt
 from stream.validity import Measured, Reward, RewardReason, Unmeasured

@@ -2,8 +2,8 @@
 
 The program has user, process, IPC, network, mount and host name namespaces of its own: no network, no process but its
 own, no environment variable but those given. It reads `/usr`, the interpreter's library and the paths of its
-`SandboxSpec`, and writes to a folder, a `/tmp` and a `/dev/shm` of its own, which are bounded and end with it. It dies
-with the thread that started it. Started by root, it runs as the user nobody where nobody can read what it needs; else
+`BubblewrapSpec`, and writes to a folder, a `/tmp` and a `/dev/shm` of its own, which are bounded and end with it. It
+dies with the thread that started it. Started by root, it runs as the user nobody where nobody can read what it needs; else
 as the namespace's nobody, who owns what root owns among the files that it sees, and can write none of them.
 
 Where bubblewrap is missing or may make no namespaces, `sandbox_problem` says why, and each caller says what it does
@@ -42,7 +42,7 @@ _MASKED: Final = ("/usr/src", "/usr/local/src")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SandboxSpec:
+class BubblewrapSpec:
     """What a sandboxed program finds, as plain data."""
 
     readable: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ def sandbox_problem() -> str:
         found = tuple(int(part) for part in version.stdout.split()[-1].split(".")[:2])
         if found < MIN_VERSION:
             return f"{version.stdout.strip()} is too old: 0.8 or newer is needed"
-        with launch([sys.executable, "-I", "-S", "-c", ""], SandboxSpec(readable=interpreter_paths())) as started:
+        with launch([sys.executable, "-I", "-S", "-c", ""], BubblewrapSpec(readable=interpreter_paths())) as started:
             made = _run(started.command, started.options)
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
         return f"{program}: {error}"
@@ -130,7 +130,7 @@ def bubblewrap() -> str | None:
     return next((str(path) for path in found if path.is_file() and os.access(path, os.X_OK)), None)
 
 
-def launch(program: Sequence[str], spec: SandboxSpec, files: Mapping[str, bytes] = MappingProxyType({})) -> Launch:
+def launch(program: Sequence[str], spec: BubblewrapSpec, files: Mapping[str, bytes] = MappingProxyType({})) -> Launch:
     """Prepare the start of a sandboxed program, which dies with the thread that starts it. Blocks: it reads folders.
 
     Args:
@@ -161,7 +161,7 @@ def launch(program: Sequence[str], spec: SandboxSpec, files: Mapping[str, bytes]
     return Launch(command, {"env": dict(ENVIRONMENT), "pass_fds": descriptors, **_user(spec.readable)})
 
 
-def _namespaces(spec: SandboxSpec) -> list[str]:
+def _namespaces(spec: BubblewrapSpec) -> list[str]:
     """Return the options for namespaces and the environment.
 
     The first environment of `bwrap` can be read inside, in /proc, so it holds nothing else either.
@@ -200,7 +200,7 @@ def _masked() -> list[str]:
     return [path for path in _MASKED if Path(path).is_dir()]
 
 
-def shows(spec: SandboxSpec, path: str) -> bool:
+def shows(spec: BubblewrapSpec, path: str) -> bool:
     """Return whether a sandbox shows a path, or something below it."""
     above = any(shown.startswith(f"{path}/") for shown in spec.readable)
     return bool(path) and (above or _is_system(path) or _is_below(path, spec.readable))
