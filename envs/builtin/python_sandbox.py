@@ -32,8 +32,8 @@ from envs.processes import resource_limits
 from envs.sandboxes.bubblewrap import (
     NOBODY,
     WORKDIR,
-    Launch,
     BubblewrapSpec,
+    Launch,
     interpreter_paths,
     launch,
     sandbox_problem,

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from envs.processes.child_main import ChildConfig
-from envs.sandboxes.bubblewrap import Launch, BubblewrapSpec, import_paths, launch, sandbox_problem, shows
+from envs.sandboxes.bubblewrap import BubblewrapSpec, Launch, import_paths, launch, sandbox_problem, shows
 
 IsolationKind = Literal["none", "process", "sandbox"]
 

@@ -34,8 +34,8 @@ from envs.programs.profiles import PROFILES, context_values
 from envs.sandboxes.bubblewrap import (
     NOBODY,
     WORKDIR,
-    Launch,
     BubblewrapSpec,
+    Launch,
     becomes_nobody,
     interpreter_paths,
     launch,

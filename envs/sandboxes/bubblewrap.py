@@ -3,8 +3,8 @@
 The program has user, process, IPC, network, mount and host name namespaces of its own: no network, no process but its
 own, no environment variable but those given. It reads `/usr`, the interpreter's library and the paths of its
 `BubblewrapSpec`, and writes to a folder, a `/tmp` and a `/dev/shm` of its own, which are bounded and end with it. It
-dies with the thread that started it. Started by root, it runs as the user nobody where nobody can read what it needs; else
-as the namespace's nobody, who owns what root owns among the files that it sees, and can write none of them.
+dies with the thread that started it. Started by root, it runs as the user nobody where nobody can read what it needs;
+else as the namespace's nobody, who owns what root owns among the files that it sees, and can write none of them.
 
 Where bubblewrap is missing or may make no namespaces, `sandbox_problem` says why, and each caller says what it does
 instead.
