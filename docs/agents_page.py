@@ -176,9 +176,14 @@ A rollout weighs the same however it branched: [the table of weights](training.m
 **At once.** Up to 16 requests of an episode are sampled together, others wait. The seed of a turn follows from its
 conversation, and not from the order in which requests come.
 
-**A repeated request** gets the same answer: if the client says so (`x-stainless-retry-count`, `Idempotency-Key`), or if
-the connection of the first one broke before the answer was sent (for 30 s). A turn is sampled to its end even if nobody
-waits. Any other request with the same conversation is a second answer.
+**A repeated request** gets the same answer in three cases:
+
+- the client says so (`x-stainless-retry-count`, `Idempotency-Key`);
+- within 30 s, the connection of the first one broke before the answer was sent;
+- within 30 s and once, Claude Code, Codex or opencode sends it again with nothing between. They do so if they did not
+  get the answer, which may be lost after it was sent.
+
+A turn is sampled to its end even if nobody waits. Any other request with the same conversation is a second answer.
 
 **Long episodes.** With `agents.journal = true` each turn is kept on the server until its group ends. If the worker is
 killed, the next one starts the programs again, and gives them the answers that they had, token for token. A program
@@ -193,6 +198,7 @@ that does the same for the same answers then repeats no turn but those that were
 | `agents.max_rollout_tokens`, `agents.max_rollout_turns` | all branches; by default 8 and 16 times those | the same |
 | `rollout.episode_timeout_s` | the time of the engine; and as much for the program's own | the episode ends |
 | 256 | rows of an episode | as above |
+| 100 | contexts of an episode that are too long for the engine | 400: a program that shortens its history without end is ended |
 
 A limit truncates the completion if it had the last word in `main`. A context that is too long for the engine is
 answered with 400 in each vendor's words, so that a program can shorten its history. If the task goes on, nothing was

@@ -199,3 +199,23 @@ async def test_a_limit_that_a_turn_of_the_same_branch_follows_is_forgotten():
     await ask(recorder, *main, user("short"))
     assert recorder.end() is None
     assert recorder.record()[1] == []
+
+
+async def test_a_program_that_compacts_without_end_is_refused_after_a_hundred_contexts_that_are_too_long():
+    def say(_, context):
+        return EngineRefusedError("the maximum context length is 9") if "history" in context else "a summary"
+
+    recorder, completion = recorder_of(Scripted(say), max_turns=1000)
+    await ask(recorder, user("start"))
+    refusals = []
+    for number in range(150):
+        for conversation in (user(f"history {number}"), user(f"summarise {number}")):
+            try:
+                await ask(recorder, conversation)
+            except EngineRefusedError as error:
+                refusals.append(error)
+    overflows = [isinstance(error, ContextOverflowError) for error in refusals]
+    assert overflows == [True] * 100 + [False] * 101
+    assert str(refusals[-1]) == "the episode is over: 100 of its contexts were too long"
+    assert completion.turns == 100
+    assert recorder.end() is TruncationReason.CONTEXT

@@ -2,6 +2,9 @@
 
 A program whose stream breaks asks again, and does not always say so. Sampled twice, one of the turns would be read by
 nobody. So a turn is sampled to its end also after its connection broke, and kept for the same request.
+
+An answer that was written to its end may still be cut behind this process. Of programs that repeat a request only after
+such a loss (`RequestSource.repeats_lost`), the same request with nothing between gets the answer once more.
 """
 
 import hashlib
@@ -25,14 +28,15 @@ class Answer:
     """A turn that is being sampled, or was.
 
     Attributes:
-        is_delivered: a program got all of it.
+        is_delivered: all of it was written to a connection.
+        is_repeated: it was given once more after that.
         readers: requests that wait for it, or are being sent it.
         error: why there is none.
         ended_at: by the event loop's clock; None before.
     """
 
     def __init__(self) -> None:
-        self.is_delivered = False
+        self.is_delivered = self.is_repeated = False
         self.readers = 0
         self.error: Exception | None = None
         self.ended_at: float | None = None
@@ -75,27 +79,44 @@ class Answers:
         self._tasks = tasks
         self._last: dict[bytes, Answer] = {}
         self._named: dict[tuple[str, bytes], Answer] = {}
+        self._latest: dict[str, tuple[bytes, Answer]] = {}
+        """The latest request of each conversation, by the program's name for it, and its answer."""
 
     def get(self, request: ModelRequest) -> Answer:
         """Return the answer to a request: that of an earlier one which it repeats, or a new one."""
         digest = _digest(request)
-        name = (request.idempotency_key[:_MAX_KEY], digest)
-        named = self._named.get(name)
+        key = (request.idempotency_key[:_MAX_KEY], digest)
+        named = self._named.get(key)
         known = named or self._last.get(digest)
         if known is not None and known.error is None and (named or request.is_retry or _is_lost(known)):
             return known
+        if (cut := self._find_cut(request, digest)) is not None:
+            cut.is_repeated = True
+            return cut
         answer = self._last[digest] = Answer()
+        self._latest[request.source.name] = digest, answer
         if request.idempotency_key:
-            self._named[name] = answer
+            self._named[key] = answer
         # In a task of its own, since the server cancels a handler whose connection breaks.
         self._tasks.start_soon(answer.sample, self.recorder, request)
         return answer
 
+    def _find_cut(self, request: ModelRequest, digest: bytes) -> Answer | None:
+        """Return the answer that a program must have lost, since it repeats its request."""
+        latest, answer = self._latest.get(request.source.name, (b"", None))
+        if answer is None or latest != digest or not request.source.repeats_lost:
+            return None
+        is_lost = answer.error is None and not answer.is_repeated and _is_kept(answer)
+        return answer if is_lost else None
+
 
 def _is_lost(answer: Answer) -> bool:
     """Whether nobody got this answer, and nobody is getting it."""
-    is_kept = answer.ended_at is None or anyio.current_time() - answer.ended_at < _KEPT_S
-    return is_kept and not answer.is_delivered and not answer.readers
+    return _is_kept(answer) and not answer.is_delivered and not answer.readers
+
+
+def _is_kept(answer: Answer) -> bool:
+    return answer.ended_at is None or anyio.current_time() - answer.ended_at < _KEPT_S
 
 
 def _digest(request: ModelRequest) -> bytes:

@@ -54,6 +54,8 @@ class RequestSource(NamedTuple):
     """Name of the conversation that started it."""
     is_trained: bool = True
     """The program does not ask to leave it untrained."""
+    repeats_lost: bool = False
+    """A program known to send a request again, unchanged, only if it did not get the answer."""
 
 
 class ModelRequest(Struct, frozen=True, kw_only=True):

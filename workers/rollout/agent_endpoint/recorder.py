@@ -53,6 +53,8 @@ _TURNS_OF_ALL, _TOKENS_OF_ALL = 16, 8
 """How many times `rollout.max_turns` and `rollout.max_tokens`, which hold for each branch, all branches may have."""
 _MAX_ROWS = 256
 """Rows of an episode: a program that compacts again and again would otherwise sample without end."""
+_MAX_OVERFLOWS = 100
+"""Contexts of an episode that may be too long: a program whose history no longer fits would otherwise ask without end."""
 _LONGEST = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)")
 """How engines say the longest context that they take."""
 
@@ -79,6 +81,7 @@ class Recorder:
         """Number of turns before the last conversation of the task that could not begin, and why."""
         self._refused_at: tuple[int, str] | None = None
         """Number of turns before the last request that was refused, and why."""
+        self._overflows = 0
         self._empty_replies = Counter[BranchBuilder | None]()
         self._parallel = anyio.Semaphore(_MAX_PARALLEL, fast_acquire=True)
         self._scopes: set[anyio.CancelScope] = set()
@@ -224,6 +227,9 @@ class Recorder:
     async def _ask_engine(self, place: Place, request: ModelRequest, tokens_left: int) -> SampledTurn:
         """Sample a turn, within the limits of run, episode and request."""
         context, chat = self._context, place.chat
+        if self._overflows >= _MAX_OVERFLOWS:
+            self._note_limit(TruncationReason.CONTEXT, place)
+            raise EngineRefusedError(f"the episode is over: {_MAX_OVERFLOWS} of its contexts were too long")
         most = min(context.limits.max_tokens_per_turn, tokens_left, request.max_tokens or tokens_left)
         options = context.sampling_options(0, max_tokens=most, stop_token_ids=chat.stop_token_ids)
         number = self._asked[place.digest]
@@ -249,6 +255,7 @@ class Recorder:
             if end is TruncationReason.CONTEXT or (
                 isinstance(end, Failure) and end.reason is RolloutReason.PROMPT_TOO_LONG
             ):
+                self._overflows += 1
                 found = _LONGEST.search(str(error))
                 raise ContextOverflowError(len(place.context), int(found[1]) - 1 if found else 0) from error
             raise

@@ -7,7 +7,8 @@ An own loop may say so by these headers::
     X-Penstock-Parent: search     the name of the conversation that started it
     X-Penstock-Train: 0           this conversation is not trained
 
-The headers of known programs mean the same. Without any, the requests themselves decide (`roles`).
+The headers of known programs mean the same, and say that the program repeats a request only if its answer was lost.
+Without any, the requests themselves decide (`roles`).
 """
 
 import json
@@ -54,7 +55,8 @@ def _claude_code(headers: Headers) -> RequestSource | None:
     session, agent = headers.get("x-claude-code-session-id"), headers.get("x-claude-code-agent-id")
     if session is None:
         return None
-    return RequestSource(BranchRole.SUB, agent, session) if agent else RequestSource(name=session)
+    source = RequestSource(BranchRole.SUB, agent, session) if agent else RequestSource(name=session)
+    return source._replace(repeats_lost=True)
 
 
 def _codex(headers: Headers) -> RequestSource | None:
@@ -63,7 +65,7 @@ def _codex(headers: Headers) -> RequestSource | None:
         return None
     is_sub = bool(parent or headers.get("x-openai-subagent"))
     role = BranchRole.COMPACT if _codex_compacts(headers) else BranchRole.SUB if is_sub else None
-    return RequestSource(role, thread, parent)
+    return RequestSource(role, thread, parent, repeats_lost=True)
 
 
 def _codex_compacts(headers: Headers) -> bool:
@@ -78,7 +80,7 @@ def _opencode(headers: Headers) -> RequestSource | None:
     session, parent = headers.get("x-session-id"), headers.get("x-parent-session-id", "")
     if session is None:
         return None
-    return RequestSource(BranchRole.SUB if parent else None, session, parent)
+    return RequestSource(BranchRole.SUB if parent else None, session, parent, repeats_lost=True)
 
 
 _READERS: Final[tuple[Callable[[Headers], RequestSource | None], ...]] = (_own_loop, _claude_code, _codex, _opencode)
