@@ -198,7 +198,7 @@ that does the same for the same answers then repeats no turn but those that were
 | `agents.max_rollout_tokens`, `agents.max_rollout_turns` | all branches; by default 8 and 16 times those | the same |
 | `rollout.episode_timeout_s` | the time of the engine; and as much for the program's own | the episode ends |
 | 256 | rows of an episode | as above |
-| 100 | contexts of an episode that are too long for the engine | 400: a program that shortens its history without end is ended |
+| 100 | contexts of an episode that are too long for the engine | 400: it compacts without end |
 
 A limit truncates the completion if it had the last word in `main`. A context that is too long for the engine is
 answered with 400 in each vendor's words, so that a program can shorten its history. If the task goes on, nothing was

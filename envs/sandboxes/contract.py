@@ -52,7 +52,7 @@ class SandboxSpec(Struct, frozen=True, kw_only=True):
     workdir: str = ""
     """Folder in which commands start; empty: the image's."""
     env: dict[str, str] = field(default_factory=dict)
-    """Environment variables of every command. No secrets: whoever may inspect the sandbox reads them."""
+    """Environment variables of every command. No secrets: all who may inspect the sandbox read them."""
     user: str = ""
     """Name or number of the user whose the commands are; empty: the image's."""
     cpus: float = 1.0

@@ -54,7 +54,7 @@ _TURNS_OF_ALL, _TOKENS_OF_ALL = 16, 8
 _MAX_ROWS = 256
 """Rows of an episode: a program that compacts again and again would otherwise sample without end."""
 _MAX_OVERFLOWS = 100
-"""Contexts of an episode that may be too long: a program whose history no longer fits would otherwise ask without end."""
+"""Contexts of an episode that may be too long: a program whose history does not fit could otherwise ask without end."""
 _LONGEST = re.compile(r"maximum (?:context|model) length (?:is|of) (\d+)")
 """How engines say the longest context that they take."""
 
