@@ -75,7 +75,9 @@ compacts again and again where its first request alone has 70 % of the context.
 **Before a run**, `penstock check agent:codex --field prompt="Say hello."` plays one episode with a scripted model. It
 shows routes, refused requests, fields without effect, rows, and the reward of the untouched folder. It also names hosts
 that the program wants to reach, if it asks them through a proxy (`HTTPS_PROXY`). `penstock check run.toml` does the
-same with the first row of the data.
+same with the first row of the data and the run's own chat template. It names roles that the template refuses, counts
+tokens, and says if a context is too long for `engine.max_model_len`. Without a settings file, add
+`--set model.path=FOLDER` for the template.
 
 ### Any command
 

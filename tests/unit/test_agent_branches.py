@@ -15,7 +15,7 @@ from tests.unit.test_episode import Scripted, make_chat, sampled
 from tests.unit.test_recorder import recorder_of, user
 from workers.rollout.agent_endpoint.dialects import DIALECTS
 from workers.rollout.agent_endpoint.neutral import ContextOverflowError, ModelRequest
-from workers.rollout.agent_endpoint.role_rules import find_role_rules
+from workers.rollout.agent_endpoint.role_rules import RoleRules, find_role_rules
 
 _, RESPONSES, MESSAGES = DIALECTS
 
@@ -174,6 +174,20 @@ def test_rules_never_change_what_was_sent_when_more_is_sent():
     assert rules.apply(messages) == [user("a\n\nb\n\nc"), messages[-1]]
     assert rules.apply(more)[:2] == rules.apply(messages)
     assert rules.apply(more)[2:] == [user("e\n\nf")]
+
+
+@pytest.mark.parametrize(
+    ("rules", "roles", "cases"),
+    [
+        (RoleRules(), ["system", "user", "system"], []),
+        (RoleRules(late_system=False), ["user", "system", "system"], ["system after user", "system after system"]),
+        (RoleRules(late_system=False), ["user", "assistant", "system"], ["system after assistant"]),
+        (RoleRules(system=False), ["system", "user"], ["system"]),
+        (RoleRules(repeated_user=False), ["user", "user", "user"], ["user after user"]),
+    ],
+)
+def test_roles_that_a_template_does_not_take_are_named_where_they_stand(rules, roles, cases):
+    assert rules.not_taken(roles) == cases
 
 
 async def test_scripted_turns_keep_the_text_that_a_stop_text_ends():

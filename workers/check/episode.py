@@ -22,6 +22,7 @@ from workers.check.report import EnvironmentTrial, Subject, ToolTrial, TurnTrial
 from workers.check.scripted import UNLIMITED, ScriptedSampler, play_script
 from workers.check.user_code import missing_column
 from workers.rollout.agent_endpoint.request_log import RequestLog
+from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.tool_formats.parsing import ToolCall
 
@@ -196,14 +197,19 @@ class EpisodeCheck:
         asked = str(fields.pop("prompt", ""))
         messages = self._prompt.messages or [{"role": "user", "content": asked}]
         row = msgspec.structs.replace(self._prompt, messages=messages, fields=fields, group_size=1)
+        setup = await anyio.to_thread.run_sync(self._load_chat)
         script = ScriptedSampler(says or [SAMPLE_TEXT])
+        if setup is not None:
+            script = ScriptedSampler(says or [SAMPLE_TEXT], setup.chat, self._checker.settings.max_model_len)
         limits = msgspec.structs.replace(
             self._checker.settings.rollout, max_tokens=UNLIMITED, max_tokens_per_turn=UNLIMITED
         )
         seen = RequestLog()
-        completion = await play_script(self._factory, row, script, limits, seen=seen)
+        completion = await play_script(self._factory, row, script, limits, seen=seen, setup=setup)
         if is_program(self._factory):
-            trial.program = describe_program(self._subject, seen, completion, self._factory)
+            trial.program = describe_program(self._subject, seen, completion, self._factory, setup)
+            if setup is not None:
+                self._check_context(script)
             trial.program.untouched_reward = await measure_untouched(self._subject, self._factory, row)
         trial.messages = [*completion.prompt_messages, *completion.messages]
         if completion.failure is not None:
@@ -216,6 +222,25 @@ class EpisodeCheck:
         if completion.snapshot is not None:
             await self._inspect_snapshot(completion.snapshot)
         return True
+
+    def _load_chat(self) -> ChatSetup | None:
+        """Return the chat of the run's model; None if there is none, which the check of the model reports."""
+        settings, name = self._checker.settings, self._prompt.environment or ""
+        try:
+            return load_chat_setups(settings, settings.model.folder, {name: self._factory})[name]
+        except Exception:  # noqa: BLE001  (a template is foreign code)
+            return None
+
+    def _check_context(self, script: ScriptedSampler) -> None:
+        """Report contexts that the run's engine would refuse."""
+        settings, longest = self._checker.settings, script.longest
+        if self._checker.is_alone or settings.engine.urls or longest < settings.max_model_len:
+            return
+        self._checker.about(self._subject.name, "engine.max_model_len").error(
+            f"the program asks with a context of {longest} tokens, and {settings.max_model_len} leave no room for an "
+            "answer",
+            f"set it to {longest + settings.rollout.max_tokens_per_turn}, or make the program's prompt shorter",
+        )
 
     async def _inspect_snapshot(self, data: bytes) -> None:
         """Report what a snapshot lacks; in the check of a run, only what its size limit cost it."""

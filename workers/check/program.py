@@ -12,6 +12,8 @@ from stream.records import Completion, Prompt
 from workers.check.report import ProgramTrial, Subject
 from workers.rollout.agent_endpoint.fields import FieldUse
 from workers.rollout.agent_endpoint.request_log import RequestLog
+from workers.rollout.agent_endpoint.role_rules import find_role_rules
+from workers.rollout.chat.chat_setup import ChatSetup
 
 _PROXY: Final = {"HTTPS_PROXY": f"http://127.0.0.1:{PORT}", "NO_PROXY": "127.0.0.1,localhost"}
 """With these a program says where it wants to go; without, the sandbox refuses it unseen."""
@@ -30,8 +32,18 @@ def is_program(factory: EnvironmentFactory) -> bool:
     return issubclass(factory.environment_class, AgentProgram)
 
 
-def describe_program(subject: Subject, seen: RequestLog, completion: Completion, factory: Any) -> ProgramTrial:
-    """Return what a program asked for in an episode, and warn of what a run would suffer from."""
+def describe_program(
+    subject: Subject, seen: RequestLog, completion: Completion, factory: Any, setup: ChatSetup | None
+) -> ProgramTrial:
+    """Return what a program asked for in an episode, and warn of what a run would suffer from.
+
+    Args:
+        subject: the environment, in findings.
+        seen: the program's requests.
+        completion: of the episode.
+        factory: of the environment.
+        setup: the chat of the run's model; None if there is none.
+    """
     refused = [f"{each.route}: {each.error}" for each in seen.refused]
     trial = ProgramTrial(
         routes=dict(seen.routes),
@@ -41,7 +53,12 @@ def describe_program(subject: Subject, seen: RequestLog, completion: Completion,
         unknown=seen.fields(None),
         turns=completion.turns,
         rows=[len(row.prompt) + len(row.tokens) for row in completion.rows],
+        has_model=setup is not None,
     )
+    if setup is not None:
+        rules = find_role_rules(setup.chat)
+        roles = [case for request in seen.requests for case in rules.not_taken(request.roles)]
+        trial.roles = list(dict.fromkeys(roles))
     if completion.snapshot is not None:
         program: Any = thaw(completion.snapshot, factory)
         trial.elsewhere, trial.exit_code = sorted(set(program.elsewhere)), program.exit_code

@@ -90,11 +90,15 @@ class ProgramTrial(Struct, kw_only=True):
     """Fields without effect, as `dialect.field`."""
     unknown: list[str] = []
     """Fields that no table knows, likewise."""
+    roles: list[str] = []
+    """Roles that the chat template does not take where the program sends them, for example `system after user`."""
     elsewhere: list[str] = []
     """Hosts that it wanted to reach; only those that it asks through a proxy can be seen."""
     turns: int = 0
     rows: list[int] = []
-    """Length of each row in bytes, prompt included."""
+    """Length of each row, prompt included: in tokens of the run's model, or in bytes if there is none."""
+    has_model: bool = False
+    """The run's tokenizer and chat template were used."""
     exit_code: int | None = None
     untouched_reward: float | None = None
     """What the reward's command measures in the folder as it is; None if there is no command, or no number."""

@@ -116,20 +116,23 @@ def _program(trial: "ProgramTrial") -> Iterator[Line]:
     yield "an agent program in a sandbox, with a scripted model:", ""
     first = "" if trial.first_s is None else f", the first after {trial.first_s:.1f} s"
     for route, count in trial.routes.items():
-        yield _indented(f"{route:<30} {_count(range(count), 'request')}{first}"), "cyan"
+        yield _indented(f"{route:<32} {_count(range(count), 'request')}{first}"), "cyan"
         first = ""
     rows, turns = ", ".join(f"{length:,}" for length in trial.rows), _count(range(trial.turns), "turn")
+    unit = "tokens" if trial.has_model else "bytes without tools"
+    merged = f"{', '.join(trial.roles)}: a part of the message before" if trial.roles else "none"
     facts = (
         ("refused", "; ".join(trial.refused) or "nothing"),
+        ("roles that the template refuses", merged if trial.has_model else "not known without a model"),
         ("fields without effect", ", ".join([*trial.ignored, *trial.unknown]) or "none"),
         ("connections elsewhere", ", ".join(trial.elsewhere) or "none seen"),
-        ("turns and rows", f"{turns} in {_count(trial.rows, 'row')}, of {rows or 0} bytes without tools"),
+        ("turns and rows", f"{turns} in {_count(trial.rows, 'row')}, of {rows or 0} {unit}"),
         ("exit code", "none" if trial.exit_code is None else str(trial.exit_code)),
     )
     for name, value in facts:
-        yield _indented(f"{name:<30} {value}"), ""
+        yield _indented(f"{name:<32} {value}"), ""
     if trial.untouched_reward is not None:
-        yield _indented(f"{'reward of the untouched folder':<30} {trial.untouched_reward:g}"), ""
+        yield _indented(f"{'reward of the untouched folder':<32} {trial.untouched_reward:g}"), ""
 
 
 def _reward(trial: "RewardTrial", report: "CheckReport") -> Iterator[Line]:

@@ -187,6 +187,7 @@ async def play_script(
     limits: RolloutSettings,
     rewards: Sequence[RewardFunction] = (),
     seen: RequestLog | None = None,
+    setup: ChatSetup | None = None,
 ) -> Completion:
     """Run one episode of an environment, which may have a loop of its own, with a scripted model.
 
@@ -197,8 +198,9 @@ async def play_script(
         limits: of the episode.
         rewards: reward functions.
         seen: gets the requests of an environment with a loop of its own.
+        setup: the chat of a model; default: one that renders any conversation, without tools.
     """
-    chat = await anyio.to_thread.run_sync(scripted_chat)
+    setup = setup or ChatSetup(await anyio.to_thread.run_sync(scripted_chat), TOOL_FORMATS["hermes"])
     name = prompt.environment or _NAME
     async with AsyncExitStack() as stack:
         for function in rewards:
@@ -208,7 +210,7 @@ async def play_script(
             await stack.enter_async_context(serve_endpoint("127.0.0.1", seen)) if environment.runs_own_loop else None
         )
         group = await GroupRunner(
-            chats={prompt.environment: ChatSetup(chat, TOOL_FORMATS["hermes"])},
+            chats={prompt.environment: setup},
             sampler=script,
             pool=pool,
             limits=limits,
@@ -232,18 +234,21 @@ class ScriptedSampler:
 
     Args:
         turns: texts of the model's turns.
+        chat: whose tokens they are; default: `scripted_chat`.
+        context_length: tokens that the model takes, as environments with a loop of their own are given it; 0: unknown.
     """
 
-    context_length = 0
-
-    def __init__(self, turns: Sequence[str]) -> None:
+    def __init__(self, turns: Sequence[str], chat: ChatTokenizer | None = None, context_length: int = 0) -> None:
         self.turns_sampled = 0
         """Number of turns so far, including turns after the end of the script."""
-        self._turns = turns
+        self.longest = 0
+        """Tokens of the longest context."""
+        self.context_length = context_length
+        self._turns, self._chat = turns, chat
 
     async def sample(
         self,
-        prompt_ids: Sequence[int],  # noqa: ARG002
+        prompt_ids: Sequence[int],
         sampling: SamplingOptions,
         *,
         min_policy_version: int = 0,  # noqa: ARG002
@@ -252,7 +257,8 @@ class ScriptedSampler:
         await anyio.lowlevel.checkpoint()
         text = self._turns[self.turns_sampled] if self.turns_sampled < len(self._turns) else ""
         self.turns_sampled += 1
-        ids = _tokenizer().encode(text + _END, add_special_tokens=False).ids
+        self.longest = max(self.longest, len(prompt_ids))
+        ids = (self._chat or scripted_chat()).turn_ids(text)
         is_cut = len(ids) > sampling.max_tokens
         ids = ids[: sampling.max_tokens]
         return SampledTurn(ids, [-1.0] * len(ids), "length" if is_cut else "stop", [Span(0, 0, len(ids))])

@@ -34,7 +34,7 @@ from workers.rollout.agent_endpoint.dialects import CHAT, MESSAGES, RESPONSES
 from workers.rollout.agent_endpoint.dialects.base import MODEL_NAME, Dialect
 from workers.rollout.agent_endpoint.neutral import ModelRequest, RequestRefusedError
 from workers.rollout.agent_endpoint.recorder import Recorder
-from workers.rollout.agent_endpoint.request_log import DIALECT, ERROR, FIELD_NAMES, RequestLog
+from workers.rollout.agent_endpoint.request_log import DIALECT, ERROR, FIELD_NAMES, ROLES, RequestLog
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.episode import BaseEpisode, EpisodeContext, EpisodeEnd
 
@@ -177,6 +177,7 @@ class _Routes:
         except RequestRefusedError as error:
             answers.recorder.note_refusal(str(error))
             raise
+        http[ROLES] = tuple(str(message["role"]) for message in request.messages)
         for name in request.unused:
             if (dialect.name, name) not in self._unused:
                 self._unused.add((dialect.name, name))

@@ -17,6 +17,8 @@ DIALECT = web.RequestKey("dialect", str)
 """Key under which the routes note the dialect of a request."""
 FIELD_NAMES = web.RequestKey("field_names", tuple[str, ...])
 """The names of its fields."""
+ROLES = web.RequestKey("roles", tuple[str, ...])
+"""The roles of its messages."""
 ERROR = web.RequestKey("error", Exception)
 """The error that it is answered with."""
 _BAD_REQUEST = 400
@@ -33,6 +35,8 @@ class SeenRequest(Struct, frozen=True, kw_only=True):
     dialect: str = ""
     fields: tuple[str, ...] = ()
     """Names of the fields of its body."""
+    roles: tuple[str, ...] = ()
+    """Roles of its messages, as the endpoint reads them."""
     error: str = ""
     """Why it was refused."""
     field: str = ""
@@ -73,6 +77,7 @@ class RequestLog:
                     status=response.status,
                     dialect=request.get(DIALECT, ""),
                     fields=request.get(FIELD_NAMES, ()),
+                    roles=request.get(ROLES, ()),
                     error=str(error or ("" if response.status < _BAD_REQUEST else response.reason)),
                     field=getattr(error, "field", ""),
                 )

@@ -5,7 +5,7 @@ these, or leave one of them out. What it does not take becomes a part of the mes
 changes when more is sent: the rules know no length and no position but the first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from stream.errors import DataError
@@ -30,17 +30,37 @@ class RoleRules(NamedTuple):
 
     def apply(self, messages: Sequence[Message]) -> list[Message]:
         """Return the conversation with what the template does not take merged into the message before it."""
+        if all(self):
+            return list(messages)
         result: list[Message] = []
-        for given in messages:
-            message = given if self.system or given["role"] != "system" else given | {"role": "user"}
-            before = result[-1] if result else None
-            if before is None or self._is_taken(message["role"], before["role"], is_start=_is_start(result)):
-                result.append(message)
-            elif before["role"] == "assistant":
-                result.append(message | {"role": "user"})
+        for given, (role, is_merged) in zip(messages, self._places([m["role"] for m in messages]), strict=True):
+            if is_merged:
+                before = result[-1]
+                result[-1] = before | {"content": _join(before.get("content"), given.get("content"))}
             else:
-                result[-1] = before | {"content": _join(before.get("content"), message.get("content"))}
+                result.append(given if role == given["role"] else given | {"role": role})
         return result
+
+    def not_taken(self, roles: Sequence[str]) -> list[str]:
+        """Return where the template does not take a role, for example `system after user`; each case once."""
+        cases = [
+            f"{role} after {before}" if before else role
+            for before, role, (becomes, is_merged) in zip(["", *roles], roles, self._places(roles), strict=False)
+            if is_merged or becomes != role
+        ]
+        return list(dict.fromkeys(cases))
+
+    def _places(self, roles: Sequence[str]) -> Iterator[tuple[str, bool]]:
+        """Yield for each role the one that its message gets, and whether it is merged into the message before."""
+        before, is_start = "", True
+        for given in roles:
+            role = "user" if given == "system" and not self.system else given
+            is_taken = not before or self._is_taken(role, before, is_start=is_start)
+            if not is_taken and before == "assistant":
+                role, is_taken = "user", True
+            if is_taken:
+                before, is_start = role, is_start and role == "system"
+            yield role, not is_taken
 
     def _is_taken(self, role: str, before: str, *, is_start: bool) -> bool:
         if role == "system":
@@ -68,10 +88,6 @@ def _shows_all(chat: ChatTokenizer, roles: Sequence[str]) -> bool:
         return False
     places = [text.find(str(message["content"])) for message in messages]
     return -1 not in places and places == sorted(places)
-
-
-def _is_start(messages: Sequence[Message]) -> bool:
-    return all(message["role"] == "system" for message in messages)
 
 
 def _join(content: object, more: object) -> object:

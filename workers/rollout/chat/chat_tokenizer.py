@@ -139,6 +139,12 @@ class ChatTokenizer:
         """
         return self._encoder.encode_segments(self.renderer.render_prompt(messages))
 
+    def turn_ids(self, text: str) -> list[int]:
+        """Encode a turn that no model sampled, with the token that ends it."""
+        return self._encoder.encode(text) + list(
+            self.stop_token_ids[:1] if self.end_of_turn_id is None else [self.end_of_turn_id]
+        )
+
     def continuation_ids(self, new_messages: Sequence[Message], ended_with_eos: bool) -> list[int]:
         """Encode what is between two assistant turns: the new messages and the start of the next turn.
 
