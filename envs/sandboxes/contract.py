@@ -285,6 +285,19 @@ class SandboxProvider(ABC):
             SandboxFailure: kind `image`: there is no such image.
         """
 
+    async def build(self, folder: Path, timeout_s: float) -> str:  # noqa: ARG002  (for providers that build)
+        """Return the id of the image that a folder's Dockerfile describes; the same content is built once in a place.
+
+        Args:
+            folder: the whole context of the build.
+            timeout_s: deadline of the build.
+
+        Raises:
+            SandboxFailure: kind `image`: the last lines of a build that failed, or this provider builds none.
+        """
+        message = f"{folder}: {type(self).__name__} builds no images; name one that the place has"
+        raise SandboxFailure(FailureKind.IMAGE, message)
+
     @abstractmethod
     async def create(self, name: str, spec: SandboxSpec, labels: Mapping[str, str]) -> Sandbox:
         """Create and start a sandbox. Repeated with the same name, it returns the one that is there."""
