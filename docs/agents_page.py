@@ -90,7 +90,7 @@ command = ["python3", "agent.py", "{prompt}"]
 env = { OPENAI_BASE_URL = "{endpoint}", OPENAI_API_KEY = "{key}", ANTHROPIC_BASE_URL = "{base_url}" }
 folder = "tasks/{task}"                # as above
 readable = ["/opt/my-agent"]           # what the program may read, besides /usr
-limits = { timeout_s = 900 }           # also processes and file_mb
+limits = { timeout_s = 900 }           # also processes, file_mb and folder_mb
 reward = { command = ["bash", "check.sh"] }
 ```
 
@@ -102,6 +102,7 @@ When it ends, all that it has started ends with it. So it is when its time is up
 | what happens | completion |
 |---|---|
 | the program ends, or its time is up | measured; `exit_code`, `timed_out`, `output` are attributes |
+| it adds more than `limits.folder_mb` (10,240) to its folder | killed, measured; `over_quota`; `output` says why |
 | it had not asked for a turn | invalid; the message has the end of what it wrote |
 | the reward's command writes no number, hangs or fails | `worst` (0), its second key: the program may have caused it |
 | the reward's command cannot be started | invalid |

@@ -28,6 +28,7 @@ from msgspec import Struct
 from envs.contract import AgentEnvironment, is_messages
 from envs.messages import messages_text
 from envs.programs import inside
+from envs.programs.folder_quota import FolderQuota
 from envs.programs.installed import find_program
 from envs.programs.outside import OutputTail, bind_for_all, pass_on
 from envs.programs.profiles import PROFILES, context_values
@@ -67,6 +68,8 @@ class ProgramLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Processes and threads at once. No effect for root whose interpreter others cannot read."""
     file_mb: int = 1024
     """Size of each file that it writes."""
+    folder_mb: int = 10240
+    """What it may add to its folder; a program that adds more is killed, and what it did is measured."""
 
 
 class RewardCommand(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,6 +106,7 @@ class AgentProgram(AgentEnvironment):
     Attributes:
         exit_code: of the program; 128 + the number of a signal; None before.
         timed_out: its time was up.
+        over_quota: it added more than `limits.folder_mb` to its folder.
         output: the end of what it wrote.
         connections: to the endpoint.
         elsewhere: hosts that it wanted to reach, if HTTPS_PROXY names the endpoint.
@@ -133,7 +137,7 @@ class AgentProgram(AgentEnvironment):
 
     def _forget(self) -> None:
         self.exit_code: int | None = None
-        self.timed_out = False
+        self.timed_out = self.over_quota = False
         self.output = ""
         self.connections = 0
         self.elsewhere: list[str] = []
@@ -248,10 +252,12 @@ class AgentProgram(AgentEnvironment):
                 prepared.command, stderr=subprocess.STDOUT, start_new_session=True, **prepared.options
             )
         tail = OutputTail()
+        quota = FolderQuota(f"{_homes[self]}/work", self._limits.folder_mb << 20)
         try:
             with anyio.move_on_after(timeout_s) as scope:
-                await tail.read(process)
-                await process.wait()  # to kill one that has just ended would lose its exit code
+                async with quota.watch(process):
+                    await tail.read(process)
+                    await process.wait()  # to kill one that has just ended would lose its exit code
             self.timed_out = scope.cancelled_caught
             if self.timed_out and process.stdin is not None:
                 await process.stdin.aclose()
@@ -265,7 +271,11 @@ class AgentProgram(AgentEnvironment):
                 code = await process.wait()
                 await process.aclose()
             self.exit_code = code if code >= 0 else 128 - code
-            self.output = tail.data.decode("utf-8", "replace")
+            self.output, self.over_quota = tail.data.decode("utf-8", "replace"), quota.is_exceeded
+            if self.over_quota:
+                self.output += (
+                    f"\n[killed: it added more than limits.folder_mb = {self._limits.folder_mb} to its folder]"
+                )
 
 
 _homes: WeakKeyDictionary[AgentProgram, str] = WeakKeyDictionary()
@@ -300,12 +310,10 @@ class MeasuredAgentProgram(AgentProgram):
         """
         command = self._filled(self.reward_command.command)
         await to_thread.run_sync(self._restore, command)
-        ended = self.exit_code, self.timed_out, self.output
+        ended = self.exit_code, self.timed_out, self.over_quota, self.output
         await self._run(command, port=0, timeout_s=self.reward_command.timeout_s)
-        (code, timed_out, printed), (self.exit_code, self.timed_out, self.output) = (
-            (self.exit_code, self.timed_out, self.output),
-            ended,
-        )
+        code, timed_out, printed = self.exit_code, self.timed_out, self.output
+        self.exit_code, self.timed_out, self.over_quota, self.output = ended
         if code in _NOT_FOUND:
             raise EnvironmentFailure(f"agent:command: {command[0]} cannot be started: {printed.strip()[-500:]}")
         last = printed.strip().rpartition("\n")[2].strip()

@@ -145,6 +145,43 @@ async def test_whatever_a_program_does_the_episode_ends_and_nothing_is_left(prog
     assert programs(tmp_path) == set()
 
 
+FILL = {
+    "files": "for number in range(200): open(f'{number}', 'wb').write(b'x' * (1 << 20))",
+    "deleted files": (
+        "kept = []\nfor _ in range(200):\n file = open('a', 'wb', buffering=0)\n os.remove('a')\n"
+        " file.write(b'x' * (1 << 20)); kept.append(file)"
+    ),
+    "a child that left": (
+        "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n"
+        "  for number in range(200): open(f'{number}', 'wb').write(b'x' * (1 << 20))\n  time.sleep(300)"
+    ),
+}
+
+
+@pytest.mark.parametrize("program", FILL.values(), ids=FILL)
+async def test_a_program_that_fills_the_disk_is_killed_and_measured_and_its_last_words_say_why(program, tmp_path):
+    began = time.monotonic()
+    program = f"import time\nask('a')\n{program}\ntime.sleep(300)"
+    check = {"command": ["/usr/bin/python3", "-c", "print(0.5)"]}
+    factory = await agent(program, tmp_path, reward=check, limits={"folder_mb": 100})
+    (completion,) = await completions(factory, ["one"])
+    assert time.monotonic() - began < 60
+    assert (completion.failure, completion.truncated) == (None, None)
+    assert merge_parts(completion.parts) == Measured(0.5)
+    ended = thaw(completion.snapshot, factory)
+    assert (ended.exit_code, ended.timed_out, ended.over_quota) == (137, False, True)
+    assert ended.output.endswith("it added more than limits.folder_mb = 100 to its folder]")
+    assert programs(tmp_path) == set()
+
+
+async def test_a_program_may_add_as_much_as_its_quota_to_a_folder_that_is_larger(tmp_path):
+    program = "import time\nask('a')\nopen('b', 'wb').write(b'x' * (60 << 20))\ntime.sleep(2.5)"
+    factory = await agent(program, tmp_path, files={"a": "x" * (110 << 20)}, limits={"folder_mb": 100})
+    (completion,) = await completions(factory, ["one"])
+    ended = thaw(completion.snapshot, factory)
+    assert (ended.exit_code, ended.over_quota) == (0, False)
+
+
 async def test_a_program_reaches_nothing_but_the_endpoint_and_sees_nothing_of_the_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_WORKER", "s3cret")
     (tmp_path / "gold.txt").write_text("gold")
