@@ -95,7 +95,7 @@ test-vllm: setup  ## On the real vLLM, on the CPU; creates its virtual environme
 
 test-agents: setup  ## Real agent programs in sandboxes; installs them once (2 GB, needs npm)
 	PYTHON=$(BIN)/python sh tests/agents/setup.sh
-	$(BIN)/pytest -m agents -rs tests/agents
+	$(BIN)/pytest -m agents -rs -n 2 tests/agents
 
 test-compose: setup  ## The images and compose.yaml on a Docker engine; skipped without one
 	$(BIN)/pytest -m compose -s tests/compose

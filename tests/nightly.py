@@ -7,7 +7,7 @@
 
 A whole night runs all tests marked `full`, then the property tests with more examples than `make test` uses, then what
 `make test` runs in random order, which shows what one test leaves behind for another, at last on the newest versions of
-all dependencies (`tests/newest.py`). Each run adds a line to
+all dependencies (`tests/newest.py`) and of the agent programs (`tests/agents/newest.py`). Each run adds a line to
 `.nightly/runs.jsonl`: the command that repeats it (with its seed), commit, exit codes, failed tests.
 """
 
@@ -70,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         codes.append(0 if code == _NOTHING_COLLECTED else code)
         failed += result
     if not options.slice:
-        codes.append(subprocess.run([sys.executable, "tests/newest.py"], cwd=ROOT, check=False).returncode)
+        for script in ("tests/newest.py", "tests/agents/newest.py"):
+            codes.append(subprocess.run([sys.executable, script], cwd=ROOT, check=False).returncode)
     seconds = round((datetime.now(UTC) - began).total_seconds())
     record = {"began": began.isoformat(timespec="seconds"), "seconds": seconds, "again": again, "commit": _commit()}
     _keep(record | {"codes": codes, "failed": failed})

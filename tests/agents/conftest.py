@@ -8,7 +8,8 @@ import pytest
 from envs.sandboxes.bubblewrap import sandbox_problem
 from tests.agents.played import FOLDER
 
-FIGURES = pytest.StashKey[list[str]]()
+FIGURE = "measured"
+"""Property of a report: a figure to print at the end. Reports come from other processes, too (`pytest -n`)."""
 
 
 @pytest.fixture(autouse=True)
@@ -25,15 +26,16 @@ def programs(monkeypatch) -> None:
 
 
 @pytest.fixture
-def measured(request) -> Callable[[object], None]:
+def measured(record_property) -> Callable[[object], None]:
     """Record a figure that is printed at the end, after success as well."""
-    result = request.config.stash.setdefault(FIGURES, [])
-    return lambda figure: result.append(f"{request.node.name}: {figure}")
+    return lambda figure: record_property(FIGURE, str(figure))
 
 
-def pytest_terminal_summary(terminalreporter, config) -> None:
+def pytest_terminal_summary(terminalreporter) -> None:
     """Print the recorded figures."""
-    if figures := config.stash.get(FIGURES, []):
+    reports = [each for name in ("passed", "failed") for each in terminalreporter.stats.get(name, ())]
+    figures = [(each.nodeid, value) for each in reports for key, value in each.user_properties if key == FIGURE]
+    if figures:
         terminalreporter.section("measured on agent programs")
-        for figure in figures:
-            terminalreporter.line(figure)
+        for test, figure in figures:
+            terminalreporter.line(f"{test.rpartition('::')[2]}: {figure}")

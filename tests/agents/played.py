@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,8 @@ from workers.rollout.group import GroupRunner
 from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.settings import RolloutSettings
 
-FOLDER = Path(__file__).parents[2] / ".cache" / "agents"
+FOLDER = Path(os.environ.get("PENSTOCK_TEST_AGENTS", Path(__file__).parents[2] / ".cache" / "agents"))
+"""Where the programs are installed."""
 TASK = "Write the number 42, without a line break, to the file answer.txt."
 WRITE = "printf 42 > answer.txt"
 CHECK = "from pathlib import Path; print(float(Path('answer.txt').read_text() == '42'))"

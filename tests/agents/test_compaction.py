@@ -30,8 +30,8 @@ class Compacting(NamedTuple):
     """The longest context that the engine takes."""
     told: int
     """The context length that the program gets as its own."""
-    refused: int
-    """Requests that the engine refuses."""
+    refused: range
+    """How many requests the engine refuses: newer versions of Claude Code send the same context three times."""
 
 
 PROGRAMS = {
@@ -41,7 +41,7 @@ PROGRAMS = {
         "Do NOT call any tools",
         100_000,
         CONTEXT_LENGTH,
-        1,
+        range(1, 4),
     ),
     "opencode": Compacting(
         "bash",
@@ -49,9 +49,9 @@ PROGRAMS = {
         "that context was compacted",
         35_000,
         CONTEXT_LENGTH,
-        1,
+        range(1, 2),
     ),
-    "codex": Compacting("exec_command", lambda line: {"cmd": line}, "remains to be done", 100_000, 60_000, 0),
+    "codex": Compacting("exec_command", lambda line: {"cmd": line}, "remains to be done", 100_000, 60_000, range(1)),
 }
 
 
@@ -82,11 +82,11 @@ async def test_a_program_compacts_its_history_and_finishes_its_task(name, measur
     assert played.reward == Measured(1.0), played.program.output[-2000:]
     assert played.completion.truncated is None
     assert len(compactions) == 1
-    assert len(played.seen.refused) == program.refused
+    assert len(played.seen.refused) in program.refused
     before, summary, after = played.completion.branches
     assert [branch.role for branch in (before, summary, after)] == ["main", "compact", "main"]
     assert (summary.parent, after.parent, after.after_turn) == (0, 1, None)
     assert [branch.discarded for branch in played.completion.branches] == [None] * 3
     assert [branch.rows for branch in played.completion.branches] == [(0,), (1,), (2,)]
-    assert before.limited is (TruncationReason.CONTEXT if program.refused else None)
+    assert before.limited is (TruncationReason.CONTEXT if played.seen.refused else None)
     played.check_exact()
