@@ -140,6 +140,7 @@ MEANINGS = {
     "run.restored": "The run's folder was lost; it was restored from [object storage](resuming.md#object-storage).",
     "run_status.failed": "The supervisor could not read the run's status once.",
     "sample.failed": "The supervisor could not read a completion to show.",
+    "sandbox.removal_failed": "A sandbox could not be removed; the reaper of some rollout worker removes it.",
     "sandbox.unavailable": "Code that models influence runs here without a sandbox: which, why, and what it can reach.",
     "server.rebuilt": "The server's state was made again from the ledger.",
     "setting.changed": "A setting, or code that one names, differs from the trainer's last start.",

@@ -27,6 +27,7 @@ WORDS = {
     "FiniteFloat": "float",
     "LeaseSeconds": "seconds > 0, at most a day",
     "SamplingSettings": "table",
+    "Network": "`off` · `endpoint` · `allowlist` · `open`",
     "tuple[Tracker, ...]": "list of names",
     "tuple[DatasetSettings, ...]": "list of tables",
     "tuple[MeanLevel, Level]": "[mean, std]",

@@ -21,6 +21,7 @@ __all__ = (
     "is_messages",
     "is_observation",
     "is_response",
+    "names_sandboxes",
     "offers_render",
     "offers_rows",
 )
@@ -101,6 +102,14 @@ def offers_rows(env: object) -> bool:
     One with another required parameter is a tool, for example `rows(sheet)` of a spreadsheet.
     """
     return callable(getattr(type(env), "rows", None)) and _required(getattr(env, "rows", None)) in ([], ["split"])
+
+
+def names_sandboxes(env: object) -> bool:
+    """Return whether an environment opens sandboxes: its `reset` has a parameter `sandboxes` (`EpisodeSandboxes`)."""
+    try:
+        return "sandboxes" in inspect.signature(getattr(env, "reset")).parameters  # noqa: B009  (not known to have one)
+    except (TypeError, ValueError):  # a C function without a signature
+        return False
 
 
 def offers_render(env: object) -> bool:

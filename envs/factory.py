@@ -21,7 +21,7 @@ import msgspec
 import structlog
 
 from envs.call import describe_error, error_cause, filter_kwargs
-from envs.contract import AgentEnvironment, declares_tools, offers_render, offers_rows
+from envs.contract import AgentEnvironment, declares_tools, names_sandboxes, offers_render, offers_rows
 from envs.references import Reference, check_arguments, class_key, resolve
 from envs.tools import ToolSpec, declared_specs, tool_specs
 from stream.errors import DataError, EnvironmentFailure, ReferenceNotFoundError
@@ -59,6 +59,8 @@ class EnvironmentFactory:
         self.has_reward: bool = callable(getattr(sample, "get_reward", None))
         self.responds: bool = callable(getattr(sample, "respond", None)) and not self.runs_own_loop
         """It answers turns of the model without a tool call, in `respond`."""
+        self.uses_sandboxes: bool = names_sandboxes(sample)
+        """Its `reset` names a parameter `sandboxes`, and gets the sandboxes of the episode."""
         self.has_rows: bool = offers_rows(sample)
         """Whether the environment provides rows, by its method `rows`."""
         self.has_render: bool = offers_render(sample)

@@ -44,6 +44,7 @@ class RolloutReason(StrEnum):
     ENV_TIMEOUT = "env_timeout"  # the environment hung where no error could be reported to the model
     ENGINE = "engine"  # the engine failed on this request but served others
     PROMPT_TOO_LONG = "prompt_too_long"  # the engine refused the prompt as too long
+    SANDBOX = "sandbox"  # a sandbox was lost, or its place could not be reached
 
 
 class TruncationReason(StrEnum):

@@ -121,7 +121,7 @@ class SandboxFailure(EnvironmentFailure):
     """
 
     def __init__(self, kind: FailureKind, message: str) -> None:
-        super().__init__(message)
+        super().__init__(f"{kind}: {message}")
         self.kind = kind
 
 

@@ -66,6 +66,13 @@
 --                       second, for people alone, and expires as a lease does
 --   {NAME}:memory       hash, who reports -> ms and JSON (`MachineMemory`): what one machine's processes hold in memory, for
 --                       people alone; every two seconds
+--   {NAME}:sandboxes:PLACE hash, name of each sandbox that is not known to be gone -> JSON (`SandboxRecord`): its entry, its
+--                       owner and fence, when it was noted, until when it lives, since when it is lost, whether it is due for
+--                       removal. Noted before it is created, deleted after it was removed
+--   {NAME}:sandbox_places hash, place -> provider that makes its sandboxes
+--   {NAME}:sandbox_counts hash, begun, ended:stopped, ended:reaped, ended:stray, adopted. They change in the step that adds
+--                       or deletes the record, so at every moment begun = ended + records
+--   {NAME}:sandbox_reaper:PLACE string, the worker that looks for lost sandboxes there now; expires
 --   {NAME}:wake         stream with one entry; every blocked worker waits on it
 --   {NAME}:published    stream with one entry, the policy version; for readers that must see each version immediately
 -- For evaluation:

@@ -99,6 +99,28 @@ engines_healthy: Final = Gauge(
     "penstock_engines_healthy", "Engines that answer this worker and are fit for the run.", registry=ROLLOUT
 )
 
+sandboxes: Final = Gauge(
+    "penstock_sandboxes", "Sandboxes of this worker now: starting, open, or removing.", ("state",), registry=ROLLOUT
+)
+sandbox_start: Final = Histogram(
+    "penstock_sandbox_start_seconds",
+    "Time to create and start a sandbox, without waiting for its turn.",
+    buckets=_LONG,
+    registry=ROLLOUT,
+)
+sandboxes_ended: Final = Counter(
+    "penstock_sandboxes_ended_total",
+    "Sandboxes that this worker removed: stopped (its own), reaped (lost by their owner), or stray (without a record).",
+    ("outcome",),
+    registry=ROLLOUT,
+)
+sandbox_failures: Final = Counter(
+    "penstock_sandbox_failures_total",
+    "Failures of sandboxes other than by the policy, by kind: create, image, lost, unreachable, full or fenced.",
+    ("reason",),
+    registry=ROLLOUT,
+)
+
 # Score
 
 rewards: Final = Counter(

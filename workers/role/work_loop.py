@@ -6,7 +6,7 @@ What can happen to an entry:
 the work completes it               nothing more to do
 its bytes are not a valid record    dead letter; a record of a newer schema is given back for workers that can read it
 the record itself is at fault       given back, up to a limit (`DataError`)
-no engine answers                   given back after a delay; counts towards no limit
+no engine, no place of sandboxes    given back after a delay; counts towards no limit
 the server has no memory for it     given back after a delay; counts towards no limit
 anything else raises                given back as a failure of the infrastructure, up to a limit
 the lease is lost                   the work is cancelled and its result discarded
@@ -26,6 +26,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from envs.sandboxes.contract import FailureKind, SandboxFailure
 from stream.connection.keys import EVALUATION_STAGES
 from stream.connection.run_connection import MAX_BLOCK_S
 from stream.errors import (
@@ -171,6 +172,8 @@ async def _run_job(stage: Stage, lease: Lease, work: Callable[[], Awaitable[None
         await _release(stage, lease, "data", await anyio.to_thread.run_sync(error_text, error))
     except (EngineUnavailableError, ServerError) as error:  # a server that is down refuses the release, too
         await _release(stage, lease, "none", str(error))
+    except SandboxFailure as error:  # a place that cannot be reached is waited for, as an engine is
+        await _release(stage, lease, "none" if error.kind is FailureKind.UNREACHABLE else "infra", str(error))
     except LeaseLostError as error:
         log.warning("result.discarded", stage=stage.name, why=str(error))
         prometheus.entries.labels(stage.name, _LOST).inc()

@@ -5,7 +5,6 @@ environment failed and not the policy. After a failure, a timeout or a cancelled
 closed in the background, and the slot makes a new one at its next reset.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,28 +22,32 @@ from envs.call import (
     TimedOut,
     TimedOutcome,
     call_inline,
-    call_signature,
     describe_error,
     describe_failure,
     is_async,
     outcome_cause,
     replace_surrogates,
 )
-from envs.contract import Observation, Response, is_done, is_messages, is_observation, is_response
+from envs.contract import Observation, is_done, is_observation, is_response
 from envs.factory import EnvironmentFactory
-from envs.rewards.parts import accepts_messages, reward_call, reward_parts
+from envs.rewards.parts import reward_call, reward_parts
+from envs.sandboxes.contract import FailureKind
 from envs.snapshot import freeze
 from envs.tools import ToolArgumentError, bind_arguments
 from stream.causes import ErrorCause
 from stream.errors import EnvironmentFailure
 from stream.records import Failure, Message, RewardPart
 from stream.validity import RolloutReason, TruncationReason, Unmeasured
+from workers.rollout.messages import response_arguments, to_messages
+from workers.rollout.sandboxes import LeasedSandboxes, sandbox_failure
 from workers.rollout.tool_formats.parsing import ToolCall
 from workers.rollout.tool_result import ToolResult, call_async_tool, call_tool
 
 log = structlog.get_logger()
 
 _CLOSE_TIMEOUT_S = 10.0
+_NOT_STARTED = frozenset((FailureKind.CREATE, FailureKind.IMAGE, FailureKind.FULL, FailureKind.UNREACHABLE))
+"""Failures before which nothing was sampled, if they happen in `reset`: the prompt is tried again later."""
 
 
 class EnvironmentSlot:
@@ -65,6 +68,7 @@ class EnvironmentSlot:
         self._factory = factory
         self._calls = calls
         self._environment: Any = None
+        self._sandboxes: LeasedSandboxes | None = None
         self._tools = frozenset(tool.name for tool in factory.tools)
 
     @property
@@ -88,6 +92,11 @@ class EnvironmentSlot:
         return bool(self._factory.runs_own_loop)
 
     @property
+    def uses_sandboxes(self) -> bool:
+        """The environment's `reset` gets the sandboxes of the episode."""
+        return bool(self._factory.uses_sandboxes)
+
+    @property
     def has_reward(self) -> bool:
         """The environment measures a reward itself."""
         return bool(self._factory.has_reward)
@@ -109,8 +118,31 @@ class EnvironmentSlot:
         arguments = self._factory.reset_arguments(self._environment, fields, seed, index)
         outcome = await self._call(self._environment.reset, arguments, timeout_s)
         if not isinstance(outcome, Ok):
-            return self._failure(RolloutReason.ENV_RESET, "reset", outcome)
+            failure = self._failure(RolloutReason.ENV_RESET, "reset", outcome)
+            if (error := sandbox_failure(outcome)) is not None and error.kind in _NOT_STARTED:
+                raise error
+            return failure
         return self._validate_observation(outcome.value)
+
+    async def reset_with(
+        self, sandboxes: LeasedSandboxes, fields: dict[str, Any], seed: int, index: int, timeout_s: float
+    ) -> Observation | Failure:
+        """Start an episode of an environment that opens sandboxes, when it is the turn of one more to start.
+
+        Args:
+            sandboxes: of this episode.
+            fields: as for `reset`.
+            seed: as for `reset`.
+            index: as for `reset`.
+            timeout_s: as for `reset`; the time for starting one sandbox comes on top.
+
+        Raises:
+            SandboxFailure: a sandbox could not be started, so the prompt can be tried again later.
+        """
+        self._sandboxes = sandboxes
+        async with sandboxes.starting():
+            limit_s = timeout_s + sandboxes.provider.options.create_timeout_s
+            return await self.reset({**fields, "sandboxes": sandboxes}, seed, index, limit_s)
 
     async def call_tools(self, calls: Sequence[ToolCall], timeout_s: float) -> list[ToolResult | Failure]:
         """Call the tools of one turn, and return the results, or the errors that the model reads, in the same order.
@@ -188,7 +220,7 @@ class EnvironmentSlot:
             timeout_s: deadline of the call.
         """
         method = self._environment.respond
-        arguments = _response_arguments(method, text, messages)
+        arguments = response_arguments(method, text, messages)
         outcome = await self._call(method, arguments, timeout_s)
         if isinstance(outcome, TimedOut):
             return self._failure(RolloutReason.ENV_TIMEOUT, "respond", outcome)
@@ -201,7 +233,7 @@ class EnvironmentSlot:
                 "roles other than assistant and tool is expected, all of plain data"
             )
             return self._failure(RolloutReason.ENV_STEP, "respond", Failed(error))
-        return _to_messages(value)
+        return to_messages(value)
 
     async def is_done(self, timeout_s: float) -> bool | Failure:
         """Return whether the environment has ended the episode: its attribute or property `done`."""
@@ -278,6 +310,8 @@ class EnvironmentSlot:
             parts = [] if isinstance(lookup, Ok) else self._parts(lookup, messages)
             return parts, self._snapshot(await self._call(freeze_now, {}, timeout_s))
         (measured, _), (frozen, _) = await self._call_in_order([lookup.value, (freeze_now, {})], timeout_s)
+        if sandbox_failure(measured) is not None:
+            return [], self._failure(RolloutReason.SANDBOX, "get_reward", measured)
         return self._parts(measured, messages), self._snapshot(frozen)
 
     async def close(self) -> None:
@@ -321,10 +355,14 @@ class EnvironmentSlot:
         for outcome, _ in outcomes:
             if isinstance(outcome, TimedOut):
                 self.needs_replacement = True
+        if self._sandboxes is not None and self._sandboxes.failure is not None:  # also if the environment caught it
+            outcomes[-1] = Failed(self._sandboxes.failure), outcomes[-1][1]
         return outcomes
 
     def _failure(self, reason: RolloutReason, activity: str, outcome: Outcome) -> Failure:
         self.needs_replacement = True
+        if sandbox_failure(outcome) is not None:
+            reason = RolloutReason.SANDBOX
         source = f"environment {self.name}, {activity}"
         detail = f"{self.name}: {activity}: {describe_failure(outcome)}"
         return Failure(reason=reason, detail=detail, cause=outcome_cause(outcome, source))
@@ -351,27 +389,6 @@ def _is_plain(value: object) -> bool:
     except (TypeError, ValueError, OverflowError, RecursionError):
         return False
     return True
-
-
-def _response_arguments(respond: Callable[..., Any], text: str, messages: Sequence[Message]) -> dict[str, Any]:
-    """Return the arguments of `respond`: the turn's text for its first parameter, and `messages` if it names them."""
-    signature = call_signature(respond)
-    names = signature.names if signature is not None else ()
-    arguments: dict[str, Any] = {name: text for name in names[:1] if name != "messages"}
-    if accepts_messages(respond):
-        arguments["messages"] = copy.deepcopy(list(messages))
-    return arguments
-
-
-def _to_messages(response: Response) -> list[Message] | None:
-    """Return a response as messages; a text or content parts become a message of the user."""
-    if response is None:
-        return None
-    if isinstance(response, list):
-        # A copy, since the environment may change its own list later.
-        content: list[Message] = msgspec.msgpack.decode(msgspec.msgpack.encode(response))
-        return content if is_messages(content) else [{"role": "user", "content": content}]
-    return [{"role": "user", "content": replace_surrogates(response)}]
 
 
 def _is_environment_failure(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ What an environment says after a turn: tool results, or its `respond`; and the l
 import copy
 import time
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any, Final
 
 from msgspec import Struct, field
@@ -20,6 +21,7 @@ from workers.rollout.engine_client.sampling import Sampler, SamplingOptions, tur
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.messages import call_id, tool_message
+from workers.rollout.sandboxes import LeasedSandboxes
 from workers.rollout.tool_formats.parsing import ParsedTurn, ToolFormat
 from workers.rollout.tool_result import ToolResult, truncate_result
 from workers.rollout.turn_journal import TurnJournal
@@ -41,6 +43,8 @@ class EnvironmentContext(Struct, frozen=True, kw_only=True):
     """The environment, for this episode alone; None for prompts without one."""
     limits: RolloutSettings
     """Limits of tokens, turns, tool calls and time, and the sampling distribution."""
+    sandboxes: LeasedSandboxes | None = None
+    """For an environment that opens some."""
     progress: CompletionProgress = field(default_factory=CompletionProgress)
     """Where the episode notes what it is doing."""
 
@@ -99,6 +103,7 @@ class BaseEpisode(ABC):
 
         Raises:
             EngineUnavailableError: no engine answers.
+            SandboxFailure: a sandbox could not be started; nothing was sampled.
             DataError: the chat template refuses the prompt.
         """
         with measure_time(self.completion, "total"):
@@ -120,7 +125,10 @@ class BaseEpisode(ABC):
             return None
         context.progress.activity = Activity.RESET
         with measure_time(self.completion, "reset"):
-            observation = await context.slot.reset(
+            reset = (
+                context.slot.reset if context.sandboxes is None else partial(context.slot.reset_with, context.sandboxes)
+            )
+            observation = await reset(
                 _reset_fields(context.prompt), context.prompt.seed, context.index, context.limits.call_timeout_s
             )
         if isinstance(observation, Failure):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import anyio
@@ -12,6 +12,7 @@ import structlog
 from envs.call import call_subject, describe_subject
 from envs.factory import EnvironmentFactory
 from envs.rewards import RewardFunction
+from stream.connection.run_connection import RunConnection
 from stream.errors import DataError, PenstockError
 from stream.queue.lease import Lease
 from stream.records import Completion, Group, Message, Prompt
@@ -23,6 +24,8 @@ from workers.rollout.conversation import run_episode
 from workers.rollout.engine_client.sampling import Sampler
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import EpisodeContext
+from workers.rollout.sandbox_host import SandboxHost, SandboxOwner, open_host_if_needed
+from workers.rollout.sandboxes import LeasedSandboxes, episode_sandboxes
 from workers.rollout.turn_journal import TurnJournal
 from workers.settings import AgentSettings, RolloutSettings, Settings
 
@@ -45,6 +48,8 @@ class GroupRunner:
     """Needed by environments that run their own loop."""
     agents: AgentSettings = field(default_factory=AgentSettings)
     """For these."""
+    sandboxes: SandboxHost | None = None
+    """Needed by environments that open sandboxes."""
 
     async def run(
         self,
@@ -56,24 +61,23 @@ class GroupRunner:
         save_partial: Callable[[Completion], Awaitable[None]] | None = None,
         progress: GroupProgress | None = None,
         journal: TurnJournal | None = None,
+        owner: SandboxOwner | None = None,
     ) -> Group:
-        """Roll out one prompt; each completion has its own environment.
-
-        A completion that fails is recorded as failed in the group; the others go on.
+        """Roll out one prompt. A completion that fails is recorded as failed in the group; the others go on.
 
         Args:
             prompt: what to complete, and how many times.
             min_policy_version: oldest policy version that may sample.
-            with_greedy: run one more episode at temperature 0, the last of the group. Its index is the group size; it
-                has tools and rewards like the others.
-            partials: completions that an earlier attempt finished, failed ones included; only the others run. Their
-                tokens keep the policy versions that sampled them, even below `min_policy_version`.
+            with_greedy: run one more episode at temperature 0, the last of the group; its index is the group size.
+            partials: completions that an earlier attempt finished, failed ones included, at whatever policy version;
+                only the others run.
             save_partial: called with each finished completion while others are running.
             progress: where to note what the group is doing.
             journal: turns of environments that run their own loop.
+            owner: the lease on the prompt, which owns its sandboxes; None: of no run.
 
         Raises:
-            EngineUnavailableError: no engine answers; try the group again later.
+            EngineUnavailableError | SandboxFailure: no engine answers, or no sandbox starts; try again later.
             DataError: the environment is unknown, the messages are malformed, or the chat template refuses them.
         """
         self._validate(prompt)
@@ -86,7 +90,7 @@ class GroupRunner:
         async def run_completion(index: int) -> None:
             try:
                 with progress.completion(index) as own:
-                    completion = await self._run_episode(prompt, index, min_policy_version, own, journal)
+                    completion = await self._run_episode(prompt, index, min_policy_version, own, journal, owner)
                 completions[index] = completion
                 if save_partial is not None and len(completions) < total:
                     await save_partial(completion)
@@ -107,6 +111,11 @@ class GroupRunner:
         await add_reward_parts(group, self.rewards, self.factories, self.limits.call_timeout_s, progress)
         return group
 
+    def _open_sandboxes(self, owner: SandboxOwner | None, index: int) -> AbstractContextManager[LeasedSandboxes]:
+        if self.sandboxes is None:
+            raise DataError("an environment opens sandboxes, but none can be made here")
+        return episode_sandboxes(self.sandboxes, owner, index)
+
     def describe(self, lease: Lease) -> str:
         """Return what user code runs for a prompt: `environment NAME, reward function NAME`."""
         name = lease.prompt().environment
@@ -126,30 +135,34 @@ class GroupRunner:
         min_policy_version: int,
         progress: CompletionProgress,
         journal: TurnJournal | None,
+        owner: SandboxOwner | None,
     ) -> Completion:
         structlog.contextvars.bind_contextvars(completion=index)
         call_subject.set(describe_subject(f"environment {prompt.environment}, prompt {prompt.id}"))
         is_greedy = index == prompt.group_size
         chat, tool_format = self.chats[prompt.environment]
         async with self.pool.slot(prompt.environment) as slot:
-            context = EpisodeContext(
-                prompt=prompt,
-                index=index,
-                chat=chat,
-                tool_format=tool_format,
-                sampler=self.sampler,
-                slot=slot,
-                limits=msgspec.structs.replace(self.limits, temperature=0.0) if is_greedy else self.limits,
-                min_policy_version=min_policy_version,
-                progress=progress,
-                agents=self.agents,
-                journal=journal,
-            )
-            if slot is None or not slot.runs_own_loop:
-                return await run_episode(context)
-            if self.endpoint is None:
-                raise DataError(f"{slot.name!r} runs its own loop, but no endpoint is served here")
-            return await run_agent_episode(context, slot, self.endpoint)
+            uses_sandboxes = slot is not None and slot.uses_sandboxes
+            with self._open_sandboxes(owner, index) if uses_sandboxes else nullcontext() as sandboxes:
+                context = EpisodeContext(
+                    prompt=prompt,
+                    index=index,
+                    chat=chat,
+                    tool_format=tool_format,
+                    sampler=self.sampler,
+                    slot=slot,
+                    limits=msgspec.structs.replace(self.limits, temperature=0.0) if is_greedy else self.limits,
+                    sandboxes=sandboxes,
+                    min_policy_version=min_policy_version,
+                    progress=progress,
+                    agents=self.agents,
+                    journal=journal,
+                )
+                if slot is None or not slot.runs_own_loop:
+                    return await run_episode(context)
+                if self.endpoint is None:
+                    raise DataError(f"{slot.name!r} runs its own loop, but no endpoint is served here")
+                return await run_agent_episode(context, slot, self.endpoint)
 
 
 def with_attempt(group: Group, lease: Lease, *, worker: str, claimed_at: float) -> Group:
@@ -200,6 +213,7 @@ async def open_group_runner(
     sampler: Sampler,
     *,
     max_episodes: int,
+    connection: RunConnection | None = None,
 ) -> AsyncIterator[GroupRunner]:
     """Open what episodes need besides an engine: environments, reward functions, an endpoint for agents.
 
@@ -209,11 +223,13 @@ async def open_group_runner(
         chats: by environment.
         sampler: the engines.
         max_episodes: largest number of concurrent episodes.
+        connection: to the run whose episodes these are; None: of no run.
     """
     async with (
         EnvironmentPool(factories, size=max_episodes) as pool,
         open_reward_functions(settings, "rollout") as rewards,
         serve_endpoint_if_needed(factories, settings.run.host) as endpoint,
+        open_host_if_needed(factories, settings.sandboxes, connection) as sandboxes,
     ):
         yield GroupRunner(
             chats=chats,
@@ -224,4 +240,5 @@ async def open_group_runner(
             rewards=rewards,
             factories=factories,
             endpoint=endpoint,
+            sandboxes=sandboxes,
         )

@@ -1,12 +1,15 @@
 """Make a completion's messages in OpenAI's form, with a call's arguments as an object, as chat templates expect."""
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from envs.contract import Observation, is_messages
+from envs.call import call_signature, replace_surrogates
+from envs.contract import Observation, Response, is_messages
 from envs.messages import is_empty_prompt
+from envs.rewards.parts import accepts_messages
 from stream.records import Message
 
 _MAX_BRACKETS = 100
@@ -79,3 +82,24 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
     return content
+
+
+def response_arguments(respond: Callable[..., Any], text: str, messages: Sequence[Message]) -> dict[str, Any]:
+    """Return the arguments of `respond`: the turn's text for its first parameter, and `messages` if it names them."""
+    signature = call_signature(respond)
+    names = signature.names if signature is not None else ()
+    arguments: dict[str, Any] = {name: text for name in names[:1] if name != "messages"}
+    if accepts_messages(respond):
+        arguments["messages"] = copy.deepcopy(list(messages))
+    return arguments
+
+
+def to_messages(response: Response) -> list[Message] | None:
+    """Return a response as messages; a text or content parts become a message of the user."""
+    if response is None:
+        return None
+    if isinstance(response, list):
+        # A copy, since the environment may change its own list later.
+        content: list[Message] = msgspec.msgpack.decode(msgspec.msgpack.encode(response))
+        return content if is_messages(content) else [{"role": "user", "content": content}]
+    return [{"role": "user", "content": replace_surrogates(response)}]

@@ -32,6 +32,7 @@ from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups, open_mo
 from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner, open_group_runner, with_attempt
+from workers.rollout.sandbox_host import SandboxOwner
 from workers.rollout.turn_journal import TurnJournal
 from workers.settings import Settings
 
@@ -56,7 +57,10 @@ class EvaluationRollout:
             raise RecordError("the entry does not name the policy version to evaluate")
         claimed_at, prompt = time.time(), lease.prompt()
         with self.in_flight.group(lease, prompt.environment) as progress:
-            group = await self.runner.run(prompt, min_policy_version=lease.evaluated_version, progress=progress)
+            owner = SandboxOwner(self.stage, lease)
+            group = await self.runner.run(
+                prompt, min_policy_version=lease.evaluated_version, progress=progress, owner=owner
+            )
             progress.activity = Activity.COMPLETE
             await self.stage.complete(
                 lease, "eval:groups", with_attempt(group, lease, worker=self.stage.consumer, claimed_at=claimed_at)
@@ -172,6 +176,7 @@ class TrainingRollout:
                 save_partial=partial(self.stage.save_partial, lease) if self.saves_partials else None,
                 progress=progress,
                 journal=journal,
+                owner=SandboxOwner(self.stage, lease),
             )
             if journal is not None:
                 journal.report()
@@ -205,7 +210,9 @@ async def rollout(context: WorkerContext) -> None:
     max_episodes = concurrency.limit * (settings.rollout.group_size + with_greedy)
     async with (
         EngineClient.from_settings(settings, discovery) as engines,
-        open_group_runner(settings, factories, chats, engines, max_episodes=max_episodes) as runner,
+        open_group_runner(
+            settings, factories, chats, engines, max_episodes=max_episodes, connection=context.connection
+        ) as runner,
     ):
         is_ready = False
         async with cancel_on(context.stopping):

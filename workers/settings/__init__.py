@@ -19,6 +19,7 @@ from workers.settings.run import (
     RunSettings,
     ScoreSettings,
 )
+from workers.settings.sandboxes import SandboxSettings
 from workers.settings.section import Section
 from workers.settings.settings import Settings, sections, setting_keys
 from workers.settings.training import EngineSettings, LoraSettings, TrainSettings, WeightsSettings
@@ -46,6 +47,7 @@ __all__ = [
     "RolloutSettings",
     "RunSettings",
     "SamplingSettings",
+    "SandboxSettings",
     "ScoreSettings",
     "Section",
     "Settings",

@@ -25,6 +25,7 @@ from workers.settings.run import (
     ScoreSettings,
     StorageSettings,
 )
+from workers.settings.sandboxes import SandboxSettings
 from workers.settings.section import Section
 from workers.settings.training import EngineSettings, LoraSettings, TrainSettings, WeightsSettings
 
@@ -51,6 +52,7 @@ class Settings(Section, frozen=True, kw_only=True):
     rewards: tuple[RewardSettings, ...] = ()
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     agents: AgentSettings = field(default_factory=AgentSettings)
+    sandboxes: SandboxSettings = field(default_factory=SandboxSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     score: ScoreSettings = field(default_factory=ScoreSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)

@@ -1,0 +1,39 @@
+#!lua flags=allow-oom
+-- Find the sandboxes of one place that nobody owns any more. Only one worker does this in a place at a time.
+-- ARGV: place, worker, ms for which it may do this alone, ms of grace, lease_ms, how many to return
+-- A sandbox is lost when its owner does not own its entry, or its lease has expired. It is due after the grace, so that
+-- another worker can adopt it until then; at once, if the run has finished, its time is up, or its owner said so. What is
+-- due cannot be adopted.
+-- Returns {0} if another worker does this now, else {1, last id of wake, records of this place, now, {name, record}...}
+local reaper = key('sandbox_reaper:' .. ARGV[1])
+local active = redis.call('GET', reaper)
+if active and active ~= ARGV[2] then return {0} end
+redis.call('SET', reaper, ARGV[2], 'PX', ARGV[3])
+local records = key('sandboxes:' .. ARGV[1])
+local flat, now = redis.call('HGETALL', records), now_ms()
+local grace = redis.call('HEXISTS', key('meta'), 'finished') == 1 and 0 or tonumber(ARGV[4])
+
+-- ms at which the owner lost it, or nil
+local function lost_at(record)
+  if owner(record.stage, record.entry) ~= record.owner then return record.lost_ms or now end
+  local expires = tonumber(redis.call('ZSCORE', key(record.stage .. ':leases'), record.entry) or 0)
+  if expires > now or extend_after_restart(tonumber(ARGV[5])) then return nil end
+  return record.lost_ms or math.max(expires, record.begun_ms)
+end
+
+local due = {1, wake_id(), #flat / 2, now}
+for i = 1, #flat, 2 do
+  local record = cjson.decode(flat[i + 1])
+  if not record.is_due then
+    local lost = lost_at(record)
+    if lost then lost = math.min(lost, now) end -- the clock may have stepped back
+    local is_due = now >= record.until_ms or (lost ~= nil and now >= lost + grace)
+    if is_due or lost ~= record.lost_ms then
+      record.lost_ms, record.is_due = lost, is_due or nil
+      flat[i + 1] = cjson.encode(record)
+      redis.call('HSET', records, flat[i], flat[i + 1])
+    end
+  end
+  if record.is_due and #due < 4 + tonumber(ARGV[6]) then due[#due + 1] = {flat[i], flat[i + 1]} end
+end
+return due
