@@ -2,7 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
 from stream.errors import EnvironmentFailure
@@ -24,6 +24,8 @@ __all__ = (
     "names_sandboxes",
     "offers_render",
     "offers_rows",
+    "stated_timeout_s",
+    "states_timeouts",
 )
 
 RESERVED_METHODS = frozenset({"reset", "respond", "get_reward", "close"})
@@ -110,6 +112,23 @@ def names_sandboxes(env: object) -> bool:
         return "sandboxes" in inspect.signature(getattr(env, "reset")).parameters  # noqa: B009  (not known to have one)
     except (TypeError, ValueError):  # a C function without a signature
         return False
+
+
+def states_timeouts(env: object) -> bool:
+    """Return whether an environment's class states how long its calls, or its episodes, may take."""
+    return hasattr(type(env), "timeouts_s") or hasattr(type(env), "episode_timeout_s")
+
+
+def stated_timeout_s(env: object, call: str, default: float) -> float:
+    """Return the deadline of a call, in seconds.
+
+    Args:
+        env: an environment; its attribute or property `timeouts_s` is a mapping of calls to seconds.
+        call: name of the method: a tool, `reset`, `respond` or `get_reward`.
+        default: of calls that the mapping does not have.
+    """
+    timeouts = getattr(env, "timeouts_s", None)
+    return float(timeouts.get(call, default)) if isinstance(timeouts, Mapping) else default
 
 
 def offers_render(env: object) -> bool:

@@ -21,7 +21,7 @@ import msgspec
 import structlog
 
 from envs.call import describe_error, error_cause, filter_kwargs
-from envs.contract import AgentEnvironment, declares_tools, names_sandboxes, offers_render, offers_rows
+from envs.contract import AgentEnvironment, declares_tools, names_sandboxes, offers_render, offers_rows, states_timeouts
 from envs.references import Reference, check_arguments, class_key, resolve
 from envs.tools import ToolSpec, declared_specs, tool_specs
 from stream.errors import DataError, EnvironmentFailure, ReferenceNotFoundError
@@ -61,6 +61,8 @@ class EnvironmentFactory:
         """It answers turns of the model without a tool call, in `respond`."""
         self.uses_sandboxes: bool = names_sandboxes(sample)
         """Its `reset` names a parameter `sandboxes`, and gets the sandboxes of the episode."""
+        self.states_timeouts: bool = states_timeouts(sample)
+        """Its class states deadlines, in `timeouts_s` or `episode_timeout_s`."""
         self.has_rows: bool = offers_rows(sample)
         """Whether the environment provides rows, by its method `rows`."""
         self.has_render: bool = offers_render(sample)

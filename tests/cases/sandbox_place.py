@@ -7,6 +7,7 @@ its own: `python tests/cases/sandbox_place.py SOCKET`.
 
 import json
 import random
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -118,12 +119,12 @@ class Place:
 
     async def serve(self, stream: SocketStream) -> None:
         async with stream:
-            line = await BufferedByteReceiveStream(stream).receive_until(b"\n", _MAX_LINE)
-            answer = await self.handle(json.loads(line))  # goes on although the client may be dead by now
             try:
+                line = await BufferedByteReceiveStream(stream).receive_until(b"\n", _MAX_LINE)
+                answer = await self.handle(json.loads(line))  # goes on although the client may be dead by now
                 if not self.happens("lose_reply"):
                     await stream.send(json.dumps(answer).encode() + b"\n")
-            except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
                 return
 
 
@@ -227,6 +228,11 @@ class PlaceSandbox(Sandbox):
         return self.name
 
 
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
+
+
 @contextmanager
 def serve_place(folder: Path) -> Iterator[Path]:
     """Start a place as a process; yields the path of its socket."""
@@ -234,9 +240,9 @@ def serve_place(folder: Path) -> Iterator[Path]:
     process = Popen([sys.executable, __file__, str(path)])
     try:
         deadline = time.monotonic() + 30
-        while not path.exists():
+        while not _answers(path):
             assert time.monotonic() < deadline, "the place did not start"
-            time.sleep(0.01)
+            time.sleep(0.02)
         yield path
     finally:
         process.kill()

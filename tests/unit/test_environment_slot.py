@@ -463,3 +463,35 @@ async def test_a_pool_whose_worker_is_cancelled_still_closes_its_environments():
             await anyio.sleep(60)
     assert scope.cancelled_caught
     assert environment.closed.is_set()
+
+
+class Patient:
+    """States its own deadlines."""
+
+    timeouts_s = {"work": 5.0, "get_reward": 5.0}  # noqa: RUF012  (as a user writes it)
+    episode_timeout_s = 0.2
+
+    def reset(self, nap_s=0.0):
+        time.sleep(nap_s)
+
+    def work(self) -> str:
+        time.sleep(0.2)
+        return "done"
+
+    def other(self) -> str:
+        time.sleep(0.5)
+        return "done"
+
+    def get_reward(self) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+
+async def test_an_environment_states_its_own_deadlines():
+    slot = slot_of(Patient, 4)
+    assert await slot.reset({}, 0, 0, 0.1) is None
+    assert (await slot.call_tool(call("work"), 0.1)).text == "done"
+    assert slot.episode_timeout_s == 0.2
+    assert [part.reward for part in await slot.reward(0.1)] == [Measured(1.0)]
+    assert "did not answer within 0.1 s" in (await slot.call_tool(call("other"), 0.1)).text
+    assert (await slot_of(Patient).reset({"nap_s": 0.4}, 0, 0, 0.1)).reason is RolloutReason.ENV_RESET

@@ -1042,3 +1042,14 @@ async def test_an_episode_can_run_alone():
     completion = await run_episode(context)
     assert (completion.index, completion.rows[0].tokens.tolist()) == (5, ids("Done." + END))
     assert completion.rows[0].logprobs == array("f", [-0.5] * 6).tobytes()
+
+
+class Hasty(Box):
+    """States how long its episodes may take."""
+
+    episode_timeout_s = 0.2
+
+
+async def test_an_environment_shortens_its_episodes():
+    completion = await completion_of(lambda *_: anyio.sleep(60), env=Hasty, episode_timeout_s=50.0)
+    assert completion.truncated is TruncationReason.WALL_CLOCK

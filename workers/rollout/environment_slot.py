@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import anyio
-import msgspec
 import structlog
 
 from envs.call import (
@@ -28,26 +27,23 @@ from envs.call import (
     outcome_cause,
     replace_surrogates,
 )
-from envs.contract import Observation, is_done, is_observation, is_response
+from envs.contract import Observation, is_done, is_observation, is_response, stated_timeout_s
 from envs.factory import EnvironmentFactory
 from envs.rewards.parts import reward_call, reward_parts
-from envs.sandboxes.contract import FailureKind
 from envs.snapshot import freeze
 from envs.tools import ToolArgumentError, bind_arguments
 from stream.causes import ErrorCause
 from stream.errors import EnvironmentFailure
 from stream.records import Failure, Message, RewardPart
 from stream.validity import RolloutReason, TruncationReason, Unmeasured
-from workers.rollout.messages import response_arguments, to_messages
-from workers.rollout.sandboxes import LeasedSandboxes, sandbox_failure
+from workers.rollout.messages import is_plain_data, response_arguments, to_messages
+from workers.rollout.sandboxes import NOT_STARTED, LeasedSandboxes, sandbox_failure
 from workers.rollout.tool_formats.parsing import ToolCall
 from workers.rollout.tool_result import ToolResult, call_async_tool, call_tool
 
 log = structlog.get_logger()
 
 _CLOSE_TIMEOUT_S = 10.0
-_NOT_STARTED = frozenset((FailureKind.CREATE, FailureKind.IMAGE, FailureKind.FULL, FailureKind.UNREACHABLE))
-"""Failures before which nothing was sampled, if they happen in `reset`: the prompt is tried again later."""
 
 
 class EnvironmentSlot:
@@ -97,6 +93,11 @@ class EnvironmentSlot:
         return bool(self._factory.uses_sandboxes)
 
     @property
+    def episode_timeout_s(self) -> float | None:
+        """Deadline of this episode, if the environment states one."""
+        return getattr(self._environment, "episode_timeout_s", None) if self._factory.states_timeouts else None
+
+    @property
     def has_reward(self) -> bool:
         """The environment measures a reward itself."""
         return bool(self._factory.has_reward)
@@ -116,10 +117,10 @@ class EnvironmentSlot:
                 return self._failure(RolloutReason.ENV_RESET, "creation", created)
             self._environment = created.value
         arguments = self._factory.reset_arguments(self._environment, fields, seed, index)
-        outcome = await self._call(self._environment.reset, arguments, timeout_s)
+        outcome = await self._call(self._environment.reset, arguments, self._limit_s("reset", timeout_s))
         if not isinstance(outcome, Ok):
             failure = self._failure(RolloutReason.ENV_RESET, "reset", outcome)
-            if (error := sandbox_failure(outcome)) is not None and error.kind in _NOT_STARTED:
+            if (error := sandbox_failure(outcome)) is not None and error.kind in NOT_STARTED:
                 raise error
             return failure
         return self._validate_observation(outcome.value)
@@ -161,7 +162,8 @@ class EnvironmentSlot:
                 (on_loop if prepared[0] is call_async_tool else in_thread).append((position, prepared))
 
         async def run(batch: Sequence[tuple[int, Call]]) -> None:
-            outcomes = await self._call_in_order([call for _, call in batch], timeout_s)
+            limit_s = max(self._limit_s(calls[position].name, timeout_s) for position, _ in batch)
+            outcomes = await self._call_in_order([call for _, call in batch], limit_s)
             for (position, _), (outcome, seconds) in zip(batch, outcomes, strict=True):
                 results[position] = self._to_result(calls[position], outcome, seconds)
 
@@ -221,13 +223,13 @@ class EnvironmentSlot:
         """
         method = self._environment.respond
         arguments = response_arguments(method, text, messages)
-        outcome = await self._call(method, arguments, timeout_s)
+        outcome = await self._call(method, arguments, self._limit_s("respond", timeout_s))
         if isinstance(outcome, TimedOut):
             return self._failure(RolloutReason.ENV_TIMEOUT, "respond", outcome)
         if not isinstance(outcome, Ok):
             return self._failure(RolloutReason.ENV_STEP, "respond", outcome)
         value = outcome.value
-        if not _is_plain(value) or not is_response(value):
+        if not is_plain_data(value) or not is_response(value):
             error = TypeError(
                 f"{type(value).__name__} returned; None, a string, a list of content parts, or a list of messages with "
                 "roles other than assistant and tool is expected, all of plain data"
@@ -280,7 +282,8 @@ class EnvironmentSlot:
             case Ok(None):
                 return []
             case Ok((function, arguments)):
-                return self._parts(await self._call(function, arguments, timeout_s), messages)
+                limit_s = self._limit_s("get_reward", timeout_s)
+                return self._parts(await self._call(function, arguments, limit_s), messages)
             case _:
                 return self._parts(lookup, messages)
 
@@ -309,7 +312,8 @@ class EnvironmentSlot:
         if not isinstance(lookup, Ok) or lookup.value is None:
             parts = [] if isinstance(lookup, Ok) else self._parts(lookup, messages)
             return parts, self._snapshot(await self._call(freeze_now, {}, timeout_s))
-        (measured, _), (frozen, _) = await self._call_in_order([lookup.value, (freeze_now, {})], timeout_s)
+        limit_s = self._limit_s("get_reward", timeout_s)
+        (measured, _), (frozen, _) = await self._call_in_order([lookup.value, (freeze_now, {})], limit_s)
         if sandbox_failure(measured) is not None:
             return [], self._failure(RolloutReason.SANDBOX, "get_reward", measured)
         return self._parts(measured, messages), self._snapshot(frozen)
@@ -341,6 +345,10 @@ class EnvironmentSlot:
         reason = RolloutReason.ENV_TIMEOUT if isinstance(outcome, TimedOut) else RolloutReason.ENV_STEP
         return self._failure(reason, "taking its snapshot", outcome)
 
+    def _limit_s(self, call: str, timeout_s: float) -> float:
+        """Return the deadline of a call: the environment's own, if it states one."""
+        return stated_timeout_s(self._environment, call, timeout_s) if self._factory.states_timeouts else timeout_s
+
     async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Outcome:
         ((outcome, _),) = await self._call_in_order([(function, arguments)], timeout_s)
         return outcome
@@ -371,7 +379,7 @@ class EnvironmentSlot:
         """Return the observation that `reset` returned; a failure if a prompt cannot end with it."""
         if isinstance(value, str):
             return replace_surrogates(value)
-        if _is_plain(value) and is_observation(value):
+        if is_plain_data(value) and is_observation(value):
             observation: Observation = value
             return observation
         kind = type(value).__name__
@@ -380,15 +388,6 @@ class EnvironmentSlot:
             "all of plain data"
         )
         return self._failure(RolloutReason.ENV_RESET, "reset", Failed(error))
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether a value is plain data, which a record can hold."""
-    try:
-        msgspec.msgpack.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        return False
-    return True
 
 
 def _is_environment_failure(error: BaseException) -> bool:

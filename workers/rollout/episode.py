@@ -133,6 +133,8 @@ class BaseEpisode(ABC):
             )
         if isinstance(observation, Failure):
             return observation
+        if (own_s := context.slot.episode_timeout_s) is not None:
+            self.clock.shorten(own_s)
         self.completion.prompt_messages = self.prompt_messages(observation)
         return None
 

@@ -50,6 +50,10 @@ class EpisodeClock:
         self.is_up = scope is not None and bool(scope.__exit__(kind, error, traceback))
         return self.is_up
 
+    def shorten(self, limit_s: float) -> None:
+        """Lower both limits; call it before the clock runs."""
+        self._left_s = {reason: min(left_s, limit_s) for reason, left_s in self._left_s.items()}
+
     @property
     def tools(self) -> "_Charge":
         """A context in which the time of the tools runs."""

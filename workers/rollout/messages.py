@@ -103,3 +103,12 @@ def to_messages(response: Response) -> list[Message] | None:
         content: list[Message] = msgspec.msgpack.decode(msgspec.msgpack.encode(response))
         return content if is_messages(content) else [{"role": "user", "content": content}]
     return [{"role": "user", "content": replace_surrogates(response)}]
+
+
+def is_plain_data(value: object) -> bool:
+    """Return whether a value is plain data, which a record can hold."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return False
+    return True

@@ -27,6 +27,8 @@ from workers.rollout.sandbox_host import SandboxHost, SandboxOwner
 
 T = TypeVar("T")
 
+NOT_STARTED: Final = frozenset((FailureKind.CREATE, FailureKind.IMAGE, FailureKind.FULL, FailureKind.UNREACHABLE))
+"""Failures before which nothing was sampled, if they happen in `reset`: the prompt is tried again later."""
 _FATAL: Final = frozenset((FailureKind.LOST, FailureKind.UNREACHABLE, FailureKind.FENCED))
 """After these an agent's sandbox is not what it was, so the episode cannot go on."""
 
