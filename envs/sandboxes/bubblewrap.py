@@ -12,6 +12,7 @@ instead.
 
 import functools
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -60,6 +61,10 @@ class BubblewrapSpec:
     """It has the network of this machine."""
     starts_processes: bool = True
     """It may start processes and threads."""
+    texts: tuple[tuple[str, str], ...] = ()
+    """Paths of files that it may read, each with its text."""
+    is_process_1: bool = False
+    """It is the first process of its namespace, which no signal from inside reaches; it has to wait for orphans."""
 
 
 @dataclass(frozen=True)
@@ -138,16 +143,20 @@ def launch(program: Sequence[str], spec: BubblewrapSpec, files: Mapping[str, byt
         spec: what it finds.
         files: contents of files that it finds, by absolute path, in folders that it can write.
     """
-    command = [bubblewrap() or "bwrap", *_namespaces(spec)]
+    switch, options = _user(spec.readable)
+    command = [*switch, bubblewrap() or "bwrap", *_namespaces(spec)]
     for folder in (WORKDIR, "/tmp"):  # noqa: S108  (paths that are shown may lie below it)
         command += ["--size", str(spec.folder_bytes), "--tmpfs", folder]
+    descriptors = []
     for path in [*_SYSTEM, *_not_yet_shown(spec.readable)]:
         command += _shown(path)
     for outside, within in spec.writable:
         command += ["--bind-try", outside, within]
+    for path, text in spec.texts:
+        descriptors.append(_memory_file(text.encode()))
+        command += ["--ro-bind-data", str(descriptors[-1]), path]
     command += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
     command += ["--size", str(spec.shm_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]  # noqa: S108
-    descriptors = []
     for path, content in files.items():
         descriptors.append(_memory_file(content))
         command += ["--file", str(descriptors[-1]), path]
@@ -158,7 +167,7 @@ def launch(program: Sequence[str], spec: BubblewrapSpec, files: Mapping[str, byt
     for path in ("/", *_masked()):
         command += ["--remount-ro", path]
     command += ["--chdir", WORKDIR, "--", *program]
-    return Launch(command, {"env": dict(ENVIRONMENT), "pass_fds": descriptors, **_user(spec.readable)})
+    return Launch(command, {"env": dict(ENVIRONMENT), "pass_fds": descriptors, **options})
 
 
 def _namespaces(spec: BubblewrapSpec) -> list[str]:
@@ -172,6 +181,8 @@ def _namespaces(spec: BubblewrapSpec) -> list[str]:
         own += ["--ro-bind-try", "/etc/hosts", "/etc/hosts", "--ro-bind-try", "/etc/ssl", "/etc/ssl"]
     for name, value in (*ENVIRONMENT.items(), *spec.variables):
         own += ["--setenv", name, value]
+    if spec.is_process_1:
+        own.append("--as-pid-1")
     return [*own, "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--hostname", "sandbox"]
 
 
@@ -225,10 +236,16 @@ def _memory_file(content: bytes) -> int:
     return descriptor
 
 
-def _user(readable: tuple[str, ...]) -> dict[str, Any]:
+def _user(readable: tuple[str, ...]) -> tuple[list[str], dict[str, Any]]:
+    """Return the beginning of a command that runs as nobody, and options for where no program does it.
+
+    A program is asked first: uvloop starts no process as another user.
+    """
     if not becomes_nobody(readable):
-        return {}
-    return {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+        return [], {}
+    if (setpriv := shutil.which("setpriv")) is not None:
+        return [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"], {}
+    return [], {"user": NOBODY, "group": NOBODY, "extra_groups": []}
 
 
 @functools.cache

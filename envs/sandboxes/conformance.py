@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import anyio
+from anyio import to_thread
 
 from envs.sandboxes.conformance_bench import (
     CaseSkipped,
@@ -56,7 +57,8 @@ async def _run_all(reference: str, options: ProviderOptions, image: str, cases: 
 
 
 async def _create(reference: str, options: ProviderOptions, image: str, name: str, run_id: str) -> int:
-    async with load_provider(reference)(options) as provider:
+    found = await to_thread.run_sync(load_provider, reference)
+    async with found(options) as provider:
         sys.stdout.write("creating\n")
         sys.stdout.flush()
         labels = {RUN_LABEL: run_id, BEGUN_LABEL: f"{time.time():.3f}"}

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import anyio
+from anyio import to_thread
 
 from envs.sandboxes.contract import (
     BEGUN_LABEL,
@@ -82,7 +83,8 @@ async def open_bench(reference: str, options: ProviderOptions, image: str = "") 
     Raises:
         SandboxFailure: the place cannot be reached.
     """
-    async with load_provider(reference)(options) as provider:
+    found = await to_thread.run_sync(load_provider, reference)
+    async with found(options) as provider:
         bench = Bench(provider, reference, image)
         try:
             yield bench
@@ -94,7 +96,7 @@ async def open_bench(reference: str, options: ProviderOptions, image: str = "") 
 
 
 def load_provider(reference: str) -> type[SandboxProvider]:
-    """Return a provider's class by its entry point, or by `module:Class`.
+    """Return a provider's class by its entry point, or by `module:Class`. Blocks.
 
     Raises:
         LookupError: there is no such provider.

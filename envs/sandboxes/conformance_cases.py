@@ -5,6 +5,7 @@ met. A case whose trait the provider does not have is skipped, with the reason.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -133,11 +134,13 @@ async def read_refuses(bench: Bench) -> None:
 async def write_files(bench: Bench) -> None:
     """`write` makes folders, keeps permission bits, and overwrites."""
     sandbox = await bench.open()
-    with tempfile.TemporaryDirectory() as folder:
-        tool = Path(folder) / "tool" / "deep" / "run.sh"
-        await to_thread.run_sync(_make_tool, tool)
-        await sandbox.write({f"{_TMP}/a/b/c.bin": bytes(range(256)) * 300, f"{_TMP}/tool": Path(folder) / "tool"})
-        await sandbox.write({f"{_TMP}/one.sh": tool})
+    folder = await to_thread.run_sync(_make_tool)
+    try:
+        files: dict[str, bytes | Path] = {f"{_TMP}/a/b/c.bin": bytes(range(256)) * 300, f"{_TMP}/tool": folder / "tool"}
+        await sandbox.write(files)
+        await sandbox.write({f"{_TMP}/one.sh": folder / "tool" / "deep" / "run.sh"})
+    finally:
+        await to_thread.run_sync(shutil.rmtree, folder)
     content = await sandbox.read(f"{_TMP}/a/b/c.bin", 1 << 20)
     expect(content == bytes(range(256)) * 300, "content is unchanged", len(content))
     result = await sh(sandbox, f"{_TMP}/tool/deep/run.sh; {_TMP}/one.sh")
@@ -146,10 +149,14 @@ async def write_files(bench: Bench) -> None:
     expect(await sandbox.read(f"{_TMP}/a/b/c.bin", 10) == b"new", "a file is overwritten")
 
 
-def _make_tool(path: Path) -> None:
+def _make_tool() -> Path:
+    """Return a folder of this machine with a program in a folder."""
+    folder = Path(tempfile.mkdtemp())
+    path = folder / "tool" / "deep" / "run.sh"
     path.parent.mkdir(parents=True)
     path.write_text("#!/bin/sh\necho ran\n")
     path.chmod(0o755)
+    return folder
 
 
 async def changed_files(bench: Bench) -> None:
@@ -250,9 +257,10 @@ async def limits(bench: Bench) -> None:
     """More processes, memory or disk than the spec has are the command's failure, and the sandbox goes on."""
     sandbox = await bench.open()
     if "pids" in bench.provider.isolates:
-        script = "i=0; while [ $i -lt 200 ]; do sleep 30 & i=$((i+1)); done; wait"
-        result = await sh(sandbox, script, timeout_s=5)
+        script = "i=0; while [ $i -lt 200 ]; do sleep 4 & i=$((i+1)); done; wait"
+        result = await sh(sandbox, script, timeout_s=3)
         expect(result.code != 0, "more processes than `pids` is a failure", result)
+        await anyio.sleep(4)  # until then a command may fail
         await expect_alive(sandbox, "more processes than its limit")
     if "memory" in bench.provider.isolates:
         script = "x=0123456789abcdef; while :; do x=$x$x; done"
