@@ -188,7 +188,7 @@ conversation, and not from the order in which requests come.
 
 A turn is sampled to its end even if nobody waits. Any other request with the same conversation is a second answer.
 
-**Long episodes.** With `agents.journal = true` each turn is kept on the server until its group ends. If the worker is
+**Long episodes.** Each turn is [kept on the server](resuming.md#in-mid-episode) until its group ends. If the worker is
 killed, the next one starts the programs again, and gives them the answers that they had, token for token. A program
 that does the same for the same answers then repeats no turn but those that were being sampled.
 

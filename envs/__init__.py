@@ -14,6 +14,9 @@ every other public method  a tool: name, Google-style docstring and type hints b
                            list with one number for each model turn; may take `messages`, the conversation
 `rows()`                   optional: the rows to train on, where no file has them; `split="eval"` for held-out ones
 `render(snapshot)`         optional: the final state as text for people; `snapshot` is the thawed environment
+`replayable`               optional class attribute: True: the same seed and calls have the same results, so another
+                           worker can go on with an episode whose worker died
+`effects`                  optional class attribute: "external": a call changes something outside; none is made twice
 `close()`                  optional: called before an instance is discarded
 `__copy__()`               optional: drop handles, keep data; the copy is frozen as the episode's snapshot
 =========================  ============================================================================================

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
-from stream.errors import EnvironmentFailure
+from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 
 __all__ = (
     "RESERVED_METHODS",
@@ -16,10 +16,12 @@ __all__ = (
     "Response",
     "ToolError",
     "declares_tools",
+    "has_effects",
     "is_content_parts",
     "is_done",
     "is_messages",
     "is_observation",
+    "is_replayable",
     "is_response",
     "names_sandboxes",
     "offers_render",
@@ -138,6 +140,35 @@ def offers_render(env: object) -> bool:
     that parameter is a tool.
     """
     return callable(getattr(type(env), "render", None)) and _required(getattr(env, "render", None)) == ["snapshot"]
+
+
+def is_replayable(env: object) -> bool:
+    """Return whether the same seed and the same calls have the same results: the class attribute `replayable`.
+
+    Raises:
+        ReferenceNotFoundError: it is neither True nor False.
+    """
+    return _declared(env, "replayable", {True: True, False: False})
+
+
+def has_effects(env: object) -> bool:
+    """Return whether calls change something outside, so that none may be made twice: `effects = "external"`.
+
+    Raises:
+        ReferenceNotFoundError: it is neither "external" nor "none".
+    """
+    return _declared(env, "effects", {"external": True, "none": False})
+
+
+def _declared(env: object, name: str, values: Mapping[Any, bool]) -> bool:
+    """Return what a class attribute declares; False if there is none, or if it is a method, which is a tool."""
+    value = getattr(type(env), name, None)
+    if value is None or callable(value) or isinstance(value, property):
+        return False
+    if isinstance(value, str | bool) and value in values:
+        return values[value]
+    known = " or ".join(repr(each) for each in values)
+    raise ReferenceNotFoundError(f"{type(env).__qualname__}.{name} is {value!r}; it has to be {known}")
 
 
 def _required(method: object) -> list[str] | None:

@@ -20,8 +20,8 @@ import anyio
 import msgspec
 import structlog
 
+from envs import contract
 from envs.call import describe_error, error_cause, filter_kwargs
-from envs.contract import AgentEnvironment, declares_tools, names_sandboxes, offers_render, offers_rows, states_timeouts
 from envs.references import Reference, check_arguments, class_key, resolve
 from envs.tools import ToolSpec, declared_specs, tool_specs
 from stream.errors import DataError, EnvironmentFailure, ReferenceNotFoundError
@@ -51,21 +51,25 @@ class EnvironmentFactory:
         self.reference = reference
         self.environment_class: type = type(sample)
         """Class of the environments. Snapshots always thaw to this class, whatever their bytes name."""
-        self.runs_own_loop: bool = isinstance(sample, AgentEnvironment)
+        self.runs_own_loop: bool = isinstance(sample, contract.AgentEnvironment)
         """The environments derive from `AgentEnvironment`: they request model turns themselves and have no tools."""
-        self.declares_tools: bool = declares_tools(sample) and not self.runs_own_loop
+        self.declares_tools: bool = contract.declares_tools(sample) and not self.runs_own_loop
         """Tools are called through `call_tool(name, arguments)`."""
         self.tools: list[ToolSpec] = self._tools_of(sample) if with_tools else []
         self.has_reward: bool = callable(getattr(sample, "get_reward", None))
         self.responds: bool = callable(getattr(sample, "respond", None)) and not self.runs_own_loop
         """It answers turns of the model without a tool call, in `respond`."""
-        self.uses_sandboxes: bool = names_sandboxes(sample)
+        self.uses_sandboxes: bool = contract.names_sandboxes(sample)
         """Its `reset` names a parameter `sandboxes`, and gets the sandboxes of the episode."""
-        self.states_timeouts: bool = states_timeouts(sample)
+        self.states_timeouts: bool = contract.states_timeouts(sample)
         """Its class states deadlines, in `timeouts_s` or `episode_timeout_s`."""
-        self.has_rows: bool = offers_rows(sample)
+        self.is_replayable: bool = contract.is_replayable(sample)
+        """The same seed and the same calls have the same results, so a worker can repeat those of one that died."""
+        self.has_effects: bool = contract.has_effects(sample)
+        """Its calls change something outside, so that none may be made twice."""
+        self.has_rows: bool = contract.offers_rows(sample)
         """Whether the environment provides rows, by its method `rows`."""
-        self.has_render: bool = offers_render(sample)
+        self.has_render: bool = contract.offers_render(sample)
         """It renders snapshots for people, in `render`."""
         self.known_classes: dict[str, type] = _known_classes(reference, type(sample))
         """Classes that snapshots may contain, by `module:qualname`: those defined in the environment's modules, and the
@@ -326,7 +330,7 @@ def call_rows(factory: EnvironmentFactory, name: str, split: str, limit: int, ti
     """
     env: Any = factory.make()
     try:
-        if not offers_rows(env):
+        if not contract.offers_rows(env):
             return None
         arguments = filter_kwargs(env.rows, {"split": split})
         if split != "train" and not arguments:

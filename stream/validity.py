@@ -43,6 +43,7 @@ class RolloutReason(StrEnum):
     ENV_STEP = "env_step"  # a tool raised EnvironmentFailure
     ENV_TIMEOUT = "env_timeout"  # the environment hung where no error could be reported to the model
     ENGINE = "engine"  # the engine failed on this request but served others
+    EFFECTS = "effects"  # its worker died after a call with effects outside, which is not made twice
     PROMPT_TOO_LONG = "prompt_too_long"  # the engine refused the prompt as too long
     SANDBOX = "sandbox"  # a sandbox was lost, or its place could not be reached
 

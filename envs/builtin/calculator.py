@@ -33,6 +33,8 @@ class Calculator:
     Its reward function is `exact_answer`, since the answer is in the model's final message, not in a tool call.
     """
 
+    replayable = True
+
     def __init__(self) -> None:
         self.problem = ""
         self.answer: Any = None

@@ -12,6 +12,8 @@ class Guess:
     Rows may set `secret`, `low` and `high`. Without `secret` it is drawn from the seed, one for each group.
     """
 
+    replayable = True
+
     def __init__(self) -> None:
         self.secret = 0
         self.guesses: list[int] = []

@@ -94,6 +94,8 @@ class Python:
         "of processes of its user, and signal them"
     )
 
+    replayable = True
+
     def __init__(
         self,
         timeout_s: float = 10.0,

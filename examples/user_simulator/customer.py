@@ -7,6 +7,8 @@ import re
 class Customer:
     """Buys a lamp. The reward is 1 for a sale, less 0.2 for each offer that was too high."""
 
+    replayable = True
+
     def reset(self, seed: int) -> str:
         self.budget = random.Random(seed).randrange(200, 600)
         self.refused, self.sold = 0, False

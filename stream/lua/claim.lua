@@ -3,8 +3,8 @@
 -- ARGV: stage, consumer, count, lease_ms, infra_limit, capacity (outstanding groups allowed; -1: no limit),
 --       number of the last stop request to ignore
 -- Returns {last id of wake, ms until the next lease or retry is due (-1: none), finish reason, unfinished prompts, feed done,
---          policy version (-1: none yet), {{id, infra, data, deaths, stale, flat fields}, ...}, last stop request,
---          1 if paused}
+--          policy version (-1: none yet), {{id, infra, data, deaths, stale, flat fields, 1 if turns or completions are saved},
+--          ...}, last stop request, 1 if paused}
 -- While the run is paused no prompts are returned, not even those with an expired lease; other stages continue, those of an
 -- evaluation too. A process that was asked to stop gets nothing. Unfinished prompts are those of the stage's own flow.
 -- If the reply is lost, the claimed entries are delivered again when their lease expires.
@@ -30,6 +30,7 @@ local function take(id)
   claimed[#claimed + 1] = {
     id, failures(stage, id, 'infra'), failures(stage, id, 'data'), failures(stage, id, 'deaths'),
     redis.call('HGET', key(stage .. ':attempts'), id .. ':stale') or '', flat,
+    redis.call('EXISTS', key(stage .. ':partials:' .. id), key(stage .. ':turns:' .. id)) > 0 and 1 or 0,
   }
 end
 
@@ -75,7 +76,7 @@ if remaining() > 0 then
   for _, entry in ipairs(fresh and fresh[1][2] or {}) do
     redis.call('ZADD', leases, now + lease_ms, entry[1])
     if stage == 'prompts' then set_inflight_version(field(entry[2], 'prompt') or '') end
-    claimed[#claimed + 1] = {entry[1], 0, 0, 0, '', entry[2]}
+    claimed[#claimed + 1] = {entry[1], 0, 0, 0, '', entry[2], 0}
   end
 end
 -- A feeder waits for space in the backlog, and a trainer for groups that are started again.

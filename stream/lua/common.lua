@@ -1,8 +1,8 @@
 -- Prepended to every script, after its first line. One script is one atomic step.
 --
--- The first line of a script says what happens when the server is out of memory. A script that adds payloads (feed,
--- save_partial) is refused before it starts, and its caller waits. A script that renews, marks or removes runs
--- (allow-oom), because otherwise memory would never be freed.
+-- The first line of a script says what happens when the server is out of memory. A script that adds payloads (feed) is
+-- refused before it starts, and its caller waits. A script that renews, marks or removes runs (allow-oom), because otherwise
+-- memory would never be freed; so does save_progress, which refuses by itself, and earlier.
 --
 -- KEYS[1] is the run's prefix, `{NAME}`. The braces keep all keys of a run in one slot of a cluster, so a script may build
 -- the other key names itself. For each stage S of prompts, groups, scored:
@@ -18,9 +18,10 @@
 --                       stopped responding while they held the entry; `ID:alone` -> name of the worker that works on this
 --                       entry and on nothing else, and what it runs; for prompts also `ID:stale` -> run time in ms of each
 --                       attempt that was cancelled as stale, for example `1200` or `1200,3400`; `ID:turns` -> the most
---                       turns that an attempt had
+--                       turns that an attempt had; `ID:sampled` -> turns that are saved, as turns or within completions
 --   {NAME}:S:partials:ID hash, completion index -> record: finished completions of an entry's unfinished group
---   {NAME}:S:turns:ID   hash, `INDEX/CONTEXT/NUMBER` -> record: sampled turns of its unfinished completions, if they are kept
+--   {NAME}:S:turns:ID   hash, sampled turns of its unfinished completions: `INDEX/NUMBER` -> record; of an agent
+--                       `INDEX/CONTEXT/NUMBER`; `resumed/INDEX` -> the attempt that restored it, and how
 --   {NAME}:S:rate       hash, second modulo 60 -> second * 1e6 + entries completed in that second
 -- S may also be eval:prompts or eval:groups, the stages of an evaluation. Their entries have the evaluated policy version
 -- in a field `version`, do not count in any number of the run, and are deleted when the next evaluation begins.
@@ -37,6 +38,9 @@
 --                       an entry); dead_letters:REASON (entries that became dead letters, retried or not). An outcome is
 --                       counted in the step that removes its prompt from `unfinished`, so at every moment
 --                       fed = trained + dropped + dead + unfinished, by distinct prompts, also if the server lost writes
+--   {NAME}:turns        hash, turns of prompts: `sampled` (saved, or completed with their group), `kept` (in completed groups),
+--                       `again` (lost, to be sampled again or given up); so sampled = kept + again + those that entries have
+--                       saved. Beside them `resumed:METHOD`, completions that another attempt restored
 --   {NAME}:dead         stream of dead letters
 --   {NAME}:dead:payload:ID string, record of a dead letter whose entry had one
 --   {NAME}:last_errors  hash, stage -> ms and text of the last error by which a worker gave an entry back
@@ -149,9 +153,17 @@ local function move_payload(from, to)
   return true
 end
 
--- Delete the saved completions of an entry, so that the next attempt starts from nothing.
+-- Count turns of the run's own prompts.
+local function count_turns(stage, name, n)
+  if n ~= 0 and stage == 'prompts' then redis.call('HINCRBY', key('turns'), name, integer(n)) end
+end
+
+-- Delete the saved completions and turns of an entry, so that the next attempt starts from nothing.
 local function delete_partials(stage, id)
   redis.call('UNLINK', key(stage .. ':partials:' .. id), key(stage .. ':turns:' .. id))
+  local attempts, saved = key(stage .. ':attempts'), id .. ':sampled'
+  count_turns(stage, 'again', tonumber(redis.call('HGET', attempts, saved) or 0))
+  redis.call('HDEL', attempts, saved)
 end
 
 -- Delete an entry with its lease, retries, failures and partials.

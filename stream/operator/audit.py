@@ -31,6 +31,28 @@ from stream.trainer.ledger_records import OPERATOR, Dead, Dropped, LedgerLine, e
 _IDS_PER_SCAN = 1000
 
 
+class TurnCounts(Struct, kw_only=True):
+    """How many turns of the model were sampled, and what became of them: `sampled = kept + again + unfinished`.
+
+    A turn is counted once the server has it: saved, or completed with its group.
+    """
+
+    sampled: int = 0
+    kept: int = 0
+    """In groups that were rolled out."""
+    again: int = 0
+    """Lost: sampled again, or given up."""
+    unfinished: int = 0
+    """Saved, of groups that are still rolled out."""
+    resumed: dict[str, int] = field(default_factory=dict)
+    """Completions that another worker restored, by how."""
+
+    @property
+    def is_balanced(self) -> bool:
+        """Every turn is in one place."""
+        return self.sampled == self.kept + self.again + self.unfinished
+
+
 class RunScan(Struct, kw_only=True):
     """What the server knows about a run's prompts."""
 
@@ -46,6 +68,7 @@ class RunScan(Struct, kw_only=True):
     dead: list[DeadEntry] = field(default_factory=list)
     dropped_dead: set[str] = field(default_factory=set)
     """Prompts whose dead letters the operator dropped."""
+    turns: TurnCounts = field(default_factory=TurnCounts)
 
 
 async def scan_run(connection: RunConnection) -> RunScan:
@@ -66,7 +89,19 @@ async def scan_run(connection: RunConnection) -> RunScan:
             scan.entries.append(entry)
     scan.dead = await scan_dead_entries(connection)
     scan.dropped_dead = await _members(connection, "dropped_dead", Redis.sscan)
+    scan.turns = await read_turn_counts(connection)
     return scan
+
+
+async def read_turn_counts(connection: RunConnection) -> TurnCounts:
+    """Read what became of the sampled turns, at one moment."""
+    counts, *unfinished = await connection.run_script("turn_counts")
+    counted = {name.decode(): int(n) for name, n in zip(counts[::2], counts[1::2], strict=True)}
+    return TurnCounts(
+        **{name: counted.get(name, 0) for name in ("sampled", "kept", "again")},
+        unfinished=sum(unfinished),
+        resumed={name.partition(":")[2]: n for name, n in sorted(counted.items()) if name.startswith("resumed:")},
+    )
 
 
 async def _members(connection: RunConnection, name: str, scan: Callable[..., Any]) -> set[str]:
@@ -125,11 +160,13 @@ class AuditReport(Struct, kw_only=True):
     lost: list[AuditFinding]
     twice: list[AuditFinding]
     clean: bool
-    """Nothing is lost and nothing is counted twice."""
+    """Nothing is lost, nothing is counted twice, and every sampled turn is accounted for."""
     unsaved: int
     """Trained or dropped prompts that no checkpoint contains yet; after a crash they are trained or dropped again."""
     foreign_entries: int
     """Entries and dead letters that belong to no prompt of this run, and dead letters of duplicates."""
+    turns: TurnCounts = field(default_factory=TurnCounts)
+    """What became of the sampled turns."""
     notes: list[str] = field(default_factory=list)
     """What the audit could not read, and other remarks."""
 
@@ -171,7 +208,8 @@ def audit(facts: AuditInput) -> AuditReport:
         outstanding=_count_details(locations, "outstanding"),
         lost=lost,
         twice=twice,
-        clean=not lost and not twice,
+        clean=not lost and not twice and scan.turns.is_balanced,
+        turns=scan.turns,
         unsaved=unsaved,
         foreign_entries=sum(entry.prompt not in prompts for entry in scan.entries)
         + sum(not letter.ends_prompt for letter in scan.dead),

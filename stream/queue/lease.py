@@ -30,6 +30,8 @@ class Lease(Struct, kw_only=True, eq=False):
     """How many workers in a row died or stopped responding while they held it."""
     cancelled_attempts_s: tuple[float, ...] = ()
     """The run time of each attempt that was cancelled as stale, oldest first."""
+    has_progress: bool = False
+    """Earlier attempts have saved turns or completions."""
     evaluated_version: int | None = None
     """For a prompt of an evaluation: the policy version that must sample it."""
     claimed_version: int = 0

@@ -126,7 +126,7 @@ class Stage:
         leases = []
         # Read before the leases are held: if reading fails, nobody renews them, and the entries are delivered again.
         payloads = await self._read_payloads([entry_id.decode() for entry_id, *_ in entries])
-        for entry_id, infra, data, deaths, stale, flat in entries:
+        for entry_id, infra, data, deaths, stale, flat, has_progress in entries:
             fields = dict(zip(flat[::2], flat[1::2], strict=True))
             lease = Lease(
                 id=entry_id.decode(),
@@ -137,11 +137,12 @@ class Stage:
                 data_failures=data,
                 deaths=deaths,
                 cancelled_attempts_s=tuple(int(ms) / 1000 for ms in stale.split(b",") if ms),
+                has_progress=bool(has_progress),
                 evaluated_version=_parse_version(fields.get(b"version")),
                 claimed_version=max(0, version),
                 claimed_at=time.monotonic(),
             )
-            self._mark_lost(lease.id)  # our own expired lease on this entry: its work must stop
+            self.mark_lost(lease.id)  # our own expired lease on this entry: its work must stop
             self.leases[lease.id] = lease
             leases.append(lease)
         return Claim(
@@ -171,20 +172,27 @@ class Stage:
             LeaseLostError: the lease is not held any more.
         """
         if not await self.connection.run_script("begin_alone", self.name, self.consumer, lease.id, description):
-            self._mark_lost(lease.id)
+            self.mark_lost(lease.id)
             raise LeaseLostError(f"the lease on {lease.prompt_id or lease.id} in {self.name} expired")
 
-    async def save_partial(self, lease: Lease, completion: Completion) -> None:
-        """Save a finished completion of an unfinished group for the next attempt at the prompt.
+    async def save_progress(self, parts: Sequence[bytes | int | str]) -> bool:
+        """Save parts of unfinished groups, as `stream/lua/save_progress.lua` takes them; mark leases that are lost.
 
-        Failed completions are saved too: a failure is a result of the group, and repeating only failures would bias it.
-        Every verb that ends the entry deletes them. Saving is optional, so this waits for a server without free memory
-        no longer than one lease time.
+        Returns:
+            False if the server is short of memory and has saved nothing.
         """
-        await self._save_part(lease, "partials", completion.index, encode(completion))
+        is_refused, lost = await self.connection.run_script("save_progress", self.name, self.consumer, *parts)
+        for entry_id in lost:
+            self.mark_lost(entry_id.decode())
+        return not is_refused
 
-    async def load_partial(self, lease: Lease) -> list[Completion]:
-        """Return the completions that earlier attempts saved. Unreadable ones are skipped and sampled again."""
+    async def load_progress(self, lease: Lease) -> tuple[list[Completion], dict[bytes, bytes]]:
+        """Return the finished completions that earlier attempts saved, and the records of turns by their names.
+
+        Unreadable completions are skipped and sampled again.
+        """
+        if not lease.has_progress:
+            return [], {}
         completions = []
         for index, payload in (await self._load_parts(lease, "partials")).items():
             try:
@@ -194,20 +202,7 @@ class Stage:
                 continue
             if index == str(completion.index).encode():
                 completions.append(completion)
-        return completions
-
-    async def save_turn(self, lease: Lease, name: str, payload: bytes, count: int) -> None:
-        """Save a sampled turn of an unfinished completion. A `count` of turns beyond earlier attempts' is progress."""
-        await self._save_part(lease, "turns", name, payload, count)
-
-    async def load_turns(self, lease: Lease) -> dict[bytes, bytes]:
-        """Return the turns that earlier attempts saved, by their names."""
-        return await self._load_parts(lease, "turns")
-
-    async def _save_part(self, lease: Lease, *part: bytes | int | str) -> None:
-        with anyio.move_on_after(self.retry_policy.lease_s):
-            if not await self.connection.run_script("save_partial", self.name, self.consumer, lease.id, *part):
-                self._mark_lost(lease.id)
+        return completions, await self._load_parts(lease, "turns")
 
     async def _load_parts(self, lease: Lease, what: str) -> dict[bytes, bytes]:
         key = self.connection.key(f"{self.name}:{what}:{lease.id}")
@@ -223,7 +218,9 @@ class Stage:
         """
         payload = await anyio.to_thread.run_sync(encode, group) if _is_long(group) else encode(group)
         token = uuid.uuid4().hex
-        arguments = ("complete", self.name, self.consumer, lease.id, next_stage, lease.prompt_id, token)
+        turns = sum(completion.turns for completion in group.completions) if self.name in PROMPT_STAGES else 0
+        entry = (self.name, self.consumer, lease.id, next_stage, lease.prompt_id)
+        arguments = ("complete", *entry, token, "", str(turns))
         for _ in range(_COMPLETE_ATTEMPTS):
             with self.ending([lease]):
                 answer = await self.connection.store_and_run_script(
@@ -301,7 +298,7 @@ class Stage:
             )
             self.connection.observe_stop(stop)
             for entry_id in lost:
-                self._mark_lost(entry_id.decode())
+                self.mark_lost(entry_id.decode())
 
     async def report_in_flight(self, groups: Sequence[GroupInFlight]) -> None:
         """Replace the report of what this worker does with its leases, for people; it expires as a lease does.
@@ -329,7 +326,8 @@ class Stage:
     def _lease_ms(self) -> int:
         return int(self.retry_policy.lease_s * 1000)
 
-    def _mark_lost(self, entry_id: str) -> None:
+    def mark_lost(self, entry_id: str) -> None:
+        """Cancel the work on an entry whose lease is lost, unless a verb that ends it is in progress."""
         lease = self.leases.get(entry_id)
         if lease is None or lease.ending:
             return

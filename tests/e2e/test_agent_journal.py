@@ -1,4 +1,4 @@
-"""`agents.journal`: workers are killed at random moments while agents run; what was sampled is not sampled again."""
+"""`rollout.resume`: workers are killed at random moments while agents run; what was sampled is not sampled again."""
 
 import random
 from itertools import accumulate
@@ -73,7 +73,6 @@ async def test_after_a_kill_at_most_one_turn_of_each_live_branch_is_sampled_agai
     project.table["rewards"] = []
     project.table["rollout"] |= {"group_size": SIZE, "groups_in_flight": 1, "max_tokens": 200, "max_turns": 20}
     project.table["engine"]["max_model_len"] = 4096
-    project.table["agents"] = {"journal": True}
     project.table["train"]["batch_size"] = groups  # nothing is trained, so all of them are outstanding
     project.table["queue"] |= {"lease_s": 1.0, "max_attempts": 1000}  # some are killed often before their next turn
     (tmp_path / "loop.py").write_text(AGENT)
@@ -114,13 +113,13 @@ async def test_after_a_kill_at_most_one_turn_of_each_live_branch_is_sampled_agai
         assert not await connection.redis.keys(connection.key("prompts:turns:*")), "the server's memory is free"
         assert not await list_dead_letters(connection)
         found = await groups_in(connection, "groups")
-        replayed = [line for role in roles.roles for line in role.events() if line["event"] == "journal.replayed"]
+        counts = {name: int(n) for name, n in (await connection.read_hash("turns")).items()}
     print(f"{kills} kills: {sum(again)} turns of {len(set(asked))} sampled again")
     for number, total in enumerate(accumulate(again)):  # a worker may die before it asks again what another one lost
         assert total <= number * SIZE * LIVE
     assert len(set(asked)) == groups * SIZE * TURNS
-    assert replayed
-    assert not any(line["worker_lost"] for line in replayed)
+    assert counts.pop("resumed:replay") > 0
+    assert counts == {"sampled": groups * SIZE * TURNS, "kept": groups * SIZE * TURNS}
     for group in found:
         assert [(c.turns, c.failure, c.truncated) for c in group.completions] == [(TURNS, None, None)] * SIZE
         for completion in group.completions:

@@ -1,4 +1,4 @@
-"""`rollout.save_partial_groups`: a worker is killed when all but one completion of a group are finished."""
+"""`rollout.resume`: a worker is killed when all but one completion of a group are finished."""
 
 import anyio
 import pytest
@@ -17,7 +17,7 @@ MISSING = SIZE - 1
 
 async def test_the_next_worker_samples_only_the_missing_completions(project, redis_url, run_name, tmp_path):
     project.table["run"]["name"] = run_name
-    project.table["rollout"] |= {"save_partial_groups": True, "group_size": SIZE}
+    project.table["rollout"] |= {"group_size": SIZE}
     project.table["filter"] = {"zero_variance": False}
     project.table["queue"]["lease_s"] = 1.0
     file = str(await anyio.to_thread.run_sync(project.write))

@@ -30,7 +30,7 @@ TRAINED = Trained()
 TERMS = RetryPolicy(data_attempts=1)
 KEYS = {
     "run", "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "foreign_entries",
-    "notes",
+    "turns", "notes",
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from stream.connection.run_connection import connect
 from stream.operator.dead_letters import list_dead_letters, retry_dead_letters
 from stream.records import Completion, Failure
 from stream.validity import RolloutReason
+from tests.cases.progress import completion_part, save
 
 FAILED = Failure(reason=RolloutReason.ENGINE, detail="three tries")
 
@@ -15,6 +16,11 @@ def completion(pipe, index: int, failure: Failure | None = None) -> Completion:
     result = pipe.group("a").completions[0]
     result.index, result.failure = index, failure
     return result
+
+
+async def finished(stage, lease):
+    completions, _ = await stage.load_progress(lease)
+    return completions
 
 
 async def kept_keys(pipe) -> list[bytes]:
@@ -39,30 +45,30 @@ async def expire(pipe, lease) -> None:
 
 async def test_the_next_worker_loads_finished_completions_including_failed_ones(pipe, worker):
     lease = await claimed(worker)
-    assert await worker.load_partial(lease) == []
+    assert await finished(worker, lease) == []
     whole, failed = completion(pipe, 2), completion(pipe, 0, FAILED)
     for each in (whole, failed):
-        await worker.save_partial(lease, each)
+        await save(worker, lease, completion_part(each))
     await expire(pipe, lease)
     heir = pipe.stage("prompts", "second")
     again = await claimed(heir)
     assert (again.id, again.deaths) == (lease.id, 1)
-    assert sorted(await heir.load_partial(again), key=lambda c: c.index) == [failed, whole]
+    assert sorted(await finished(heir, again), key=lambda c: c.index) == [failed, whole]
     assert whole.rows[0].spans, "its tokens keep the version that sampled them"
 
 
 async def test_saved_completions_survive_a_drain(pipe, worker):
     lease = await claimed(worker)
-    await worker.save_partial(lease, completion(pipe, 1))
+    await save(worker, lease, completion_part(completion(pipe, 1)))
     await worker.release(lease, "none", "")
-    assert [c.index for c in await worker.load_partial(await claimed(worker))] == [1]
+    assert [c.index for c in await finished(worker, await claimed(worker))] == [1]
 
 
 async def test_a_stale_attempt_leaves_no_saved_completions(pipe, worker):
     lease = await claimed(worker)
-    await worker.save_partial(lease, completion(pipe, 1))
+    await save(worker, lease, completion_part(completion(pipe, 1)))
     await worker.release(lease, "stale", "")
-    assert await worker.load_partial(await claimed(worker)) == []
+    assert await finished(worker, await claimed(worker)) == []
 
 
 async def test_saving_without_the_lease_saves_nothing_and_marks_it_lost(pipe, worker):
@@ -70,12 +76,12 @@ async def test_saving_without_the_lease_saves_nothing_and_marks_it_lost(pipe, wo
     await expire(pipe, lease)
     heir = pipe.stage("prompts", "second")
     again = await claimed(heir)
-    await worker.save_partial(lease, completion(pipe, 0))
+    await save(worker, lease, completion_part(completion(pipe, 0)))
     assert lease.lost
     assert worker.leases == {}
-    assert await heir.load_partial(again) == []
+    assert await finished(heir, again) == []
     await heir.complete(again, "groups", pipe.group("a"))
-    await worker.save_partial(lease, completion(pipe, 0))
+    await save(worker, lease, completion_part(completion(pipe, 0)))
     assert await kept_keys(pipe) == []
 
 
@@ -112,7 +118,7 @@ async def delete(pipe, stage, lease) -> None:
 @pytest.mark.parametrize("end", [settle, bury, exhaust, outlive, delete])
 async def test_ending_an_entry_deletes_its_saved_completions(pipe, worker, end):
     lease = await claimed(worker)
-    await worker.save_partial(lease, completion(pipe, 0))
+    await save(worker, lease, completion_part(completion(pipe, 0)))
     assert await kept_keys(pipe)
     await end(pipe, worker, lease)
     assert await kept_keys(pipe) == []
@@ -121,16 +127,17 @@ async def test_ending_an_entry_deletes_its_saved_completions(pipe, worker, end):
 
 async def test_a_retried_dead_letter_has_no_saved_completions(pipe, worker):
     lease = await claimed(worker)
-    await worker.save_partial(lease, completion(pipe, 0))
+    await save(worker, lease, completion_part(completion(pipe, 0)))
     await bury(pipe, worker, lease)
     await retry_dead_letters(pipe.connection, [(await list_dead_letters(pipe.connection))[0].id])
-    assert await worker.load_partial(await claimed(worker)) == []
+    assert await finished(worker, await claimed(worker)) == []
 
 
 async def test_unreadable_saved_completions_are_skipped(pipe, worker):
     lease = await claimed(worker)
     sound = encode(completion(pipe, 1))
-    await worker.save_partial(lease, completion(pipe, 3))
+    await save(worker, lease, completion_part(completion(pipe, 3)))
+    lease.has_progress = True
     await pipe.connection.redis.hset(
         pipe.connection.key(f"prompts:partials:{lease.id}"),
         mapping={
@@ -141,15 +148,16 @@ async def test_unreadable_saved_completions_are_skipped(pipe, worker):
             b"\xff": encode(pipe.group("a")),
         },
     )
-    assert [c.index for c in await worker.load_partial(lease)] == [3]
+    assert [c.index for c in await finished(worker, lease)] == [3]
 
 
 async def test_saving_a_completion_twice_saves_it_once(pipe, worker):
     """The second save repeats a call whose reply was lost."""
     lease = await claimed(worker)
+    lease.has_progress = True
     for _ in range(2):
-        await worker.save_partial(lease, completion(pipe, 1))
-    assert len(await worker.load_partial(lease)) == 1
+        await save(worker, lease, completion_part(completion(pipe, 1)))
+    assert len(await finished(worker, lease)) == 1
 
 
 async def test_saving_does_not_wait_for_a_server_without_memory(pipe, make_server, pipe_on, run_name):
@@ -160,8 +168,9 @@ async def test_saving_does_not_wait_for_a_server_without_memory(pipe, make_serve
         stage = mine.stage("prompts", lease_s=0.3)
         lease = await claimed(stage)
         await connection.redis.config_set("maxmemory", "1")
-        await stage.save_partial(lease, completion(mine, 0))
+        assert not await save(stage, lease, completion_part(completion(mine, 0)))
         await connection.redis.config_set("maxmemory", "0")
-        assert await stage.load_partial(lease) == []
+        lease.has_progress = True
+        assert await finished(stage, lease) == []
         assert not lease.lost
         await stage.complete(lease, "groups", mine.group("a"))

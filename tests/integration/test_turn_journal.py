@@ -1,10 +1,16 @@
 """The journal of an agent's turns: what one worker sampled, the next one gives to the same requests."""
 
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import anyio
 import pytest
 import structlog
 
+from stream.queue.progress_writer import ProgressWriter
 from stream.queue.stage import Stage
 from stream.records import Completion, Prompt
+from tests.cases.progress import save, turn_part
 from tests.unit.test_agent_roles import Sequence
 from tests.unit.test_episode import make_chat
 from tests.unit.test_recorder import user
@@ -12,6 +18,7 @@ from workers.rollout.agent_endpoint.neutral import ModelRequest
 from workers.rollout.agent_endpoint.recorder import Recorder
 from workers.rollout.episode import EpisodeContext
 from workers.rollout.episode_clock import EpisodeClock
+from workers.rollout.resume import EpisodeJournal
 from workers.rollout.tool_formats import TOOL_FORMATS
 from workers.rollout.turn_journal import TurnJournal
 from workers.settings import RolloutSettings
@@ -35,6 +42,19 @@ async def taken_over(pipe, lease, name: str):
     return stage, await claimed(stage)
 
 
+@asynccontextmanager
+async def journal_of(stage, lease):
+    """Yield a journal whose writer runs."""
+    writer = ProgressWriter(stage)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(writer.run)
+        yield await TurnJournal.open(writer, lease)
+        tasks.cancel_scope.cancel()
+
+
+LOOP = SimpleNamespace(name="loop", runs_own_loop=True, factory=SimpleNamespace(is_replayable=False, has_effects=False))
+
+
 def recorder_of(journal, sampler, index=0):
     context = EpisodeContext(
         prompt=Prompt(id="a", messages=[user("a")]),
@@ -44,7 +64,7 @@ def recorder_of(journal, sampler, index=0):
         sampler=sampler,
         slot=None,
         limits=RolloutSettings(),
-        journal=journal,
+        journal=EpisodeJournal(journal, index, LOOP),
     )
     return Recorder(context, Completion(index=index, seconds={"engine": 0.0}), EpisodeClock(60.0))
 
@@ -61,51 +81,50 @@ async def converse(recorder, *texts):
 
 
 async def test_the_next_worker_answers_from_the_journal_and_samples_what_is_new(pipe, worker):
-    lease = await claimed(worker)
-    first = Sequence(["one", "two", "other"])
-    journal = await TurnJournal.open(worker, lease)
-    recorder = recorder_of(journal, first)
-    assert await converse(recorder, "a", "b") == ["one", "two"]
-    assert await converse(recorder_of(journal, first, index=1), "a") == ["other"]
+    lease, first = await claimed(worker), Sequence(["one", "two", "other"])
+    async with journal_of(worker, lease) as journal:
+        recorder = recorder_of(journal, first)
+        assert await converse(recorder, "a", "b") == ["one", "two"]
+        assert await converse(recorder_of(journal, first, index=1), "a") == ["other"]
 
     stage, again = await taken_over(pipe, lease, "second")
-    journal, second = await TurnJournal.open(stage, again), Sequence(["three"])
-    heir = recorder_of(journal, second)
-    assert await converse(heir, "a", "b", "c") == ["one", "two", "three"]
+    second = Sequence(["three"])
+    async with journal_of(stage, again) as journal:
+        heir = recorder_of(journal, second)
+        assert await converse(heir, "a", "b", "c") == ["one", "two", "three"]
     assert len(second.asked) == 1
     rows, _ = heir.record()
     before, _ = recorder.record()
     assert (len(rows), len(before)) == (1, 1)
     assert list(rows[0].tokens)[: len(before[0].tokens)] == list(before[0].tokens)
     assert rows[0].logprobs.startswith(before[0].logprobs)
-    with structlog.testing.capture_logs() as logs:
-        journal.report()
-    assert [(line["turns"], line["worker_lost"]) for line in logs] == [(2, 1)]  # the other completion asked for nothing
     await stage.complete(again, "groups", pipe.group("a"))
     assert await pipe.connection.redis.keys(pipe.connection.key("prompts:turns:*")) == []
 
 
 async def test_two_answers_to_one_conversation_come_back_in_their_order(pipe, worker):
     lease = await claimed(worker)
-    recorder = recorder_of(await TurnJournal.open(worker, lease), Sequence(["one", "two"]))
-    assert [*await converse(recorder, "a"), *await converse(recorder, "a")] == ["one", "two"]
+    async with journal_of(worker, lease) as journal:
+        recorder = recorder_of(journal, Sequence(["one", "two"]))
+        assert [*await converse(recorder, "a"), *await converse(recorder, "a")] == ["one", "two"]
     stage, again = await taken_over(pipe, lease, "second")
-    heir = recorder_of(await TurnJournal.open(stage, again), Sequence([]))
-    assert [*await converse(heir, "a"), *await converse(heir, "a")] == ["one", "two"]
+    async with journal_of(stage, again) as journal:
+        heir = recorder_of(journal, Sequence([]))
+        assert [*await converse(heir, "a"), *await converse(heir, "a")] == ["one", "two"]
 
 
 async def test_a_damaged_turn_is_sampled_again(pipe, worker):
     lease = await claimed(worker)
-    recorder = recorder_of(await TurnJournal.open(worker, lease), Sequence(["one"]))
-    await converse(recorder, "a")
+    async with journal_of(worker, lease) as journal:
+        await converse(recorder_of(journal, Sequence(["one"])), "a")
     key = pipe.connection.key(f"prompts:turns:{lease.id}")
     (name,) = await pipe.connection.redis.hkeys(key)
     await pipe.connection.redis.hset(key, name, b"\x81")
     stage, again = await taken_over(pipe, lease, "second")
-    heir = recorder_of(await TurnJournal.open(stage, again), Sequence(["again"]))
     with structlog.testing.capture_logs() as logs:
-        assert await converse(heir, "a") == ["again"]
-    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["journal.unreadable"]
+        async with journal_of(stage, again) as journal:
+            assert await converse(recorder_of(journal, Sequence(["again"])), "a") == ["again"]
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["progress.unreadable"]
 
 
 @pytest.mark.parametrize(("turns", "deaths"), [((1, 2, 3, 4), [1, 1, 1, 1]), ((2, 2, 1, 2), [1, 2, 2, 2])])
@@ -113,7 +132,7 @@ async def test_deaths_count_in_a_row_only_if_no_attempt_gets_further(pipe, worke
     stage, lease, seen = worker, await claimed(worker), []
     for number, count in enumerate(turns):
         for turn in range(count):
-            await stage.save_turn(lease, f"{number}/{turn}", b"x", turn + 1)
+            await save(stage, lease, turn_part(f"{number}/{turn}", turn + 1))
         stage, lease = await taken_over(pipe, lease, f"worker-{number}")
         seen.append(lease.deaths)  # from the second in a row on, a death costs an attempt instead
     assert seen == deaths
@@ -122,6 +141,6 @@ async def test_deaths_count_in_a_row_only_if_no_attempt_gets_further(pipe, worke
 async def test_a_turn_without_the_lease_is_not_saved(pipe, worker):
     lease = await claimed(worker)
     stage, again = await taken_over(pipe, lease, "second")
-    await worker.save_turn(lease, "0/a/0", b"x", 1)
+    await save(worker, lease, turn_part("0/a/0"))
     assert lease.lost
-    assert await stage.load_turns(again) == {}
+    assert await stage.load_progress(again) == ([], {})

@@ -17,6 +17,7 @@ from stream.operator.status import read_status
 from stream.queue.feed import Feed
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
+from tests.cases.progress import completion_part, save
 from workers.role.concurrency import SharedExclusiveLock
 from workers.role.work_loop import work_loop
 
@@ -241,7 +242,7 @@ async def test_deaths_count_in_a_row_so_progress_resets_them(connection, progres
             await worker.release(lease, "infra", "no tool server")
             continue
         if deaths == 2:
-            await worker.save_partial(lease, Completion(index=0, messages=[], rows=[]))
+            await save(worker, lease, completion_part(Completion(index=0)))
             await worker.release(lease, "none", "")
             continue
         await release_worker(connection, "host", deaths, 5, "was killed")

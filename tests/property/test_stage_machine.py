@@ -22,11 +22,13 @@ from stream.errors import LeaseLostError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
 from stream.operator.status import read_status
 from stream.queue.feed import Feed
+from stream.queue.progress_writer import ProgressPart
 from stream.queue.stage import RetryPolicy, Stage
 from stream.records import Completion, Group, Prompt
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import AlreadyEnded, Dropped, LedgerRecord, Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
+from tests.cases.progress import completion_part, save, turn_part
 from tests.cases.records import assert_records_are_owned
 
 CAPACITY = 4
@@ -109,7 +111,9 @@ class Run(RuleBasedStateMachine):
         try:
             match how:
                 case "complete":
-                    group = Group(prompt=Prompt(id=lease.prompt_id, messages=[]), completions=[])
+                    group = Group(
+                        prompt=Prompt(id=lease.prompt_id, messages=[]), completions=[Completion(index=0, turns=2)]
+                    )
                     self.call(stage.complete, lease, NEXT[stage.name], group)
                 case "dead_letter":
                     self.call(stage.dead_letter, lease, "unreadable", "altered")
@@ -123,7 +127,28 @@ class Run(RuleBasedStateMachine):
     def save_a_completion(self, pick, index) -> None:
         """Save a completion under a current or an expired lease."""
         stage, lease = self.leases[pick % len(self.leases)]
-        self.call(stage.save_partial, lease, Completion(index=index))
+        turns = [name for name in self.saved_turns(lease) if name.startswith(f"{index}/")]
+        self.call(save, stage, lease, completion_part(Completion(index=index, turns=2), turns))
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks, name=st.sampled_from(["0/0", "0/1", "1/0", "1/1"]))
+    def save_a_turn(self, pick, name) -> None:
+        """Save a turn under a current or an expired lease."""
+        stage, lease = self.leases[pick % len(self.leases)]
+        self.call(save, stage, lease, turn_part(name))
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks, index=st.integers(0, 1), method=st.sampled_from(["replay", "anew"]))
+    def restore_a_completion(self, pick, index, method) -> None:
+        """Restore a completion, or begin it anew."""
+        stage, lease = self.leases[pick % len(self.leases)]
+        turns = [name for name in self.saved_turns(lease) if name.startswith(f"{index}/") and method == "anew"]
+        part = ProgressPart(what="resumed", field=f"{index}:{method}", record=b"attempt", names=turns)
+        self.call(save, stage, lease, part)
+
+    def saved_turns(self, lease) -> list[str]:
+        names = self.call(self.connection.redis.hkeys, self.connection.key(f"prompts:turns:{lease.id}"))
+        return [name.decode() for name in names if name[:1].isdigit()]
 
     @precondition(lambda self: self.leases)
     @rule(pick=picks)
@@ -209,6 +234,17 @@ class Run(RuleBasedStateMachine):
             there = {entry for entry, _ in self.call(self.connection.redis.xrange, self.connection.key(stage))}
             names = self.call(self.connection.redis.keys, self.connection.key(f"{stage}:partials:*"))
             assert {name.rpartition(b":")[2] for name in names} <= there
+
+    @invariant()
+    def the_turn_counts_add_up(self) -> None:
+        counts = {name: int(n) for name, n in self.call(self.connection.read_hash, "turns").items()}
+        attempts = self.call(self.connection.read_hash, "prompts:attempts")
+        saved = sum(int(n) for name, n in attempts.items() if name.endswith(":sampled"))
+        assert counts.get("sampled", 0) == counts.get("kept", 0) + counts.get("again", 0) + saved
+        names = self.call(self.connection.redis.keys, self.connection.key("prompts:turns:*"))
+        turns = sum(name[:1].isdigit() for key in names for name in self.call(self.connection.redis.hkeys, key))
+        keys = self.call(self.connection.redis.keys, self.connection.key("prompts:partials:*"))
+        assert saved == turns + 2 * sum(self.call(self.connection.redis.hlen, key) for key in keys)
 
     @invariant()
     def every_group_has_its_record_and_every_record_an_owner(self) -> None:

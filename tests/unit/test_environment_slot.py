@@ -189,7 +189,7 @@ async def test_a_tool_that_times_out_is_text_for_the_model_and_replaces_the_inst
 
 async def test_waiting_for_a_thread_does_not_count_towards_a_tools_timeout():
     slots = [slot_of(Counter)]
-    slots += [EnvironmentSlot("env", slots[0]._factory, slots[0]._calls) for _ in range(3)]
+    slots += [EnvironmentSlot("env", slots[0].factory, slots[0]._calls) for _ in range(3)]
     slots[0]._calls._limiter.total_tokens = 1
     for slot in slots:
         await slot.reset({}, 0, 0, 5)
@@ -389,7 +389,7 @@ async def test_a_snapshot_does_not_change_after_it_was_taken():
     await slot.call_tool(call("sleep", seconds=0), 5)
     frozen = await slot.freeze(100_000, 5)
     await slot.reset({"answer": "5"}, 0, 0, 5)
-    seen = thaw(frozen, slot._factory)
+    seen = thaw(frozen, slot.factory)
     assert isinstance(seen, Counter)
     assert (seen.row["answer"], list(map(tuple, seen.log))) == ("4", [("sleep", 0)])
 

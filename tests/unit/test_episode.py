@@ -33,8 +33,9 @@ from stream.errors import (
     EngineUnavailableError,
     EnvironmentFailure,
 )
-from stream.records import Failure, Group, Prompt, Span
+from stream.records import Completion, Failure, Group, Prompt, Span
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason
+from tests.cases.progress import SavedGroup
 from tests.scripted_engine.engine import ScriptedEngine
 from workers.role.in_flight_reporter import GroupProgress
 from workers.rollout.chat.chat_setup import ChatSetup
@@ -170,9 +171,8 @@ async def group_of(
     size=8,
     min_policy_version=0,
     with_greedy=False,
-    partials=(),
-    save_partial=None,
     progress=None,
+    journal=None,
     **limits,
 ):
     """Roll out a group of one completion by default."""
@@ -191,9 +191,8 @@ async def group_of(
             prompt,
             min_policy_version=min_policy_version,
             with_greedy=with_greedy,
-            partials=partials,
-            save_partial=save_partial,
             progress=progress,
+            journal=journal,
         )
     return decode(encode(group), Group)  # a group must survive encoding
 
@@ -996,37 +995,23 @@ async def test_completions_that_an_earlier_attempt_finished_do_not_run_again():
     first = await group_of(["Done."], prompt=prompt)
     finished, failed = first.completions[0], first.completions[2]
     failed.failure, failed.rows = Failure(reason=RolloutReason.ENGINE, detail="three tries"), []
-    script, newly = Scripted(["Done.", "Done.", "Done."]), []
-
-    async def keep(completion):
-        newly.append(completion.index)
-
+    script, saved = Scripted(["Done.", "Done.", "Done."]), SavedGroup()
     greedy_now = msgspec.structs.replace(finished, index=1, greedy=True)
     beyond = msgspec.structs.replace(finished, index=3)
-    group = await group_of(
-        script,
-        prompt=prompt,
-        partials=[failed, finished, greedy_now, beyond],
-        save_partial=keep,
-        min_policy_version=1000,
-    )
+    saved.completions = {str(n): encode(each) for n, each in enumerate([failed, finished, greedy_now, beyond])}
+    group = await group_of(script, prompt=prompt, journal=await saved.journal(), min_policy_version=1000)
     assert [c.index for c in group.completions] == [0, 1, 2]
     assert [group.completions[0], group.completions[2]] == [finished, failed]
     assert len(script.asked) == 1
-    assert newly == [], "it was the last completion of the group"
 
 
-async def test_each_completion_is_saved_while_others_run():
-    kept = []
-
-    async def keep(completion):
-        kept.append(completion)
-
-    group = await group_of(["Done."], prompt=make_prompt(group_size=3), save_partial=keep, with_greedy=True)
-    assert len(kept) == 3
-    assert all(completion in group.completions for completion in kept)
-    again = await group_of(Scripted(["Done."]), prompt=make_prompt(group_size=3), partials=kept, with_greedy=True)
-    assert len(again.completions) == 4
+async def test_each_completion_is_saved():
+    saved, prompt = SavedGroup(), make_prompt(group_size=3)
+    group = await group_of(["Done."], prompt=prompt, journal=await saved.journal(), with_greedy=True)
+    kept = [decode(record, Completion) for record in saved.completions.values()]
+    assert sorted(kept, key=lambda each: each.index) == group.completions
+    again = await group_of(Scripted([]), prompt=prompt, journal=await saved.journal(), with_greedy=True)
+    assert again.completions == group.completions
 
 
 async def test_an_episode_can_run_alone():

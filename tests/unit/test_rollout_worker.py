@@ -35,8 +35,7 @@ async def test_only_the_published_policy_version_or_newer_ones_may_sample(publis
         in_flight=InFlightReporter(stage),
         stale_canceller=StaleCanceller(stage, 1),
         with_greedy=True,
-        saves_partials=False,
-        keeps_journal=False,
+        progress_writer=None,
     )
     prompt = Prompt(id="p", messages=[{"role": "user", "content": "Go."}])
     lease = Lease(id="1500-0", prompt_id="p", payload=encode(prompt), infra_failures=1, cancelled_attempts_s=(0.5,))

@@ -44,6 +44,12 @@ EMPTY_PROMPT = (
 )
 
 
+UNSAVED = (
+    "the server did not save that calls with external effects are about to be made, so the worker did not make them; "
+    "it is short of memory, or did not answer"
+)
+
+
 async def run_episode(context: EpisodeContext) -> Completion:
     """Run one conversation; see `BaseEpisode.run`."""
     return await ConversationEpisode(context).run()
@@ -72,8 +78,14 @@ class ConversationEpisode(BaseEpisode):
         if not self.context.prompt.is_plain_text and is_empty_prompt(self.completion.prompt_messages):
             return Failure(reason=RolloutReason.ENV_RESET, detail=EMPTY_PROMPT)
         self._builder = MultiRowBuilder(await self._chat.encode_prompt(self.completion.prompt_messages))
+        journal = self.context.journal
+        if journal is not None:
+            journal.add_read(self.completion.prompt_messages)
         with self.clock:
-            return await self._converse()
+            end = await self._converse()
+            if journal is not None:
+                journal.check_end()
+            return end
         return self.clock.running
 
     def rows(self) -> list[Row]:
@@ -89,7 +101,7 @@ class ConversationEpisode(BaseEpisode):
             context = self._builder.context()
             budget = min(self._limits.max_tokens_per_turn, self._limits.max_tokens - self._builder.token_count)
             open_reasoning = self._chat.open_reasoning(context)
-            sampled = await self._sample(context, budget)
+            sampled = self._recorded_turn() or await self._sample(context, budget)
             if not isinstance(sampled, SampledTurn):
                 return sampled
             text = await self._chat.decode_turn(sampled.token_ids)
@@ -98,16 +110,39 @@ class ConversationEpisode(BaseEpisode):
             self.completion.messages.append(turn_message(parsed))
             if sampled.is_truncated:
                 return TruncationReason.LENGTH if len(sampled.token_ids) >= budget else TruncationReason.CONTEXT
+            if not await self._save(sampled, parsed):
+                return Failure(reason=RolloutReason.EFFECTS, detail=UNSAVED)
             replies = await self._replies.after(parsed, _text_after_reasoning(turn))
             if replies is None or isinstance(replies, Failure):
                 return replies
+            if self.context.journal is not None:
+                self.context.journal.add_read(replies)
             self._turns.append(AssistantTurn(turn.token_ids, text, replies, open_reasoning))
             end = self._replies.limit_reached() or await self._extend_context()
             if end is not None:
                 return end
 
+    def _recorded_turn(self) -> SampledTurn | None:
+        """Return the turn if an earlier attempt sampled it."""
+        if self.context.journal is None or (turn := self.context.journal.next_turn()) is None:
+            return None
+        self._builder.append_sample(turn)
+        self.completion.turns += 1
+        return turn
+
+    async def _save(self, sampled: SampledTurn, parsed: ParsedTurn) -> bool:
+        """Save a turn that something follows; return False if its calls have effects, and it is not saved."""
+        journal, calls = self.context.journal, self._replies.count_calls(parsed)
+        if journal is None or not (calls or parsed.errors):
+            return True
+        if self.completion.turns > journal.turn:
+            journal.save_turn(sampled, calls)
+        return await journal.may_call()
+
     async def _sample(self, context: TokenIds, max_tokens: int) -> SampledTurn | Failure | TruncationReason:
         turn = self.completion.turns
+        if self.context.journal is not None:
+            await self.context.journal.wait_saved()
         options = self.context.sampling_options(turn, max_tokens=max_tokens, stop_token_ids=self._chat.stop_token_ids)
         self.context.progress.activity = Activity.SAMPLING
         try:

@@ -55,13 +55,14 @@ class EnvironmentSlot:
         calls: calls the methods of the instances, each with a deadline.
 
     Attributes:
+        factory: what makes the instances, and knows what their class declares.
         needs_replacement: the instance must not be reused.
     """
 
     def __init__(self, name: str, factory: EnvironmentFactory, calls: CallRunner) -> None:
         self.name = name
         self.needs_replacement = False
-        self._factory = factory
+        self.factory = factory
         self._calls = calls
         self._environment: Any = None
         self._sandboxes: LeasedSandboxes | None = None
@@ -75,7 +76,7 @@ class EnvironmentSlot:
     @property
     def responds(self) -> bool:
         """The environment answers turns without a tool call."""
-        return bool(self._factory.responds)
+        return bool(self.factory.responds)
 
     @property
     def instance(self) -> object:
@@ -85,22 +86,22 @@ class EnvironmentSlot:
     @property
     def runs_own_loop(self) -> bool:
         """The environment runs its episodes itself, and asks an endpoint for each turn of the model."""
-        return bool(self._factory.runs_own_loop)
+        return bool(self.factory.runs_own_loop)
 
     @property
     def uses_sandboxes(self) -> bool:
         """The environment's `reset` gets the sandboxes of the episode."""
-        return bool(self._factory.uses_sandboxes)
+        return bool(self.factory.uses_sandboxes)
 
     @property
     def episode_timeout_s(self) -> float | None:
         """Deadline of this episode, if the environment states one."""
-        return getattr(self._environment, "episode_timeout_s", None) if self._factory.states_timeouts else None
+        return getattr(self._environment, "episode_timeout_s", None) if self.factory.states_timeouts else None
 
     @property
     def has_reward(self) -> bool:
         """The environment measures a reward itself."""
-        return bool(self._factory.has_reward)
+        return bool(self.factory.has_reward)
 
     async def reset(self, fields: dict[str, Any], seed: int, index: int, timeout_s: float) -> Observation | Failure:
         """Start an episode, in a new instance if there is none to reuse.
@@ -112,11 +113,11 @@ class EnvironmentSlot:
             timeout_s: deadline for making an instance, and again for resetting it.
         """
         if self._environment is None:
-            created = await self._call(self._factory.make, {}, timeout_s)
+            created = await self._call(self.factory.make, {}, timeout_s)
             if not isinstance(created, Ok):
                 return self._failure(RolloutReason.ENV_RESET, "creation", created)
             self._environment = created.value
-        arguments = self._factory.reset_arguments(self._environment, fields, seed, index)
+        arguments = self.factory.reset_arguments(self._environment, fields, seed, index)
         outcome = await self._call(self._environment.reset, arguments, self._limit_s("reset", timeout_s))
         if not isinstance(outcome, Ok):
             failure = self._failure(RolloutReason.ENV_RESET, "reset", outcome)
@@ -250,7 +251,7 @@ class EnvironmentSlot:
 
     def _bind_call(self, call: ToolCall) -> tuple[Callable[..., Any], dict[str, Any]]:
         """Return the method and its arguments. An environment that declares its tools checks their arguments itself."""
-        if self._factory.declares_tools:
+        if self.factory.declares_tools:
             return self._environment.call_tool, {"name": call.name, "arguments": call.arguments}
         method = getattr(self._environment, call.name)
         return method, bind_arguments(method, call.arguments)
@@ -347,7 +348,7 @@ class EnvironmentSlot:
 
     def _limit_s(self, call: str, timeout_s: float) -> float:
         """Return the deadline of a call: the environment's own, if it states one."""
-        return stated_timeout_s(self._environment, call, timeout_s) if self._factory.states_timeouts else timeout_s
+        return stated_timeout_s(self._environment, call, timeout_s) if self.factory.states_timeouts else timeout_s
 
     async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any], timeout_s: float) -> Outcome:
         ((outcome, _),) = await self._call_in_order([(function, arguments)], timeout_s)

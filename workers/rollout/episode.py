@@ -21,10 +21,10 @@ from workers.rollout.engine_client.sampling import Sampler, SamplingOptions, tur
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.messages import call_id, tool_message
+from workers.rollout.resume import EpisodeJournal
 from workers.rollout.sandboxes import LeasedSandboxes
 from workers.rollout.tool_formats.parsing import ParsedTurn, ToolFormat
 from workers.rollout.tool_result import ToolResult, truncate_result
-from workers.rollout.turn_journal import TurnJournal
 from workers.settings import AgentSettings, RolloutSettings
 
 EpisodeEnd = TruncationReason | Failure | None
@@ -66,8 +66,8 @@ class EpisodeContext(EnvironmentContext, frozen=True, kw_only=True):
     """Oldest policy version that may sample."""
     agents: AgentSettings = field(default_factory=AgentSettings)
     """For an environment that runs its own loop."""
-    journal: TurnJournal | None = None
-    """Where the turns of such an environment are kept; None: nowhere."""
+    journal: EpisodeJournal | None = None
+    """Where its turns are saved, and come from if an earlier attempt sampled them; None: nowhere."""
 
     def sampling_options(self, turn: int, *, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingOptions:
         """Make the options for sampling one turn, counted from 0."""
@@ -82,6 +82,16 @@ class EpisodeContext(EnvironmentContext, frozen=True, kw_only=True):
         )
 
 
+def new_completion(context: EnvironmentContext) -> Completion:
+    """Return the completion of an episode that begins."""
+    return Completion(
+        index=context.index,
+        prompt_messages=context.prompt.messages,
+        seconds=dict.fromkeys(("reset", "engine", "tools", "reward", "total"), 0.0),
+        greedy=context.index == context.prompt.group_size,
+    )
+
+
 class BaseEpisode(ABC):
     """One episode, which makes one completion."""
 
@@ -89,12 +99,7 @@ class BaseEpisode(ABC):
 
     def __init__(self, context: EnvironmentContext) -> None:
         self.context = context
-        self.completion = Completion(
-            index=context.index,
-            prompt_messages=context.prompt.messages,
-            seconds=dict.fromkeys(("reset", "engine", "tools", "reward", "total"), 0.0),
-            greedy=context.index == context.prompt.group_size,
-        )
+        self.completion = new_completion(context)
         context.progress.episode = self
         self.clock = EpisodeClock(context.limits.episode_timeout_s)
 
@@ -247,6 +252,14 @@ class EnvironmentReplies:
         """Make an id for a call that has none."""
         self._generated_ids += 1
         return call_id(self._generated_ids)
+
+    def count_calls(self, parsed: ParsedTurn) -> int:
+        """Return how often the environment is called after a turn."""
+        if self._slot is None:
+            return 0
+        if parsed.calls or parsed.errors:
+            return len(parsed.calls)
+        return int(self._slot.responds)
 
     async def after(self, parsed: ParsedTurn, text: str) -> list[Message] | Failure | None:
         """Return what follows a turn, which is then part of the completion's messages; None: the episode is over.

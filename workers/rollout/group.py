@@ -1,8 +1,8 @@
 """All completions of one prompt, run concurrently."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 import anyio
@@ -23,7 +23,8 @@ from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.conversation import run_episode
 from workers.rollout.engine_client.sampling import Sampler
 from workers.rollout.environment_pool import EnvironmentPool
-from workers.rollout.episode import EpisodeContext
+from workers.rollout.episode import EpisodeContext, new_completion
+from workers.rollout.resume import EpisodeJournal, ReplayDiffersError, RestoreMethod
 from workers.rollout.sandbox_host import SandboxHost, SandboxOwner, open_host_if_needed
 from workers.rollout.sandboxes import LeasedSandboxes, episode_sandboxes
 from workers.rollout.turn_journal import TurnJournal
@@ -57,8 +58,6 @@ class GroupRunner:
         *,
         min_policy_version: int = 0,
         with_greedy: bool = False,
-        partials: Sequence[Completion] = (),
-        save_partial: Callable[[Completion], Awaitable[None]] | None = None,
         progress: GroupProgress | None = None,
         journal: TurnJournal | None = None,
         owner: SandboxOwner | None = None,
@@ -69,11 +68,9 @@ class GroupRunner:
             prompt: what to complete, and how many times.
             min_policy_version: oldest policy version that may sample.
             with_greedy: run one more episode at temperature 0, the last of the group; its index is the group size.
-            partials: completions that an earlier attempt finished, failed ones included, at whatever policy version;
-                only the others run.
-            save_partial: called with each finished completion while others are running.
             progress: where to note what the group is doing.
-            journal: turns of environments that run their own loop.
+            journal: where finished completions and turns of the others are saved. What earlier attempts saved is not
+                sampled again, at whatever policy version.
             owner: the lease on the prompt, which owns its sandboxes; None: of no run.
 
         Raises:
@@ -83,7 +80,7 @@ class GroupRunner:
         self._validate(prompt)
         total = prompt.group_size + with_greedy
         progress = progress or GroupProgress()
-        completions = _reusable(partials, prompt, total)
+        completions = _reusable(journal.completions if journal else (), prompt, total)
         progress.total, progress.ended = total, len(completions)
         errors: list[PenstockError] = []
 
@@ -92,8 +89,6 @@ class GroupRunner:
                 with progress.completion(index) as own:
                     completion = await self._run_episode(prompt, index, min_policy_version, own, journal, owner)
                 completions[index] = completion
-                if save_partial is not None and len(completions) < total:
-                    await save_partial(completion)
             except PenstockError as error:  # concerns all; raised below as itself, not in an exception group
                 errors.append(error)
                 tasks.cancel_scope.cancel()
@@ -142,27 +137,49 @@ class GroupRunner:
         is_greedy = index == prompt.group_size
         chat, tool_format = self.chats[prompt.environment]
         async with self.pool.slot(prompt.environment) as slot:
-            uses_sandboxes = slot is not None and slot.uses_sandboxes
-            with self._open_sandboxes(owner, index) if uses_sandboxes else nullcontext() as sandboxes:
-                context = EpisodeContext(
-                    prompt=prompt,
-                    index=index,
-                    chat=chat,
-                    tool_format=tool_format,
-                    sampler=self.sampler,
-                    slot=slot,
-                    limits=msgspec.structs.replace(self.limits, temperature=0.0) if is_greedy else self.limits,
-                    sandboxes=sandboxes,
-                    min_policy_version=min_policy_version,
-                    progress=progress,
-                    agents=self.agents,
-                    journal=journal,
-                )
-                if slot is None or not slot.runs_own_loop:
-                    return await run_episode(context)
-                if self.endpoint is None:
-                    raise DataError(f"{slot.name!r} runs its own loop, but no endpoint is served here")
-                return await run_agent_episode(context, slot, self.endpoint)
+            own = None if journal is None else EpisodeJournal(journal, index, slot)
+            context = EpisodeContext(
+                prompt=prompt,
+                index=index,
+                chat=chat,
+                tool_format=tool_format,
+                sampler=self.sampler,
+                slot=slot,
+                limits=msgspec.structs.replace(self.limits, temperature=0.0) if is_greedy else self.limits,
+                min_policy_version=min_policy_version,
+                progress=progress,
+                agents=self.agents,
+                journal=own,
+            )
+            completion = await self._restore_or_run(context, owner)
+        if own is not None:
+            own.finish(completion)
+        return completion
+
+    async def _restore_or_run(self, context: EpisodeContext, owner: SandboxOwner | None) -> Completion:
+        journal = context.journal
+        if journal is not None and journal.method is RestoreMethod.NEVER:
+            return journal.failed(new_completion(context))
+        try:
+            return await self._run_with_sandboxes(context, owner)
+        except ReplayDiffersError as error:
+            if journal is None:
+                raise
+            journal.begin_anew(str(error))
+        return await self._run_with_sandboxes(context, owner)
+
+    async def _run_with_sandboxes(self, context: EpisodeContext, owner: SandboxOwner | None) -> Completion:
+        if context.slot is None or not context.slot.uses_sandboxes:
+            return await self._run_in_slot(context)
+        with self._open_sandboxes(owner, context.index) as sandboxes:
+            return await self._run_in_slot(msgspec.structs.replace(context, sandboxes=sandboxes))
+
+    async def _run_in_slot(self, context: EpisodeContext) -> Completion:
+        if context.slot is None or not context.slot.runs_own_loop:
+            return await run_episode(context)
+        if self.endpoint is None:
+            raise DataError(f"{context.slot.name!r} runs its own loop, but no endpoint is served here")
+        return await run_agent_episode(context, context.slot, self.endpoint)
 
 
 def with_attempt(group: Group, lease: Lease, *, worker: str, claimed_at: float) -> Group:

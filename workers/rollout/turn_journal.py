@@ -1,74 +1,129 @@
-"""Sampled turns of an agent's episodes, kept on the server until their group ends, in case the worker dies.
+"""What is saved of a group while it is rolled out: its finished completions, and the turns of the others.
 
-The next worker starts each episode anew. Its program asks the same as before, as long as it is answered the same: each
-answer is the recorded one, token for token, with the policy version that sampled it. Where the program asks something
-else, the model samples again.
+It is on the server until the group ends. If the worker dies, the next one restores the completions from it (`resume`).
 """
 
-import msgspec
-import structlog
+import uuid
+from array import array
+from typing import Self
 
-from stream.errors import EngineError
+import structlog
+from msgspec import Struct
+
+from stream.codec import decode
+from stream.errors import EngineError, RecordError
 from stream.queue.lease import Lease
-from stream.queue.stage import Stage
+from stream.queue.progress_writer import ProgressBatch, ProgressPart, ProgressWriter
+from stream.records import Completion, Span
 from workers.rollout.engine_client.sampling import SampledTurn
 
 log = structlog.get_logger()
 
-_encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(SampledTurn)
+
+class RecordedTurn(Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A sampled turn in 8 bytes a token, or only the fact that there was one."""
+
+    calls: int = 0
+    """Calls of tools in it."""
+    read: bytes = b""
+    """Digest of the messages that the model had read before it, its own left out; empty for an agent's turn."""
+    token_ids: bytes = b""
+    """int32, little-endian. Empty: the environment cannot be restored, so that they are of no use."""
+    logprobs: bytes = b""
+    """float32, little-endian, for each token."""
+    is_truncated: bool = False
+    """A limit of the engine cut it off."""
+    spans: tuple[Span, ...] = ()
+    """Policy versions by index range of the tokens."""
+
+    @classmethod
+    def of(cls, turn: SampledTurn, read: bytes, calls: int) -> Self:
+        """Pack a turn."""
+        ids, logprobs = array("i", turn.token_ids).tobytes(), array("f", turn.logprobs).tobytes()
+        return cls(calls, read, ids, logprobs, turn.is_truncated, tuple(turn.spans))
+
+    def sampled(self) -> SampledTurn:
+        """Return the turn.
+
+        Raises:
+            EngineError: its parts do not fit each other.
+        """
+        ids, logprobs = array("i", self.token_ids), array("f", self.logprobs)
+        return SampledTurn(ids.tolist(), logprobs.tolist(), "length" if self.is_truncated else "stop", list(self.spans))
 
 
 class TurnJournal:
-    """The turns of one attempt at a prompt.
+    """The saved parts of one group.
 
     Args:
-        stage: on which they are saved.
+        writer: of the stage.
         lease: of the prompt.
-        saved: turns of earlier attempts, by name.
+
+    Attributes:
+        completions: those that earlier attempts finished.
+        attempt: names this attempt.
     """
 
-    def __init__(self, stage: Stage, lease: Lease, saved: dict[bytes, bytes]) -> None:
-        self._stage, self._lease = stage, lease
-        self._saved = saved
-        self._before = len(saved)
+    def __init__(self, writer: ProgressWriter, lease: Lease) -> None:
+        self.completions: list[Completion] = []
+        self.attempt = uuid.uuid4().hex
+        self._writer, self._lease = writer, lease
+        self._saved: dict[str, RecordedTurn | None] = {}
         self._turns = 0
 
     @classmethod
-    async def open(cls, stage: Stage, lease: Lease) -> "TurnJournal":
+    async def open(cls, writer: ProgressWriter, lease: Lease) -> Self:
         """Return the journal of a prompt, with what earlier attempts saved."""
-        return cls(stage, lease, await stage.load_turns(lease))
+        journal = cls(writer, lease)
+        journal.completions, turns = await writer.stage.load_progress(lease)
+        for name, record in turns.items():
+            if name[:1].isdigit():
+                journal._saved[name.decode(errors="replace")] = journal._read(name, record)
+        return journal
 
-    def take(self, index: int, digest: bytes, number: int) -> SampledTurn | None:
-        """Return a turn that an earlier attempt sampled; None if there is none that can be read.
+    def turns_of(self, index: int) -> dict[str, RecordedTurn | None]:
+        """Return the saved turns of a completion by their names; None for one that cannot be read."""
+        prefix = f"{index}/"
+        return {name: turn for name, turn in self._saved.items() if name.startswith(prefix)}
 
-        Args:
-            index: of the completion.
-            digest: of the conversation.
-            number: of answers to the same conversation before this one.
+    def save_turn(self, name: str, turn: RecordedTurn) -> ProgressBatch:
+        """Save a turn."""
+        self.count_turn()
+        return self._writer.put(self._lease, ProgressPart(what="turn", field=name, record=turn, number=self._turns))
+
+    def count_turn(self) -> None:
+        """Count a turn that this attempt has, sampled or restored: more than any before are progress."""
+        self._turns += 1
+
+    def save_completion(self, completion: Completion, names: list[str]) -> None:
+        """Save a finished completion in the place of its turns.
+
+        Failed completions are saved too: a failure is a result of the group, and repeating only failures would bias it.
         """
-        payload = self._saved.pop(_name(index, digest, number).encode(), None)
-        if payload is None:
-            return None
+        self._writer.put(
+            self._lease,
+            ProgressPart(
+                what="completion", field=str(completion.index), record=completion, number=completion.turns, names=names
+            ),
+        )
+
+    def save_restoration(self, index: int, method: str, unused: list[str]) -> None:
+        """Count how a completion was restored, and delete turns that are not used."""
+        record = self.attempt.encode()
+        self._writer.put(
+            self._lease, ProgressPart(what="resumed", field=f"{index}:{method}", record=record, names=unused)
+        )
+
+    def close(self) -> None:
+        """Give up what waits to be saved: the group is whole."""
+        self._writer.forget(self._lease)
+
+    def _read(self, name: bytes, record: bytes) -> RecordedTurn | None:
         try:
-            turn = _decoder.decode(payload)
-        except (ValueError, EngineError) as error:
-            log.warning("journal.unreadable", prompt=self._lease.prompt_id, completion=index, why=str(error))
+            turn = decode(record, RecordedTurn)
+            turn.sampled()
+        except (RecordError, EngineError, ValueError) as error:
+            where = {"prompt": self._lease.prompt_id, "turn": name.decode(errors="replace")}
+            log.warning("progress.unreadable", **where, why=str(error))
             return None
-        self._turns += 1
         return turn
-
-    async def save(self, index: int, digest: bytes, number: int, turn: SampledTurn) -> None:
-        """Save a turn; its answer may be written when this returns."""
-        self._turns += 1
-        await self._stage.save_turn(self._lease, _name(index, digest, number), _encode(turn), self._turns)
-
-    def report(self) -> None:
-        """Log how many turns of earlier attempts were answered again, and how many nobody asked for any more."""
-        if self._before:
-            lost = len(self._saved)
-            log.info("journal.replayed", prompt=self._lease.prompt_id, turns=self._before - lost, worker_lost=lost)
-
-
-def _name(index: int, digest: bytes, number: int) -> str:
-    return f"{index}/{digest.hex()}/{number}"

@@ -19,6 +19,7 @@ from stream.errors import RecordError, SettingsError
 from stream.queue.evaluation import create_evaluation_streams
 from stream.queue.in_flight import Activity
 from stream.queue.lease import Lease
+from stream.queue.progress_writer import ProgressWriter
 from stream.queue.stage import Stage, watch_versions
 from stream.waiting import cancel_on
 from workers.engine_api.discovery import EngineDiscovery
@@ -157,29 +158,26 @@ class TrainingRollout:
     stale_canceller: StaleCanceller
     with_greedy: bool
     """Each group gets one more episode, at temperature 0."""
-    saves_partials: bool
-    """Finished completions of an unfinished group are saved, so that another attempt needs only the others."""
-    keeps_journal: bool
-    """So are the turns of environments that run their own loop."""
+    progress_writer: ProgressWriter | None
+    """Saves finished completions and turns, so that another attempt can go on with them; None: nothing is saved."""
 
     async def work(self, lease: Lease, version: int) -> None:
         """Roll out one prompt, and complete its lease."""
         self.stale_canceller.cancel_if_stale(lease)
         claimed_at, prompt = time.time(), lease.prompt()
-        journal = await TurnJournal.open(self.stage, lease) if self.keeps_journal else None
+        writer = self.progress_writer
+        journal = await TurnJournal.open(writer, lease) if writer is not None else None
         with self.in_flight.group(lease, prompt.environment) as progress:
             group = await self.runner.run(
                 prompt,
                 min_policy_version=max(0, version),
                 with_greedy=self.with_greedy,
-                partials=await self.stage.load_partial(lease) if self.saves_partials else (),
-                save_partial=partial(self.stage.save_partial, lease) if self.saves_partials else None,
                 progress=progress,
                 journal=journal,
                 owner=SandboxOwner(self.stage, lease),
             )
             if journal is not None:
-                journal.report()
+                journal.close()
             progress.activity = Activity.COMPLETE
             prometheus.count_group(group.completions)
             await self.stage.complete(
@@ -249,11 +247,12 @@ async def _work(
         in_flight=InFlightReporter(stage),
         stale_canceller=stale_canceller,
         with_greedy=with_greedy,
-        saves_partials=settings.rollout.save_partial_groups,
-        keeps_journal=settings.agents.journal,
+        progress_writer=ProgressWriter(stage) if settings.rollout.resume else None,
     )
     async with open_evaluation(context, runner, concurrency) as evaluation, anyio.create_task_group() as background:
         background.start_soon(training.in_flight.run)
+        if training.progress_writer is not None:
+            background.start_soon(training.progress_writer.run)
         if evaluation is not None:
             background.start_soon(evaluation.in_flight.run)
         if settings.pacing.stale_policy == "cancel":

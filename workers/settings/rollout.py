@@ -59,9 +59,9 @@ class RolloutSettings(Section, frozen=True):
     max_snapshot_bytes: PositiveInt = 1_000_000
     """Size of an environment's snapshot; its largest attributes are omitted beyond it. A reward function that reads an
     omitted one fails for that completion alone."""
-    save_partial_groups: bool = False
-    """Store finished completions of an unfinished group in Redis. If the worker dies, the next one plays only the
-    missing completions. For long episodes; costs server memory."""
+    resume: bool = True
+    """Keep the finished completions of a group on the server until it ends, and the turns of the others if their
+    environment can be restored: 8 bytes a token. If the worker dies, the next one goes on with them."""
 
     @property
     def max_tool_errors(self) -> int:
@@ -109,9 +109,6 @@ class AgentSettings(Section, frozen=True):
     """Tokens of all branches together, without their prompts; 0: 8 times `rollout.max_tokens`, which holds for each."""
     max_rollout_turns: NonNegativeInt = 0
     """Answers in all branches together; 0: 16 times `rollout.max_turns`, which holds for each."""
-    journal: bool = False
-    """Keep each sampled turn on the server until its group ends. If a worker dies, the next one starts the programs
-    again and gives them the answers that they had. For programs that do the same when they get the same answers."""
 
 
 class PacingSettings(Section, frozen=True):

@@ -6,7 +6,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from stream.operator.audit import AuditReport
+from stream.operator.audit import AuditReport, TurnCounts
 from workers.runs.run import Run
 from workers.terminal.output import print_json
 
@@ -32,6 +32,8 @@ def _print_report(run: str, report: AuditReport, show_all: bool) -> None:
     console = Console(highlight=False, markup=False)
     console.print(f"{run}   {report.fed:,} prompts fed", soft_wrap=True)
     console.print(_table(report))
+    if report.turns.sampled:
+        console.print(_turns(report.turns), soft_wrap=True)
     for title, found in (("lost", report.lost), ("counted twice", report.twice)):
         shown = found if show_all else found[:_MAX_FINDINGS_SHOWN]
         for each in shown:
@@ -49,7 +51,16 @@ def verdict(report: AuditReport) -> str:
     """Return the result of the audit as one line."""
     if report.clean:
         return "clean: no prompt is lost or counted twice"
-    return f"not clean: {len(report.lost):,} lost, {len(report.twice):,} counted twice"
+    turns = report.turns
+    missing = turns.sampled - turns.kept - turns.again - turns.unfinished
+    of_turns = f"; {missing:,} sampled turns are unaccounted for" if missing else ""
+    return f"not clean: {len(report.lost):,} lost, {len(report.twice):,} counted twice{of_turns}"
+
+
+def _turns(turns: TurnCounts) -> str:
+    resumed = ", ".join(f"{method} {n:,}" for method, n in turns.resumed.items())
+    parts = f"kept {turns.kept:,} + again {turns.again:,} + unfinished {turns.unfinished:,}"
+    return f"turns: sampled {turns.sampled:,} = {parts}{f'   completions resumed: {resumed}' if resumed else ''}"
 
 
 def _table(report: AuditReport) -> Table:

@@ -234,7 +234,7 @@ class Recorder:
         options = context.sampling_options(0, max_tokens=most, stop_token_ids=chat.stop_token_ids)
         number = self._asked[place.digest]
         self._asked[place.digest] += 1
-        if context.journal is not None and (known := context.journal.take(context.index, place.digest, number)):
+        if context.journal is not None and (known := context.journal.take_answer(place.digest, number)):
             return known
         seed = context_seed(context.seed, place.digest, number)
         options = replace(options, stop=(*options.stop, *request.stop), seed=seed)
@@ -260,7 +260,7 @@ class Recorder:
                 raise ContextOverflowError(len(place.context), int(found[1]) - 1 if found else 0) from error
             raise
         if context.journal is not None:
-            await context.journal.save(context.index, place.digest, number, sampled)
+            await context.journal.save_answer(place.digest, number, sampled)
         return sampled
 
     def _note_limit(self, reason: TruncationReason, place: Place) -> None:
