@@ -15,9 +15,9 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from envs.processes.child_main import report_interim
-from envs.processes.forked import run_forked
 from envs.references import import_extra
+from envs.sandboxes.pools.child_main import report_interim
+from envs.sandboxes.pools.forked import run_forked
 
 HANDLER: Final = f"{__name__}:Scorer"
 _MAX_BYTES: Final = 1 << 30

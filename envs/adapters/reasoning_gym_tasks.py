@@ -24,11 +24,11 @@ import msgspec
 from envs.adapters.reasoning_gym_scorer import HANDLER, Score, encode_job, make_problem
 from envs.call import Failed, describe_error, describe_failure
 from envs.messages import last_assistant_text
-from envs.processes.child_main import ProcessPoolError
-from envs.processes.isolation import Isolation
-from envs.processes.shared_pools import finished, pool_timeout_s, run_in_pool, start_pool
 from envs.references import import_extra
 from envs.sandboxes.bubblewrap import sandbox_problem, warn_without_sandbox
+from envs.sandboxes.pools.child_main import ProcessPoolError
+from envs.sandboxes.pools.isolation import Isolation
+from envs.sandboxes.pools.shared_pools import finished, pool_timeout_s, run_in_pool, start_pool
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, Reward, RewardReason, worst_reward
 

@@ -24,11 +24,11 @@ from anyio import to_thread
 
 from envs.adapters.textarena_replay import HANDLER, Game, GameMoves, GameState, make_game
 from envs.call import Failed, describe_failure, is_awaitable
-from envs.processes.child_main import JobError
-from envs.processes.isolation import Isolation, IsolationKind, strongest_isolation
-from envs.processes.shared_pools import finished, pool_timeout_s, run_in_pool
 from envs.references import import_extra, resolve
 from envs.sandboxes.bubblewrap import warn_without_sandbox
+from envs.sandboxes.pools.child_main import JobError
+from envs.sandboxes.pools.isolation import Isolation, IsolationKind, strongest_isolation
+from envs.sandboxes.pools.shared_pools import finished, pool_timeout_s, run_in_pool
 from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from stream.validity import Measured, Reward, RewardReason, worst_reward
 

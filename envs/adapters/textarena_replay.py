@@ -14,9 +14,9 @@ import msgspec
 from msgspec import Struct
 
 from envs.call import describe_error, replace_surrogates
-from envs.processes.child_main import report_interim
-from envs.processes.forked import run_forked
 from envs.references import import_extra
+from envs.sandboxes.pools.child_main import report_interim
+from envs.sandboxes.pools.forked import run_forked
 
 HANDLER: Final = f"{__name__}:Replayer"
 _MOVE_ERRORS: Final = (

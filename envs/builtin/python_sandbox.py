@@ -28,7 +28,7 @@ import structlog
 from anyio import to_thread
 from anyio.abc import Process
 
-from envs.processes import resource_limits
+from envs.sandboxes import resource_limits
 from envs.sandboxes.bubblewrap import (
     NOBODY,
     WORKDIR,

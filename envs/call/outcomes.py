@@ -27,7 +27,7 @@ class Failed(Struct, frozen=True):
 
     error: BaseException
     interim: bytes | None = None
-    """The interim result of a job whose process ended (`envs.processes.child_main.report_interim`)."""
+    """The interim result of a job whose process ended (`envs.sandboxes.pools.child_main.report_interim`)."""
 
 
 class TimedOut(Struct, frozen=True):

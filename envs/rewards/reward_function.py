@@ -16,12 +16,12 @@ import anyio
 from anyio import CapacityLimiter, to_thread
 
 from envs.call import CallRunner, RateLimiter, TimedOut, filter_kwargs, is_async
-from envs.processes.isolation import is_importable_in_sandbox
 from envs.rewards.call_report import CallReport, use_fallback
 from envs.rewards.call_results import CallResult, NamedRewards, RowResult, classify_rows, join_results
 from envs.rewards.loading import CallOptions, load_reward_function
 from envs.rewards.reward_batch import RewardBatch, copy_arguments
 from envs.rewards.reward_processes import RewardCall, RewardProcessPool
+from envs.sandboxes.pools.isolation import is_importable_in_sandbox
 from stream.errors import ReferenceNotFoundError
 from stream.records import RewardPart
 from stream.validity import RETURNED_NONE, Reward

@@ -8,13 +8,13 @@ import msgspec
 from anyio import to_thread
 
 from envs.call import Ok, Outcome, call_inline
-from envs.processes.child_main import report_interim
-from envs.processes.isolation import Isolation, strongest_isolation
-from envs.processes.pool import ProcessPool
 from envs.rewards.call_report import CallReport, TrainerState, use_fallback
 from envs.rewards.call_results import CallResult, classify_rows
 from envs.rewards.loading import load_reward_function
 from envs.sandboxes.bubblewrap import warn_without_sandbox
+from envs.sandboxes.pools.child_main import report_interim
+from envs.sandboxes.pools.isolation import Isolation, strongest_isolation
+from envs.sandboxes.pools.pool import ProcessPool
 
 WITHOUT_SANDBOX = "its child processes can read files and use the network"
 

@@ -10,8 +10,8 @@ from msgspec import Struct
 from envs.call import Ok, describe_failure
 from envs.call.outcomes import error_cause
 from envs.factory import EnvironmentFactory
-from envs.processes.child_main import ProcessPoolError
-from envs.processes.pool import ProcessPool
+from envs.sandboxes.pools.child_main import ProcessPoolError
+from envs.sandboxes.pools.pool import ProcessPool
 from envs.snapshot.freezing import thaw
 from stream.errors import RecordError, ReferenceNotFoundError
 

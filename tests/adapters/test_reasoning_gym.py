@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from envs.adapters import reasoning_gym_tasks
 from envs.factory import EnvironmentFactory
-from envs.processes.isolation import Isolation
-from envs.processes.shared_pools import run_in_pool
+from envs.sandboxes.pools.isolation import Isolation
+from envs.sandboxes.pools.shared_pools import run_in_pool
 from stream.errors import ReferenceNotFoundError
 from stream.validity import Measured, RewardReason
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)

@@ -3,7 +3,7 @@
 import pytest
 
 from envs.call import Failed, Ok
-from envs.processes.pool import ProcessPool
+from envs.sandboxes.pools.pool import ProcessPool
 
 HANDLER = """
 import os

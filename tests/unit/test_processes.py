@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from envs.call import Failed, Ok, TimedOut
-from envs.processes.child_main import ProcessPoolError
-from envs.processes.pool import ChildLimits, ProcessPool
+from envs.sandboxes.pools.child_main import ProcessPoolError
+from envs.sandboxes.pools.pool import ChildLimits, ProcessPool
 
 HERE = "processes_under_test"
 HANDLER = f"{HERE}:handler"
@@ -149,7 +149,7 @@ async def test_a_leaking_child_is_replaced_and_a_job_that_takes_too_much_memory_
 
 def test_a_stricter_limit_of_the_machine_is_kept():
     program = """
-from envs.processes.resource_limits import set_limit
+from envs.sandboxes.resource_limits import set_limit
 from resource import RLIMIT_DATA, getrlimit, setrlimit
 setrlimit(RLIMIT_DATA, (2 << 30, 3 << 30))
 set_limit(RLIMIT_DATA, 4 << 30, 4 << 30)
@@ -220,7 +220,7 @@ def members_of(session):
 def test_busy_children_die_with_their_parent(tmp_path):
     program = f"""
 import anyio, os, signal, sys
-from envs.processes.pool import ProcessPool
+from envs.sandboxes.pools.pool import ProcessPool
 async def main():
     async with ProcessPool.open({HANDLER!r}, {{}}, 2) as pool:
         async with anyio.create_task_group() as tasks:
@@ -249,7 +249,7 @@ anyio.run(main)
 
 
 def test_frames_are_reassembled_from_any_chunks():
-    from envs.processes.child_main import _read, _write
+    from envs.sandboxes.pools.child_main import _read, _write
 
     reading, writing = os.pipe()
     _write(writing, [1, 2])

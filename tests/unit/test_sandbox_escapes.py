@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from envs.builtin.python_sandbox import Python
-from envs.processes import resource_limits
+from envs.sandboxes import resource_limits
 from envs.sandboxes.bubblewrap import becomes_nobody, interpreter_paths
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 

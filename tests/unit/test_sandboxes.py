@@ -14,12 +14,12 @@ from structlog.testing import capture_logs
 
 from envs.builtin.python_sandbox import Python
 from envs.call import Ok
-from envs.processes.forked import run_forked
-from envs.processes.isolation import Isolation
-from envs.processes.pool import ProcessPool
 from envs.rewards import RewardBatch, RewardFunction
 from envs.sandboxes import bubblewrap
 from envs.sandboxes.bubblewrap import BubblewrapSpec, interpreter_paths, launch, missing_sandbox, sandbox_problem
+from envs.sandboxes.pools.forked import run_forked
+from envs.sandboxes.pools.isolation import Isolation
+from envs.sandboxes.pools.pool import ProcessPool
 from stream.validity import Measured
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 
@@ -150,8 +150,8 @@ def test_work_in_a_fork_changes_nothing_and_is_killed_alone():
 
 WORKER = """
 import anyio, sys
-from envs.processes.isolation import Isolation
-from envs.processes.pool import ProcessPool
+from envs.sandboxes.pools.isolation import Isolation
+from envs.sandboxes.pools.pool import ProcessPool
 
 async def main():
     async with ProcessPool.open("tests.cases.looking:handler", {}, 2, isolation=Isolation("sandbox", (sys.argv[1],))):

@@ -24,7 +24,7 @@ import anyio
 import msgspec
 
 from envs.call import Outcome
-from envs.processes.resource_limits import set_limit
+from envs.sandboxes.resource_limits import set_limit
 from stream.errors import PenstockError
 from stream.parent_death import die_with_parent
 

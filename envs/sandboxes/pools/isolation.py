@@ -15,14 +15,14 @@ from typing import Literal
 
 import msgspec
 
-from envs.processes.child_main import ChildConfig
 from envs.sandboxes.bubblewrap import BubblewrapSpec, Launch, import_paths, launch, sandbox_problem, shows
+from envs.sandboxes.pools.child_main import ChildConfig
 
 IsolationKind = Literal["none", "process", "sandbox"]
 
 # The child gets the parent's import path, so both import the same modules.
-_PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from envs.processes.child_main import main; main()"
-_ROOT = str(Path(__file__).resolve().parents[2])
+_PROGRAM = "import sys; sys.path[:] = sys.argv[2:]; from envs.sandboxes.pools.child_main import main; main()"
+_ROOT = str(Path(__file__).resolve().parents[3])
 """Where our packages are, should this process have found them in its working folder."""
 _VARIABLES = (
     ("PYTHONHASHSEED", "0"),  # what depends on the order of a set is the same in every child

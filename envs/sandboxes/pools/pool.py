@@ -28,7 +28,7 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from envs.call import Failed, Ok, Outcome, TimedOut
-from envs.processes.child_main import (
+from envs.sandboxes.pools.child_main import (
     HEADER_BYTES,
     ChildConfig,
     Job,
@@ -40,7 +40,7 @@ from envs.processes.child_main import (
     encode_frame,
     frame_length,
 )
-from envs.processes.isolation import NO_ISOLATION, Isolation
+from envs.sandboxes.pools.isolation import NO_ISOLATION, Isolation
 
 START_TIMEOUT_S = 120.0
 """Time for a child to import the handler."""

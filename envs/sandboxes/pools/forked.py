@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from envs.call import describe_error
-from envs.processes.resource_limits import set_limit
+from envs.sandboxes.resource_limits import set_limit
 
 WALL_FACTOR = 12
 """Seconds of wall time for each second of processor time: a right answer must not fail because the machine is busy."""

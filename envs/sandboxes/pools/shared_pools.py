@@ -12,9 +12,9 @@ from anyio.abc import TaskStatus
 
 from envs.call import Failed, Ok, Outcome
 from envs.call.threads import background_loop
-from envs.processes.forked import WALL_FACTOR
-from envs.processes.isolation import Isolation
-from envs.processes.pool import ChildLimits, ProcessPool
+from envs.sandboxes.pools.forked import WALL_FACTOR
+from envs.sandboxes.pools.isolation import Isolation
+from envs.sandboxes.pools.pool import ChildLimits, ProcessPool
 
 _lock = threading.Lock()
 _pools: dict[tuple[Any, ...], tuple[Future[Any], ProcessPool]] = {}

@@ -1,1 +1,0 @@
-"""Child processes with limits: a killable worker pool, and the launcher of the Python sandbox."""
