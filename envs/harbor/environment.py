@@ -35,6 +35,8 @@ from stream.validity import Reward, RewardReason, Unmeasured, worst_reward
 
 log = structlog.get_logger()
 
+MAX_OUTPUT_CHARACTERS = 10_000
+"""What the model reads of a command's output; of longer ones the middle is cut."""
 _WORST = 0.0
 _SPARE_S = 60.0
 """What a verifier takes besides its tests, for each of its sandboxes."""
@@ -50,7 +52,6 @@ class Harbor:
         eval_path: folder of held-out tasks, for `eval.rows`.
         allow_unchecked: feed tasks also if `penstock check harbor` did not find them sound.
         command_timeout_s: deadline of one command of the policy.
-        output_chars: characters of a command's output that the model reads; the middle is cut.
         timeout_multiplier: of the policy's deadlines in the tasks.
         live: names of tasks that are verified in the policy's own sandbox, which it can forge.
         secrets: variables of the worker that `${NAME}` may stand for in the env of a verifier.
@@ -72,7 +73,6 @@ class Harbor:
         eval_path: str = "",
         allow_unchecked: bool = False,
         command_timeout_s: float = 60.0,
-        output_chars: int = 10_000,
         timeout_multiplier: float = 1.0,
         live: Sequence[str] = (),
         secrets: Sequence[str] = (),
@@ -87,8 +87,7 @@ class Harbor:
         self.done = False
         self._paths = {"train": path, "eval": eval_path}
         self._allow_unchecked = allow_unchecked
-        self._command_timeout_s, self._output_chars = command_timeout_s, output_chars
-        self._timeout_multiplier = timeout_multiplier
+        self._command_timeout_s, self._timeout_multiplier = command_timeout_s, timeout_multiplier
         self._live, self._tampered = frozenset(live), tampered
         self._variables = Variables({name: os.environ[name] for name in secrets if name in os.environ})
         self._episode: TaskEpisode | None = None
@@ -107,6 +106,7 @@ class Harbor:
         return {
             "reset": _RESET_S,
             "bash": self._command_timeout_s + _SPARE_S,
+            "write_file": _SPARE_S,
             "respond": verification_s + _RESET_S,
             "get_reward": verification_s,
         }
@@ -181,7 +181,7 @@ class Harbor:
         except SandboxEndedError:
             self.done = True
             raise
-        text = self._cut(result.stdout.decode(errors="replace").rstrip("\n"))
+        text = _cut(result.stdout.decode(errors="replace").rstrip("\n"))
         if result.ended == "timeout":
             ending = f"(it did not end within {self._command_timeout_s:g} s, and was killed)"
         else:
@@ -241,9 +241,8 @@ class Harbor:
             self.tampered_files = sorted({*self.tampered_files, *verification.tampered})
             log.warning("harbor.tampered", task=self.task, files=list(verification.tampered[:10]))
 
-    def _cut(self, text: str) -> str:
-        """Return a text without its middle, if it is long."""
-        half = self._output_chars // 2
-        return (
-            text if len(text) <= 2 * half else f"{text[:half]}\n... {len(text)} characters in all ...\n{text[-half:]}"
-        )
+
+def _cut(text: str) -> str:
+    """Return a text without its middle, if it is long."""
+    half = MAX_OUTPUT_CHARACTERS // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}\n... {len(text)} characters in all ...\n{text[-half:]}"

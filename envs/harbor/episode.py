@@ -15,6 +15,7 @@ from envs.harbor.task_sandboxes import (
     ROOT,
     SETUP_TIMEOUT_S,
     Variables,
+    cut_reach,
     is_healthy,
     last_lines,
     make_folders,
@@ -86,7 +87,8 @@ class TaskEpisode:
             task, self._sandboxes, self._variables, image, is_live=self._is_live, max_life_s=max_life_s
         )
         env = self._variables.resolve(task.environment.env, with_secrets=False)
-        spec = sandbox_spec(task.environment, image, step.reach, env, max_life_s=max_life_s)
+        reach = cut_reach(step.reach, self._sandboxes.network)
+        spec = sandbox_spec(task.environment, image, reach, env, max_life_s=max_life_s)
         self.agent = await self._sandboxes.open(spec, purpose="agent")
         self.workdir = await make_folders(self.agent, task.environment.workdir)
         check = task.environment.healthcheck
@@ -152,12 +154,12 @@ class TaskEpisode:
         """Put a step's files into the working folder, run its setup, wait until it is ready; return what failed."""
         if self._is_live and self.verifications:  # the tests ran here
             await self.agent.exec(["rm", "-rf", TESTS, VERIFIER_LOGS], timeout_s=SETUP_TIMEOUT_S, user=ROOT, cwd="/")
-        if step.workdir is not None:
-            if _SETUP_SCRIPT in await self._write_folder(step.workdir, self.workdir):
-                script = f'cd {shlex.quote(self.workdir)} && exec "$(command -v bash || echo sh)" ./{_SETUP_SCRIPT}'
-                result = await run_script(self.agent, script, SETUP_TIMEOUT_S, user=step.user)
-                if result.code:
-                    return f"step {step.name}: {_SETUP_SCRIPT} failed: {last_lines(result.stdout)}"
+        files = await self._write_folder(step.workdir, self.workdir) if step.workdir is not None else ()
+        if _SETUP_SCRIPT in files:
+            script = f'cd {shlex.quote(self.workdir)} && exec "$(command -v bash || echo sh)" ./{_SETUP_SCRIPT}'
+            result = await run_script(self.agent, script, SETUP_TIMEOUT_S, user=step.user)
+            if result.code:
+                return f"step {step.name}: {_SETUP_SCRIPT} failed: {last_lines(result.stdout)}"
         if step.healthcheck is not None and not await is_healthy(self.agent, step.healthcheck, step.user):
             return f"step {step.name}: its healthcheck failed: {step.healthcheck.command}"
         return ""

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Final
 
 from envs.harbor.task_sandboxes import ROOT, SETUP_TIMEOUT_S
-from envs.sandboxes.contract import ChangedFile, Sandbox
+from envs.sandboxes.contract import ChangedFile, Sandbox, SandboxEndedError
 
 MAX_PATHS: Final = 100
 
@@ -19,6 +20,19 @@ _LOADED: Final = re.compile(
 """Files that are loaded without being asked for: they need not have been there before."""
 _PROGRAMS: Final = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _EXISTING: Final = 'for path; do [ -e "$path" ] && echo "$path"; done; true'
+
+
+async def tampered_files(sandbox: Sandbox, changes: Sequence[ChangedFile]) -> tuple[str, ...]:
+    """Return what a policy changed that its verifier may run or load, at most `MAX_PATHS` paths.
+
+    Args:
+        sandbox: made of the policy's files.
+        changes: where they differ from the image's.
+    """
+    shadowing: list[str] = []
+    with suppress(SandboxEndedError):
+        shadowing = await shadowed_programs(sandbox, changes)
+    return tuple([*changed_system_files(changes), *shadowing][:MAX_PATHS])
 
 
 def changed_system_files(changes: Sequence[ChangedFile]) -> list[str]:

@@ -9,7 +9,7 @@ import anyio
 
 from envs.harbor.config import HealthcheckTable
 from envs.harbor.task import ARTIFACTS, LOGS, VERIFIER_LOGS, Reach, TaskEnvironment
-from envs.sandboxes.contract import ExecResult, Sandbox, SandboxProvider, SandboxSpec
+from envs.sandboxes.contract import ExecResult, Network, Sandbox, SandboxProvider, SandboxSpec
 from stream.errors import EnvironmentFailure
 
 ROOT: Final = "0"
@@ -81,6 +81,13 @@ async def task_image(provider: SandboxProvider, environment: TaskEnvironment) ->
     return await provider.resolve(environment.image)
 
 
+def cut_reach(reach: Reach, most: Network) -> Reach:
+    """Return what a phase reaches of what its task asks for: at most `most`."""
+    networks = list(Network)
+    network = min(reach.network, most, key=networks.index)
+    return Reach(network, reach.hosts if network is Network.ALLOWLIST else ())
+
+
 def sandbox_spec(
     environment: TaskEnvironment, image: str, reach: Reach, env: dict[str, str], *, max_life_s: float, joins: str = ""
 ) -> SandboxSpec:
@@ -89,7 +96,7 @@ def sandbox_spec(
     Args:
         environment: limits and working folder.
         image: digest or snapshot.
-        reach: the network of its phase; not used if it joins another sandbox's.
+        reach: of its phase, cut; not used if it joins another sandbox's network.
         env: resolved variables.
         max_life_s: seconds after which it ends by itself.
         joins: name of a sandbox whose network it shares.

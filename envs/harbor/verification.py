@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from envs.harbor.artifacts import fetch_artifacts, temporary_folder
 from envs.harbor.rewards import NoRewardError, read_rewards, reward_exists
-from envs.harbor.tampering import MAX_PATHS, changed_system_files, shadowed_programs
+from envs.harbor.tampering import tampered_files
 from envs.harbor.task import (
     SOLUTION,
     TESTS,
@@ -34,6 +34,7 @@ from envs.harbor.task_sandboxes import (
     ROOT,
     SETUP_TIMEOUT_S,
     Variables,
+    cut_reach,
     last_lines,
     make_folders,
     run_script,
@@ -173,8 +174,7 @@ class StepVerifier:
             try:
                 async with open_sandbox() as sandbox:
                     verification = await self._run_tests(step, sandbox)
-                    tampered = changed_system_files(changes) + await _shadowed(sandbox, changes)
-                    verification.tampered = tuple(tampered[:MAX_PATHS])
+                    verification.tampered = await tampered_files(sandbox, changes)
                     return verification
             except SandboxFailure as error:
                 log.warning("harbor.verifier_lost", task=self._task.name, attempt=attempt, why=str(error))
@@ -268,7 +268,8 @@ class StepVerifier:
     ) -> AsyncIterator[Sandbox]:
         """Open a sandbox in the verifier's phase, and close it."""
         env = self._variables.resolve(environment.env, with_secrets=False)
-        spec = sandbox_spec(environment, image, verifier.reach, env, max_life_s=self._max_life_s, joins=joins)
+        reach = cut_reach(verifier.reach, self._sandboxes.network)
+        spec = sandbox_spec(environment, image, reach, env, max_life_s=self._max_life_s, joins=joins)
         sandbox = await self._sandboxes.open(spec, purpose=purpose)
         try:
             yield sandbox
@@ -314,13 +315,6 @@ async def _is_running(sandbox: Sandbox) -> bool:
     except SandboxEndedError:
         return False
     return True
-
-
-async def _shadowed(sandbox: Sandbox, changes: list[ChangedFile]) -> list[str]:
-    try:
-        return await shadowed_programs(sandbox, changes)
-    except SandboxEndedError:
-        return []
 
 
 def _test_files(task: Path, step: TaskStep) -> dict[str, bytes | Path]:

@@ -219,6 +219,8 @@ class EpisodeSandboxes(ABC):
     """
 
     provider: "SandboxProvider"
+    network: Network = Network.OFF
+    """The most that a sandbox of this run may reach; `open` refuses a spec that asks for more."""
 
     @abstractmethod
     async def open(self, spec: SandboxSpec, *, purpose: Literal["agent", "verifier", "control"]) -> Sandbox:

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from anyio import to_thread
 
+from envs.contract import stated_timeout_s
 from envs.factory import EnvironmentFactory
 from envs.harbor.environment import Harbor
 from envs.harbor.rewards import reaches, task_parts
 from envs.harbor.task_reader import read_task
-from envs.sandboxes.contract import FailureKind, SandboxEndedError, SandboxFailure
+from envs.sandboxes.contract import FailureKind, Network, SandboxEndedError, SandboxFailure
 from envs.snapshot import freeze, thaw
 from stream.errors import DataError, EnvironmentFailure
 from stream.validity import RewardReason, Unmeasured
@@ -55,11 +56,11 @@ async def test_a_task_that_was_done_is_worth_1_and_an_idle_one_0(provider, tmp_p
 
 async def test_the_policy_reads_output_codes_and_deadlines(provider, tmp_path):
     task = write_task(tmp_path / "task", WORK)
-    async with episode(provider, task, command_timeout_s=0.5, output_chars=20) as (env, _):
+    async with episode(provider, task, command_timeout_s=0.5) as (env, _):
         assert await env.bash("pwd; echo oops >&2; exit 3") == "/work\noops\n(exit code 3)"
         assert await env.bash("true") == "(no output)"
         assert "did not end within 0.5 s" in await env.bash("sleep 60")
-        assert "5000 characters in all" in await env.bash("head -c 5000 /dev/zero | tr '\\0' x")
+        assert "50000 characters in all" in await env.bash("head -c 50000 /dev/zero | tr '\\0' x")
         assert await env.write_file("sub/note.txt", "hej") == "/work/sub/note.txt: 3 bytes written"
         assert await env.bash("cat sub/note.txt") == "hej"
 
@@ -389,6 +390,24 @@ async def test_a_provider_without_images_is_refused(tmp_path):
     env = Harbor(str(tmp_path), allow_unchecked=True)
     with pytest.raises(EnvironmentFailure, match=r"sandboxes\.provider"):
         await env.reset(str(write_task(tmp_path / "task", WORK)), DirectSandboxes(provider))
+
+
+@pytest.mark.parametrize(("most", "given"), [(Network.OFF, Network.OFF), (Network.OPEN, Network.OPEN)])
+async def test_a_tasks_network_is_cut_to_what_the_run_allows(provider, tmp_path, most, given):
+    env = Harbor(str(tmp_path), allow_unchecked=True)
+    async with direct_sandboxes(provider) as sandboxes:
+        sandboxes.network = most
+        await env.reset(str(write_task(tmp_path / "task", WORK)), sandboxes)
+        await env.get_reward()
+    assert [sandbox.spec.network for _, sandbox in sandboxes.opened] == [given, given]
+
+
+async def test_the_environment_states_its_own_deadlines(provider, tmp_path):
+    settings = f"[agent]\ntimeout_sec = 40\n[verifier]\ntimeout_sec = 30\n{WORK}"
+    async with episode(provider, write_task(tmp_path / "task", settings), timeout_multiplier=2) as (env, _):
+        assert stated_timeout_s(env, "get_reward", 30) == 4 * 90
+        assert stated_timeout_s(env, "bash", 30) == 120
+        assert env.episode_timeout_s == 80
 
 
 def test_rows_are_the_tasks_that_were_found_sound(tmp_path):

@@ -74,7 +74,7 @@ class LeasedSandboxes(EpisodeSandboxes):
     """
 
     def __init__(self, host: SandboxHost, owner: SandboxOwner | None, index: int) -> None:
-        self.provider = host.provider
+        self.provider, self.network = host.provider, host.settings.network
         self.failure: SandboxFailure | None = None
         self._host, self._owner, self._index = host, owner, index
         self._open: dict[str, Sandbox] = {}
