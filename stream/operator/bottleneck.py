@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from stream.operator.status import RunStatus
 from stream.queue.in_flight import ACTIVITY_TEXTS, ENVIRONMENT_ACTIVITIES, Activity, GroupInFlight
+from stream.wording import quantity
 
 Limit = Literal[
     "finished",
@@ -74,12 +75,12 @@ def find_bottleneck(status: RunStatus, groups: Sequence[GroupInFlight] = ()) -> 
     if load.is_training_limited:
         return Bottleneck(limit="trainer", why=load.describe_trainer(), figures=figures)
     if load.scoring > load.rolling_out:
-        why = f"{_count(load.scoring, 'group')} to score, {load.scoring_claimed:,} of them claimed by "
-        why += _count(load.scorers, "worker") if load.scorers else "nobody"
+        why = f"{quantity(load.scoring, 'group')} to score, {load.scoring_claimed:,} of them claimed by "
+        why += quantity(load.scorers, "worker") if load.scorers else "nobody"
         return Bottleneck(limit="scorers", why=why, figures=figures)
     if not load.rolling_out and load.waiting and not load.is_full:
         retries = f", {load.delayed:,} of them for another attempt" if load.delayed else ""
-        why = f"{_count(load.waiting, 'prompt')} to roll out{retries}, and no worker holds one"
+        why = f"{quantity(load.waiting, 'prompt')} to roll out{retries}, and no worker holds one"
         return Bottleneck(limit="rollout workers", why=why, figures=figures)
     if not load.waiting and not load.is_full:
         return Bottleneck(limit="prompts", why=load.describe_prompts(status), figures=figures)
@@ -155,7 +156,7 @@ class _Load(Struct, frozen=True, kw_only=True):
         return ready >= self.batch_size and piles_up
 
     def describe_trainer(self) -> str:
-        ready = f"{_count(self.scored, 'group')} scored"
+        ready = f"{quantity(self.scored, 'group')} scored"
         if self.unpublished:
             ready += f", {self.unpublished:,} trained and not published yet"
         if not self.has_trainer:
@@ -178,8 +179,8 @@ class _Load(Struct, frozen=True, kw_only=True):
 
 def _find_rollout_bottleneck(load: _Load, groups: Sequence[GroupInFlight], figures: dict[str, float]) -> Bottleneck:
     """Return what limits a run whose groups are mostly being rolled out."""
-    held = f"{_count(load.rolling_out, 'group')} at {_count(load.rollout_workers, 'rollout worker')}"
-    held += f", {_count(load.waiting, 'prompt')} waiting"
+    held = f"{quantity(load.rolling_out, 'group')} at {quantity(load.rollout_workers, 'rollout worker')}"
+    held += f", {quantity(load.waiting, 'prompt')} waiting"
     # Completions by activity, where the whole group has one and where each completion has its own.
     group_activities: Counter[str] = Counter()
     own_activities: Counter[str] = Counter()
@@ -199,7 +200,7 @@ def _find_rollout_bottleneck(load: _Load, groups: Sequence[GroupInFlight], figur
         return Bottleneck(limit="rollout workers", why=f"{held}; their activity is not reported yet", figures=figures)
     figures = figures | {f"in_flight/{name}": count for name, count in sorted(counts.items())}
     activities = ", ".join(f"{count:,} {ACTIVITY_TEXTS.get(name, name)}" for name, count in counts.most_common(4))
-    why = f"{held}; of {_count(total, 'completion')}: {activities}"
+    why = f"{held}; of {quantity(total, 'completion')}: {activities}"
     if counts[Activity.ENGINE_WAIT] > _WAITING_SHARE * total:
         return Bottleneck(limit="engines", why=why, figures=figures)
     if in_environments > total / 2:
@@ -216,7 +217,3 @@ def _busy_share(seconds: object, step_seconds: object) -> float | None:
     if isinstance(seconds, int | float) and isinstance(step_seconds, int | float) and step_seconds > 0:
         return min(1.0, float(seconds / step_seconds))
     return None
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")

@@ -1,12 +1,13 @@
 """Reports of the memory that a run's processes hold, by machine: for people, so nothing depends on them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
+from stream.wording import format_bytes
 
 REPORT_S: Final = 2.0
 """Seconds between two reports."""
@@ -93,17 +94,3 @@ def read_reports(reports: Mapping[str, str], now_ms: float) -> list[MachineMemor
         except ValueError:
             continue
     return sorted(found, key=lambda each: each.host)
-
-
-def memory_problems(machines: Iterable[MachineMemory]) -> list[str]:
-    """Return the problem of each machine that has too little memory."""
-    return [machine.problem for machine in machines if machine.is_short]
-
-
-def format_bytes(count: float) -> str:
-    """Return a number of bytes for people, in powers of 1000: `36 kB`, `2.1 MB`, `512 MB`, `6.0 GB`."""
-    if count >= 0.95e9:
-        return f"{count / 1e9:,.1f} GB"
-    if count < 0.95e6:
-        return f"{count / 1e3:,.0f} kB"
-    return f"{count / 1e6:,.1f} MB" if count < 1e7 else f"{count / 1e6:,.0f} MB"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stream.operator.memory import MachineMemory, ProcessMemory, format_bytes, read_reports
+from stream.operator.memory import MachineMemory, ProcessMemory, read_reports
 from tests.unit.test_bottleneck import SWAPPING, status
 from workers.dashboard.templating import render
 from workers.role import memory_watch
@@ -172,13 +172,6 @@ def test_old_and_unreadable_reports_are_left_out():
     report = '{"host":"h","total":1,"available":1}'
     reports = {"new": f"99000 {report}", "old": f"1000 {report}", "odd": "99000 {", "odder": "x"}
     assert [each.host for each in read_reports(reports, 100_000.0)] == ["h"]
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(2_100_000, "2.1 MB"), (512e6, "512 MB"), (6e9, "6.0 GB"), (36_000, "36 kB")]
-)
-def test_bytes_are_written_for_people(count, text):
-    assert format_bytes(count) == text
 
 
 def test_tokens_that_fit_are_the_most_that_fit():

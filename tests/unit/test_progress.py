@@ -18,7 +18,6 @@ from workers.terminal.progress import (
     SupervisorState,
     TableDisplay,
     describe_scale,
-    format_duration,
     format_line,
     render_table,
     sparkline,
@@ -155,13 +154,6 @@ def test_missing_numbers_are_not_shown(value):
 def test_the_displayed_reward_is_over_all_sampled_groups():
     assert metric_value({"trained/reward_mean": 0.2, "reward/mean": 0.6}, "reward") == 0.6
     assert metric_value({"reward_mean": 0.2}, "reward") == 0.2
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.31, "0.3 s"), (31.4, "31 s"), (61, "1 min 01 s"), (3600 + 120, "1 h 02 min")]
-)
-def test_durations_are_formatted_for_people(seconds, text):
-    assert format_duration(seconds) == text
 
 
 def test_equal_values_give_a_flat_sparkline():

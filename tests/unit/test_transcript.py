@@ -8,7 +8,7 @@ from rich.console import Console
 
 from stream.records import Completion, Failure, RewardPart, Row, Span, ToolRun
 from stream.validity import Measured, RewardReason, RolloutReason, TruncationReason, Unmeasured
-from workers.runs.transcript import escape_controls, format_seconds, shorten
+from workers.runs.transcript import shorten
 from workers.terminal.lines import compact_lines, completion_lines
 
 
@@ -98,7 +98,6 @@ def test_what_a_model_wrote_cannot_steer_the_terminal():
     text = next(line.text for line in lines if line.kind == "assistant")
     assert text.startswith(r"\x1b[2Jgone\r\x07 \u202egnp.exe \x9b31m tab    here ")
     assert text.endswith("\U0001f469\u200d\U0001f680 汉\u3000字")
-    assert escape_controls("plain\ntext") == "plain\ntext"
 
 
 def test_lines_fit_the_width_and_a_speaker_cannot_be_imitated():
@@ -135,11 +134,6 @@ def test_colors_are_those_of_the_speaker():
     for line in completion_lines(episode()):
         console.print(line.rich_text())
     assert "\x1b[36massistant" in console.file.getvalue()
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.0004, "0.4 ms"), (0.012, "12 ms"), (3.44, "3.4 s"), (75.2, "75 s")])
-def test_short_durations(seconds, text):
-    assert format_seconds(seconds) == text
 
 
 def test_the_middle_of_a_long_text_is_left_out():

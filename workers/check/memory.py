@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from stream.errors import PenstockError
-from stream.operator.memory import format_bytes
+from stream.wording import format_bytes
 from workers.check.model import ModelFacts
 from workers.check.report import Checker
 from workers.role.memory import Memory, PassMemory, engine_cache_bytes, read_memory

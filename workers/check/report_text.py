@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from stream.validity import Measured, Reward
+from stream.wording import escape_controls
 from workers.runs.html import html_details, html_table
-from workers.runs.transcript import content_text, escape_controls
+from workers.runs.transcript import content_text
 
 if TYPE_CHECKING:  # a report is printed by this module
     from workers.check.report import CheckReport, EnvironmentTrial, ProgramTrial, RewardTrial, ToolTrial

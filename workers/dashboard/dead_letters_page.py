@@ -15,6 +15,7 @@ from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.operator.dead_letters import drop_dead_letters, list_dead_letters, retry_dead_letters
 from stream.queue.entry_scan import DeadEntry, scan_dead_page
+from stream.wording import quantity
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.templating import with_query
 from workers.runs.dead_letters import Change, read_payload, record_ends
@@ -70,7 +71,7 @@ async def change_dead_letters(dashboard: Dashboard, request: web.Request) -> web
         else:
             count, is_done = await _change_all(connection, _ACTIONS[action], reason, stage)
         await record_ends(run, connection)
-    text = f"{_DONE[action]} {count:,} dead letter{'' if count == 1 else 's'}"
+    text = f"{_DONE[action]} {quantity(count, 'dead letter')}"
     text += "" if is_done else "; the time was up before all were done, repeat it for the rest"
     raise web.HTTPSeeOther(
         URL(with_query(f"/runs/{quote(run.key, safe='')}/dead", {"done": dashboard.keep_note(text)}), encoded=True)

@@ -16,8 +16,7 @@ import jinja2
 import structlog
 from markupsafe import Markup
 
-from stream.operator.memory import format_bytes
-from workers.runs.transcript import escape_controls, format_seconds
+from stream.wording import escape_controls, format_bytes, format_duration
 
 _NOTHING: Final = "\u2013"
 _MAX_DIGITS: Final = 15
@@ -46,12 +45,8 @@ def format_value(value: float | None) -> str:
 
 
 def format_age(seconds: float | None) -> str:
-    """Format a duration for people: `0.4 ms`, `3.4 s`, `75 s`, `12 min`, `3.1 h`; a dash for None."""
-    if seconds is None:
-        return _NOTHING
-    if seconds < 100:
-        return format_seconds(seconds)
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    """Format a duration for people; a dash for None."""
+    return _NOTHING if seconds is None else format_duration(seconds)
 
 
 def format_time(at: float | None) -> str:

@@ -20,11 +20,11 @@ from rich.text import Text
 
 from stream.records import Completion, Group
 from stream.validity import Measured
+from stream.wording import format_duration
 from workers.datasets.row_mapping import row_to_prompt
 from workers.evaluate.standalone_rollout import roll_out_and_score
 from workers.runs.summary import RunSummary
 from workers.settings import Settings
-from workers.terminal.progress import format_duration
 
 _EPISODES = 4
 """Sampled episodes of each problem."""

@@ -20,8 +20,9 @@ from typing import Any, Final
 from stream.disk_space import free_bytes
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError, SettingsError
+from stream.wording import format_bytes, quantity
 from workers.hub.errors import FAULTS_OF_OURS, damaged, explain, is_unreachable
-from workers.hub.libraries import Say, import_library, library_calls, show_progress, size_text, wait_for
+from workers.hub.libraries import Say, import_library, library_calls, show_progress, wait_for
 from workers.settings.hub import Repository, Revision
 
 _MODEL_FILES: Final = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -160,9 +161,8 @@ def _fetch(hub: Any, repository: Repository, revision: Revision, config: str, se
     names = names or _files_of_config(repository, revision, config, sizes)
     total, cached = sum(sizes[name] for name in names), _cached_bytes(repository, revision, names, sizes)
     what = f"{repository} ({revision.short})"
-    in_cache = f", {size_text(cached)} of them in the cache" if cached else ""
-    count = f"{len(names)} file{'' if len(names) == 1 else 's'}"
-    say(f"downloading {what}: {count}, {size_text(total)}{in_cache}")
+    in_cache = f", {format_bytes(cached)} of them in the cache" if cached else ""
+    say(f"downloading {what}: {quantity(len(names), 'file')}, {format_bytes(total)}{in_cache}")
     _refuse_full_disk(repository, total - cached)
     if is_model:
         config_file = Path(hub.hf_hub_download(repository.name, "config.json", revision=revision.commit))
@@ -303,6 +303,6 @@ def _refuse_full_disk(repository: Repository, missing: int) -> None:
     free = free_bytes(Path(HF_HUB_CACHE).expanduser().absolute())
     if free is not None and free < missing:
         raise PenstockError(
-            f"no room for {repository}: {size_text(missing)} are to be downloaded to {HF_HUB_CACHE}, and its disk has "
-            f"{size_text(free)} free; make room, or set HF_HOME to a folder on another disk"
+            f"no room for {repository}: {format_bytes(missing)} are to be downloaded to {HF_HUB_CACHE}, and its disk "
+            f"has {format_bytes(free)} free; make room, or set HF_HOME to a folder on another disk"
         )

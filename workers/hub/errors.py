@@ -12,6 +12,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from stream.connection.address import redact_url
 from stream.errors import PenstockError, SettingsError
+from stream.wording import cut
 from workers.datasets.tables import explain_unread
 from workers.settings.hub import Repository, Revision
 
@@ -142,7 +143,7 @@ def _in_short(error: BaseException) -> str:
     why = " ".join(f"{type(error).__name__}: {error}".split())
     if token := os.environ.get("HF_TOKEN"):
         why = why.replace(token, "(hidden)")
-    return why if len(why) <= _MAX_CHARACTERS else f"{why[:_MAX_CHARACTERS]} ..."
+    return cut(why, _MAX_CHARACTERS)
 
 
 def _both(setting: str, revision: Revision) -> str:

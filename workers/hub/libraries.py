@@ -8,6 +8,7 @@ from threading import Event, Thread
 from typing import Any, Final, TypeVar
 
 from stream.errors import SettingsError
+from stream.wording import format_bytes
 from workers.settings.hub import Repository
 
 T = TypeVar("T")
@@ -110,7 +111,7 @@ def show_progress(repository: Repository, missing: int, say: Say) -> Iterator[di
 
     def tell() -> None:
         while not done.wait(_LINE_EVERY_S):
-            say(f"downloading {repository}: {size_text(_bytes_in(folder) - before)} of {size_text(missing)}")
+            say(f"downloading {repository}: {format_bytes(_bytes_in(folder) - before)} of {format_bytes(missing)}")
 
     thread = Thread(target=tell, daemon=True)
     thread.start()
@@ -129,12 +130,3 @@ def _bytes_in(folder: Path) -> int:
         except OSError:  # it got its final name meanwhile
             continue
     return found
-
-
-def size_text(number: float) -> str:
-    """Return a number of bytes in the unit that people read, such as `1.5 GB`."""
-    for unit in ("B", "kB", "MB"):
-        if abs(number) < 1000:
-            return f"{number:.0f} {unit}"
-        number /= 1000
-    return f"{number:.1f} GB"

@@ -18,6 +18,7 @@ from stream.connection.run_identity import RunIdentity
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError, RunFailedError, SettingsError
 from stream.operator.status import RunStatus
+from stream.wording import format_duration, quantity
 from workers.check.report_text import print_report
 from workers.hub.libraries import say_nothing
 from workers.hub.names import bind_revisions, download_names, known_values, print_note, revision_overrides
@@ -43,7 +44,7 @@ from workers.runs.summary import (
 )
 from workers.settings import Settings
 from workers.settings.toml_file import load_settings
-from workers.terminal.progress import choose_display, format_duration
+from workers.terminal.progress import choose_display
 from workers.train.checkpointing.object_store import find_copy, restore
 
 log = structlog.get_logger()
@@ -309,9 +310,9 @@ def finished_summary(settings: Settings) -> RunSummary | None:
 def finished_text(settings: Settings, summary: RunSummary) -> str:
     """Say that a run has finished, and what can be done with it."""
     text = (
-        f"run {settings.run.name} has finished: {_count(summary.steps, 'step')}, "
-        f"{_count(summary.groups_trained, 'group')} trained. `penstock export {settings.folder} OUT` copies its model. "
-        "If train.max_steps ended it, a larger one goes on with it; to start anew, give it another run.name"
+        f"run {settings.run.name} has finished: {quantity(summary.steps, 'step')}, "
+        f"{quantity(summary.groups_trained, 'group')} trained. `penstock export {settings.folder} OUT` copies its "
+        "model. If train.max_steps ended it, a larger one goes on with it; to start anew, give it another run.name"
     )
     return f"{text}. {summary.why_untrained}" if summary.why_untrained else text
 
@@ -332,7 +333,3 @@ def print_start(lines: list[str]) -> None:
     """Print the description to stderr."""
     for line in lines:
         click.echo(line, err=True)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -24,8 +24,9 @@ from stream.operator.unfinished_groups import newest_scored_group
 from stream.queue.in_flight import GroupInFlight
 from stream.records import Completion, Group
 from stream.trainer.archive import scan_archive
+from stream.wording import escape_controls
 from workers.runs.folder import disk_problems
-from workers.runs.transcript import describe_reward, escape_controls
+from workers.runs.transcript import describe_reward
 from workers.terminal.lines import compact_lines
 
 

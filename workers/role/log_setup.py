@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import structlog
 
 from stream.disk_space import no_room
-from workers.runs.transcript import escape_controls
+from stream.wording import escape_controls
 
 log = structlog.get_logger()
 

@@ -19,6 +19,7 @@ from msgspec import Struct, structs
 
 from stream.records import Branch, BranchRole, Completion, DiscardReason, TrainedCompletion
 from stream.validity import TruncationReason
+from stream.wording import cut, quantity
 from workers.runs.tokens import loss_counts
 
 MAX_DEPTH: Final = 8
@@ -98,9 +99,9 @@ class BranchView(Struct, frozen=True, kw_only=True):
     def facts(self) -> list[str]:
         """How much it is, whether it was trained, and what happened to it, in a few words each."""
         return [
-            _count(self.turns, "turn"),
-            _count(self.sampled_tokens, "token"),
-            *([_count(len(self.rows), "row")] if len(self.rows) != 1 else []),
+            quantity(self.turns, "turn"),
+            quantity(self.sampled_tokens, "token"),
+            *([quantity(len(self.rows), "row")] if len(self.rows) != 1 else []),
             *([text] if (text := self._loss()) else []),
             *([f"limit {self.limited}"] if self.limited else []),
             *_rewritten_texts(self.rewritten),
@@ -155,7 +156,10 @@ def branch_lines(branches: Sequence[BranchView]) -> list[str]:
 
 def branch_labels(completion: Completion) -> list[str]:
     """Return role and name of each branch, with a number where several are equal."""
-    names = [f"{branch.role} {_cut(branch.name)}".strip() for branch in completion.branches]
+    names = [
+        f"{branch.role} {cut(' '.join(branch.name.split()), _NAME_CHARACTERS)}".strip()
+        for branch in completion.branches
+    ]
     totals, counts = Counter(names), Counter[str]()
     labels = []
     for name in names:
@@ -275,19 +279,10 @@ def _rewritten_texts(rewritten: Sequence[RewrittenRow]) -> list[str]:
     for each in rewritten:
         by[each.by].append(each.row)
     return [
-        f"{_count(len(rows), 'row') if len(rows) > _NAMED_ROWS else _row_names(rows)} rewritten by {who}"
+        f"{quantity(len(rows), 'row') if len(rows) > _NAMED_ROWS else _row_names(rows)} rewritten by {who}"
         for who, rows in by.items()
     ]
 
 
-def _cut(name: str) -> str:
-    name = " ".join(name.split())
-    return name if len(name) <= _NAME_CHARACTERS else f"{name[: _NAME_CHARACTERS - 1]}…"
-
-
 def _row_names(rows: Sequence[int]) -> str:
     return f"row{'' if len(rows) == 1 else 's'} {', '.join(map(str, rows))}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")

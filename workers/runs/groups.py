@@ -19,9 +19,10 @@ from stream.trainer.archive import ArchivedGroups, ArchiveOffset, scan_archive
 from stream.trainer.ledger_records import Dead, Dropped, LedgerRecord, LedgerTail, encode_outcome
 from stream.trainer.trained_tokens import read_trained_tokens
 from stream.validity import Measured, Reward, TruncationReason
+from stream.wording import escape_controls
 from workers.runs.branches import BranchView, describe_branches
 from workers.runs.html import COMPLETION_COLUMNS, completion_cells, group_html, html_details, html_table
-from workers.runs.transcript import describe_reward, escape_controls, invalid_reason, paragraphs
+from workers.runs.transcript import describe_reward, invalid_reason, paragraphs
 
 UNFINISHED: Final = "unfinished"
 """Stands for the outcome of a group that has none yet."""

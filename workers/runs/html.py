@@ -8,7 +8,8 @@ from html import escape
 from typing import Final
 
 from stream.records import Completion, Group
-from workers.runs.transcript import content_text, conversation, describe_reward, escape_controls, invalid_reason
+from stream.wording import cut, escape_controls
+from workers.runs.transcript import content_text, conversation, describe_reward, invalid_reason
 
 _MAX_CHARACTERS: Final = 240
 """Length at which a prompt or an answer is cut in a table."""
@@ -50,7 +51,9 @@ def group_html(group: Group, outcome: str = "") -> str:
     prompt = group.completions[0].prompt_messages if group.completions else group.prompt.messages
     text = content_text(prompt[-1].get("content")) if prompt else ""
     about = ", ".join(filter(None, [f"group of prompt {group.prompt.id}", group.prompt.environment, outcome]))
-    return html_table(f"{about}\n{_cut(text)}", COMPLETION_COLUMNS, map(completion_cells, group.completions))
+    return html_table(
+        f"{about}\n{cut(text, _MAX_CHARACTERS)}", COMPLETION_COLUMNS, map(completion_cells, group.completions)
+    )
 
 
 def group_line(group: Group) -> str:
@@ -66,11 +69,14 @@ def completion_cells(completion: Completion) -> tuple[object, ...]:
     turns = [message for message in conversation(completion) if message.role == "assistant" and not message.is_prompt]
     calls = [call for message in turns for call in message.calls]
     answer = "\n".join([*calls, *[message.text for message in turns if message.text][-1:]])
-    return completion.index, describe_reward(completion.reward), end, completion.turns, tokens, _cut(answer)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} …"
+    return (
+        completion.index,
+        describe_reward(completion.reward),
+        end,
+        completion.turns,
+        tokens,
+        cut(answer, _MAX_CHARACTERS),
+    )
 
 
 def _cell_text(cell: object) -> str:

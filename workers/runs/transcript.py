@@ -4,7 +4,6 @@
 terminal prints.
 """
 
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -13,14 +12,12 @@ from msgspec import Struct, field
 
 from stream.records import Completion, Message, RewardPart, Row, ToolRun, TrainedCompletion
 from stream.validity import DropReason, Measured, Reward, Unmeasured
+from stream.wording import format_duration, quantity
 from workers.runs.branches import BranchView, branch_lines, describe_branches, message_branches
 from workers.runs.tokens import logprob_differences, rejected_tokens
 
 MAX_CHARACTERS: Final = 2000
 """Length of a message on a page; the middle of a longer one is loaded when it is asked for."""
-_TAB = "    "
-_HARMLESS_FORMAT: Final = frozenset("\u200c\u200d")  # joiners of emoji and of several scripts
-_ESCAPED_CATEGORIES: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 _WHY_DROPPED: Final[dict[str, str]] = {
     DropReason.NO_VALID_ROW: "No completion is valid.",
     DropReason.MIN_VALID_ROWS: "Fewer completions are valid than filter.min_valid_rows requires.",
@@ -141,30 +138,20 @@ def paragraphs(
     return shown
 
 
-def escape_controls(text: str) -> str:
-    r"""Return the text with all characters visible: control and format characters as `\x1b`, `\u202e`.
-
-    Line ends stay; a tab becomes blanks.
-    """
-    if text.isascii() and text.replace("\n", "").isprintable():
-        return text
-    return "".join(_visible(character) for character in text)
-
-
 def describe_end(completion: Completion) -> str:
     """Describe how an episode ended, and what it used, in one line."""
     end = f"truncated ({completion.truncated})" if completion.truncated else "finished"
     if completion.failure is not None:
         end = f"failed ({completion.failure.reason})"
     calls = completion.tool_calls
-    errors = f" ({_count(completion.tool_errors, 'error')})" if completion.tool_errors else ""
+    errors = f" ({quantity(completion.tool_errors, 'error')})" if completion.tool_errors else ""
     sampled = sum(row.sampled_count for row in completion.rows)
     used = [
-        _count(completion.turns, "turn"),
-        *([f"{_count(calls, 'tool call')}{errors}"] if calls or errors else []),
-        *([f"{_count(sampled, 'token')} sampled"] if completion.rows or not completion.turns else []),
+        quantity(completion.turns, "turn"),
+        *([f"{quantity(calls, 'tool call')}{errors}"] if calls or errors else []),
+        *([f"{quantity(sampled, 'token')} sampled"] if completion.rows or not completion.turns else []),
         *([versions] if (versions := describe_versions(completion)) else []),
-        *([format_seconds(total)] if (total := completion.seconds.get("total")) else []),
+        *([format_duration(total)] if (total := completion.seconds.get("total")) else []),
     ]
     return f"{end}; {', '.join(used)}"
 
@@ -228,13 +215,6 @@ def shorten_message(message: ConversationMessage) -> ConversationMessage:
         return message
     head, tail = 2 * MAX_CHARACTERS // 3, MAX_CHARACTERS // 3
     return msgspec.structs.replace(message, text=text[:head], omitted=len(text) - head - tail, tail=text[-tail:])
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a short duration: `0.4 ms`, `12 ms`, `3.4 s`, `75 s`."""
-    if seconds < 1:
-        return f"{1000 * seconds:.1f} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def format_call(call: dict[str, Any]) -> str:
@@ -314,7 +294,7 @@ def _message_paragraph(message: ConversationMessage) -> Paragraph:
     """Return a message as text, with its tool calls, or with name and duration of the call that it answers."""
     label = "tool error" if message.is_error else message.role
     about = [message.tool] if message.tool else []
-    about += [format_seconds(message.seconds)] if message.seconds is not None else []
+    about += [format_duration(message.seconds)] if message.seconds is not None else []
     if message.role == "tool":
         return Paragraph(label, message.text + (f"  ← {', '.join(about)}" if about else ""))
     text = "\n".join(filter(None, [message.reasoning, message.text]))
@@ -344,16 +324,6 @@ def _part_text(part: RewardPart, *, with_turn: bool = True) -> str:
     return f"{part.name}{turn} {describe_reward(part.reward)}{weight}" + (f": {detail}" if detail else "")
 
 
-def _visible(character: str) -> str:
-    if character == "\n" or character in _HARMLESS_FORMAT:
-        return character
-    if character == "\t":
-        return _TAB
-    if unicodedata.category(character) not in _ESCAPED_CATEGORIES:
-        return character
-    return character.encode("unicode_escape").decode("ascii")
-
-
 def _part_kind(part: object) -> str:
     return str(part.get("type", "part")) if isinstance(part, dict) else "part"
 
@@ -363,7 +333,3 @@ def _as_json(value: object) -> str:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, OverflowError, RecursionError):
         return str(value)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")

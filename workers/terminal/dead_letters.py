@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stream.operator.dead_letters import drop_dead_letters, retry_dead_letters
+from stream.wording import escape_controls, quantity
 from workers.runs.dead_letters import (
     Change,
     LetterChoice,
@@ -17,7 +18,6 @@ from workers.runs.dead_letters import (
 )
 from workers.runs.export import encode_json
 from workers.runs.run import Run
-from workers.runs.transcript import escape_controls
 from workers.terminal.output import print_json, print_line
 
 _NO_PROMPT: Final = "not one of the run's prompts"
@@ -37,7 +37,7 @@ def list_dead(run: Run, chosen: LetterChoice = _ALL, *, as_json: bool = False) -
             (letter.id, "bold"),
             f"  {died_at(letter):%Y-%m-%d %H:%M:%S}  {letter.stage}",
             (f"  {letter.reason}", "yellow"),
-            f"  after {failures} failure{'' if failures == 1 else 's'}" if failures else "",
+            f"  after {quantity(failures, 'failure')}" if failures else "",
             (f"  {escape_controls(letter.prompt_id) or _NO_PROMPT}", "bright_black"),
         )
         console.print(Text.assemble(*head), soft_wrap=True)
@@ -79,4 +79,4 @@ def _change(run: Run, choice: LetterChoice, as_json: bool, change: Change, past_
     if as_json:
         print_json({past_tense: [letter.id for letter in letters]})
     else:
-        print_line(f"{past_tense} {len(letters)} dead letter{'' if len(letters) == 1 else 's'}")
+        print_line(f"{past_tense} {quantity(len(letters), 'dead letter')}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from stream.operator.memory import format_bytes
+from stream.wording import format_bytes
 from workers.runs.engines import EngineReport
 from workers.runs.run import Run
 from workers.terminal.output import make_console, print_json

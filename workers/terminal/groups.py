@@ -7,9 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from stream.errors import PenstockError
+from stream.wording import escape_controls, quantity
 from workers.runs.run import Run
 from workers.runs.selection import CompletionFilter
-from workers.runs.transcript import escape_controls
 from workers.terminal.output import make_console, print_json, print_note
 
 
@@ -30,8 +30,8 @@ def list_groups(run: Run, wanted: CompletionFilter, count: int, *, as_json: bool
         return
     console = make_console()
     console.print(_table([group.describe() for group in groups]))
-    shown = f"{len(groups):,} group{'' if len(groups) == 1 else 's'}"
-    console.print(Text(f"{shown}, the newest first; the archive has {len(groups.archived):,}", "bright_black"))
+    text = f"{quantity(len(groups), 'group')}, the newest first; the archive has {len(groups.archived):,}"
+    console.print(Text(text, "bright_black"))
 
 
 def _table(groups: Sequence[dict[str, Any]]) -> Table:

@@ -22,7 +22,8 @@ from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
 from stream.records import Completion
-from workers.runs.transcript import DecodeRow, Paragraph, escape_controls, paragraphs, shorten
+from stream.wording import escape_controls
+from workers.runs.transcript import DecodeRow, Paragraph, paragraphs, shorten
 
 LABEL_WIDTH: Final = 11
 _MIN_TEXT_WIDTH = 20

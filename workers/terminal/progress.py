@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stream.operator.status import RunStatus
+from stream.wording import format_duration
 from workers.runs.metrics_file import metric_value
 from workers.runs.status import QueueReport, format_result, queue_report
 
@@ -243,16 +244,6 @@ def prompt_counts_text(report: QueueReport) -> Text:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(report.dropped_by_reason.items()))
         text.append(f"\ndropped: {reasons}", _QUIET)
     return text
-
-
-def format_duration(seconds: float) -> str:
-    """Format seconds for people: `4.2 s`, `37 s`, `5 min 03 s`, `2 h 10 min`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _bar(status: RunStatus) -> list[RenderableType]:

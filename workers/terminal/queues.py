@@ -13,16 +13,16 @@ from rich.text import Text
 
 from stream.errors import NoRunError, PenstockError, SettingsError
 from stream.operator.bottleneck import Bottleneck
-from stream.operator.memory import ProcessMemory, format_bytes
+from stream.operator.memory import ProcessMemory
 from stream.operator.status import RunStatus, read_status
+from stream.wording import escape_controls, format_bytes, format_duration
 from workers.runs.find import open_run
 from workers.runs.folder import disk_problems
 from workers.runs.run import Run
 from workers.runs.status import Activity, QueueReport, activities, count_stuck, in_flight_report, queue_report
 from workers.runs.summary import has_finished
-from workers.runs.transcript import escape_controls
 from workers.terminal.output import make_console, print_json
-from workers.terminal.progress import evaluation_lines, format_duration, prompt_counts_text, stage_table
+from workers.terminal.progress import evaluation_lines, prompt_counts_text, stage_table
 
 if TYPE_CHECKING:  # a command that reads one status does not load a Redis client
     from stream.connection.run_connection import RunConnection

@@ -10,13 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from stream.errors import PenstockError
+from stream.wording import escape_controls
 from workers.runs.catalog import Runs
 from workers.runs.export import encode_json
 from workers.runs.live_run import read_live
 from workers.runs.logs import LogLine, RunLogs
 from workers.runs.run import Run
 from workers.runs.state import RunState
-from workers.runs.transcript import escape_controls
 from workers.settings.settings import RUNS
 from workers.terminal.output import make_console, print_json
 

@@ -13,12 +13,13 @@ from rich.text import Text
 
 from stream.errors import PenstockError
 from stream.records import Row
+from stream.wording import escape_controls, quantity
 from workers.runs.export import completion_record
 from workers.runs.groups import EVALUATED, CompletionView, RunGroup
 from workers.runs.run import Run
 from workers.runs.selection import CompletionFilter, Matches, Selection
 from workers.runs.snapshots import render_completions
-from workers.runs.transcript import DecodeRow, Paragraph, escape_controls, paragraphs
+from workers.runs.transcript import DecodeRow, Paragraph, paragraphs
 from workers.settings import Settings
 from workers.terminal.lines import TranscriptLine, paragraph_lines
 from workers.terminal.output import make_console, print_json, print_note
@@ -90,7 +91,7 @@ def render(
         for line in paragraph_lines(shown, width, 0 if full else _MAX_MESSAGE_CHARACTERS):
             console.print(line.rich_text())
         console.print()
-    count = f"{len(matches):,} completion{'' if len(matches) == 1 else 's'}"
+    count = quantity(len(matches), "completion")
     count += f" of {matches.offered:,} that match" if matches.offered else ""
     if matches[0].outcome == EVALUATED:
         console.print(f"{count}; step: the one whose weights were evaluated", style="bright_black")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stream.errors import SettingsError
-from stream.operator.memory import format_bytes
+from stream.wording import format_bytes
 from workers.role.memory import BUDGET, PassMemory, read_memory
 from workers.role.watchdogs import resident_bytes
 from workers.settings import Settings

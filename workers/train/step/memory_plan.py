@@ -21,7 +21,7 @@ from typing import Any, Final
 from msgspec import Struct
 from msgspec.structs import replace
 
-from stream.operator.memory import format_bytes
+from stream.wording import format_bytes
 from workers.role.memory import PassMemory, engine_cache_bytes
 from workers.settings import Settings
 
