@@ -146,8 +146,13 @@ MEANINGS = {
     "run.restored": "The run's folder was lost; it was restored from [object storage](resuming.md#object-storage).",
     "run_status.failed": "The supervisor could not read the run's status once.",
     "sample.failed": "The supervisor could not read a completion to show.",
+    "sandbox.reaped": "A sandbox whose owner had lost it was removed.",
     "sandbox.removal_failed": "A sandbox could not be removed; the reaper of some rollout worker removes it.",
+    "sandbox.stray": "A sandbox of this run without a record was removed: the server lost writes, or a suspended "
+    "worker woke up.",
     "sandbox.unavailable": "Code that models influence runs here without a sandbox: which, why, and what it can reach.",
+    "sandboxes.left": "The run has finished, and sandboxes are left that could not be removed (`penstock sandboxes`).",
+    "sandboxes.unreachable": "The place of the sandboxes, or the server, does not answer the reaper; it tries again.",
     "server.rebuilt": "The server's state was made again from the ledger.",
     "setting.changed": "A setting, or code that one names, differs from the trainer's last start.",
     "service.recovered": "A reward or judge server answers again.",

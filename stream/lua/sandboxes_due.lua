@@ -4,13 +4,13 @@
 -- A sandbox is lost when its owner does not own its entry, or its lease has expired. It is due after the grace, so that
 -- another worker can adopt it until then; at once, if the run has finished, its time is up, or its owner said so. What is
 -- due cannot be adopted.
--- Returns {0} if another worker does this now, else {1, last id of wake, records of this place, now, {name, record}...}
+-- Returns {1 (0: another worker does this now), last id of wake, records of this place, now, {name, record}...}
 local reaper = key('sandbox_reaper:' .. ARGV[1])
 local active = redis.call('GET', reaper)
-if active and active ~= ARGV[2] then return {0} end
+local records, now = key('sandboxes:' .. ARGV[1]), now_ms()
+if active and active ~= ARGV[2] then return {0, wake_id(), redis.call('HLEN', records), now} end
 redis.call('SET', reaper, ARGV[2], 'PX', ARGV[3])
-local records = key('sandboxes:' .. ARGV[1])
-local flat, now = redis.call('HGETALL', records), now_ms()
+local flat = redis.call('HGETALL', records)
 local grace = redis.call('HEXISTS', key('meta'), 'finished') == 1 and 0 or tonumber(ARGV[4])
 
 -- ms at which the owner lost it, or nil

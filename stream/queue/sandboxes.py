@@ -49,6 +49,9 @@ class SandboxRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class DueSandboxes(Struct, frozen=True, kw_only=True):
     """What a reaper has to do in one place."""
 
+    is_active: bool
+    """Whether the caller looks after this place; otherwise another worker does, and nothing is due for the caller."""
+
     wake_id: str
     """Id of the last entry of the stream `wake`."""
     total: int
@@ -129,8 +132,8 @@ class SandboxPlace:
         """Let the reaper remove a sandbox of which it is not known whether it is gone."""
         await self.connection.run_script("sandbox_end", self.place, name, "due")
 
-    async def find_due(self, worker: str, grace_s: float, lease_s: float, active_s: float) -> DueSandboxes | None:
-        """Return the sandboxes to remove now; None if another worker looks after this place.
+    async def find_due(self, worker: str, grace_s: float, lease_s: float, active_s: float) -> DueSandboxes:
+        """Return the sandboxes to remove now, if no other worker looks after this place.
 
         Args:
             worker: name of the caller, which looks after the place for the next `active_s` seconds.
@@ -142,10 +145,9 @@ class SandboxPlace:
             *("sandboxes_due", self.place, worker, int(1000 * active_s), int(1000 * grace_s), int(1000 * lease_s)),
             MAX_DUE,
         )
-        if not answer[0]:
-            return None
-        _, wake_id, total, now_ms, *due = answer
+        is_active, wake_id, total, now_ms, *due = answer
         return DueSandboxes(
+            is_active=bool(is_active),
             wake_id=wake_id.decode(),
             total=total,
             now_ms=now_ms,

@@ -6,6 +6,7 @@ its own: `python tests/cases/sandbox_place.py SOCKET`.
 """
 
 import json
+import os
 import random
 import socket
 import sys
@@ -53,7 +54,7 @@ class Place:
     def happens(self, fault: str) -> bool:
         return self.random.random() < self.faults.get(fault, 0)
 
-    async def create(self, name: str, labels: dict[str, str]) -> dict[str, Any]:
+    async def create(self, name: str, labels: dict[str, str], pid: int) -> dict[str, Any]:
         if self.happens("refuse_create"):
             return {"failure": "create"}
         if self.happens("full"):
@@ -61,7 +62,7 @@ class Place:
         await anyio.sleep(self.faults.get("create_s", 0) * self.random.random())
         if name not in self.sandboxes:
             self.created += 1
-            self.sandboxes[name] = {"labels": labels, "files": {}, "fence": 1, "execs": {}, "ended": False}
+            self.sandboxes[name] = {"labels": labels, "files": {}, "fence": 1, "execs": {}, "ended": False, "pid": pid}
             self.most = max(self.most, len(self.sandboxes))
         return {}
 
@@ -95,7 +96,7 @@ class Place:
         name = request.get("name", "")
         match request["do"]:
             case "create":
-                return await self.create(name, request["labels"])
+                return await self.create(name, request["labels"], request["pid"])
             case "remove":
                 return await self.remove(name)
             case "exec":
@@ -111,6 +112,8 @@ class Place:
                 return {"failure": "lost"} if found is None else {"files": found["files"]}
             case "list":
                 return {"sandboxes": {name: found["labels"] for name, found in self.sandboxes.items()}}
+            case "creators":
+                return {"creators": {name: found["pid"] for name, found in self.sandboxes.items()}}
             case "faults":
                 self.faults = request["faults"]
             case "counts":
@@ -121,8 +124,9 @@ class Place:
         async with stream:
             try:
                 line = await BufferedByteReceiveStream(stream).receive_until(b"\n", _MAX_LINE)
-                answer = await self.handle(json.loads(line))  # goes on although the client may be dead by now
-                if not self.happens("lose_reply"):
+                request = json.loads(line)
+                answer = await self.handle(request)  # goes on although the client may be dead by now
+                if request["do"] == "faults" or not self.happens("lose_reply"):
                     await stream.send(json.dumps(answer).encode() + b"\n")
             except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
                 return
@@ -165,7 +169,7 @@ class PlaceProvider(SandboxProvider):
         return image
 
     async def create(self, name: str, spec: SandboxSpec, labels: Mapping[str, str]) -> Sandbox:
-        await self.ask(do="create", name=name, labels=dict(labels))
+        await self.ask(do="create", name=name, labels=dict(labels), pid=os.getpid())
         return PlaceSandbox(self, name, spec, 1)
 
     async def attach(self, name: str, spec: SandboxSpec, fence: int) -> Sandbox:

@@ -35,8 +35,7 @@ async def claimed(pipe, consumer="w", **terms):
 
 
 async def due(place, worker="reaper", grace_s=0.0):
-    found = await place.find_due(worker, grace_s, 30.0, 1.0)
-    return None if found is None else set(found.due)
+    return set((await place.find_due(worker, grace_s, 30.0, 1.0)).due)
 
 
 async def equation(place):
@@ -181,12 +180,12 @@ async def test_its_owner_leaves_a_sandbox_to_the_reaper(pipe, place):
 
 
 async def test_one_worker_reaps_a_place_until_it_stops_looking(pipe, place):
-    assert await place.find_due("one", 0, 30, 0.05) is not None
-    assert await place.find_due("other", 0, 30, 0.05) is None
-    assert await SandboxPlace(pipe.connection, "engine-2", "docker").find_due("other", 0, 30, 0.05) is not None
+    assert (await place.find_due("one", 0, 30, 0.05)).is_active
+    assert not (await place.find_due("other", 0, 30, 0.05)).is_active
+    assert (await SandboxPlace(pipe.connection, "engine-2", "docker").find_due("other", 0, 30, 0.05)).is_active
     await anyio.sleep(0.06)
-    assert await place.find_due("other", 0, 30, 0.05) is not None
-    assert await place.find_due("one", 0, 30, 0.05) is None
+    assert (await place.find_due("other", 0, 30, 0.05)).is_active
+    assert not (await place.find_due("one", 0, 30, 0.05)).is_active
 
 
 async def test_a_stray_counts_as_begun_and_ended(pipe, place):
@@ -264,7 +263,7 @@ async def test_in_any_order_begun_is_ended_and_live(redis_url, actions):
                     if await place.adopt(worker, lease, name):
                         names[name] = n
                 case "reap":
-                    for name in await due(place, "reaper") or ():
+                    for name in await due(place):
                         await place.end(name, "reaped")
                         names.pop(name, None)
                 case "leave" if own:
@@ -279,6 +278,6 @@ async def test_in_any_order_begun_is_ended_and_live(redis_url, actions):
         await connection.write_hash("meta", {"finished": "enough"})
         for n in range(3):
             await release_worker(connection, "h", n, 99, "was killed")
-        for name in await due(place, "reaper"):
+        for name in await due(place):
             await place.end(name, "reaped")
         assert (await equation(place))[-1] == 0

@@ -34,6 +34,7 @@ from workers.rollout.engine_client.client import EngineClient
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner, open_group_runner, with_attempt
 from workers.rollout.sandbox_host import SandboxOwner
+from workers.rollout.sandbox_reaper import SandboxReaper
 from workers.rollout.turn_journal import TurnJournal
 from workers.settings import Settings
 
@@ -249,10 +250,13 @@ async def _work(
         with_greedy=with_greedy,
         progress_writer=ProgressWriter(stage) if settings.rollout.resume else None,
     )
+    reaper = _reaper(context, runner)
     async with open_evaluation(context, runner, concurrency) as evaluation, anyio.create_task_group() as background:
         background.start_soon(training.in_flight.run)
         if training.progress_writer is not None:
             background.start_soon(training.progress_writer.run)
+        if reaper is not None:
+            background.start_soon(reaper.run)
         if evaluation is not None:
             background.start_soon(evaluation.in_flight.run)
         if settings.pacing.stale_policy == "cancel":
@@ -263,6 +267,16 @@ async def _work(
             if evaluation is not None:
                 loops.start_soon(partial(loop, evaluation.stage, evaluation.work, concurrency=evaluation.concurrency))
         background.cancel_scope.cancel()
+    if reaper is not None and not stopping.is_set():
+        await reaper.finish()
+
+
+def _reaper(context: WorkerContext, runner: GroupRunner) -> SandboxReaper | None:
+    """Return what looks after the run's sandboxes where this worker's live; None if it opens none."""
+    host = runner.sandboxes
+    if host is None or host.place is None:
+        return None
+    return SandboxReaper(host, host.place, context.consumer, context.settings.queue.lease_s)
 
 
 def _check_rewards(settings: Settings, factories: dict[str, EnvironmentFactory]) -> None:
