@@ -15,7 +15,7 @@ from workers.rollout.sandbox_reaper import SandboxReaper
 from workers.settings import SandboxSettings
 
 SPEC = SandboxSpec(memory_mb=64, disk_mb=64)
-CREATE_S = 0.4
+CREATE_S = 1.0
 
 
 @pytest.fixture
