@@ -15,7 +15,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock demo check test test-oldest test-newest test-nightly test-gpu test-vllm test-agents test-compose reference docs dist clean
+.PHONY: help setup lock demo check test test-oldest test-newest test-nightly test-gpu test-vllm test-agents test-compose test-sandboxes reference docs dist clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -70,7 +70,7 @@ check: setup  ## Format, lint, types, import contracts, spelling, house rules
 	$(BIN)/pytest -q tests/unit/test_house_rules.py
 
 test: setup  ## Unit, property, integration and end-to-end tests
-	$(BIN)/pytest -m "not full and not gpu and not vllm and not agents and not compose" -n 4 --dist worksteal --durations 60 --durations-min 4
+	$(BIN)/pytest -m "not full and not gpu and not vllm and not agents and not compose and not sandboxes" -n 4 --dist worksteal --durations 60 --durations-min 4
 
 test-oldest: setup .cache/oldest/.done  ## Trainer and local engine on the oldest transformers that is permitted
 	PYTHONPATH=$(CURDIR)/.cache/oldest/site-packages $(BIN)/pytest -m "models and not full" -n 4 --dist worksteal
@@ -99,6 +99,9 @@ test-agents: setup  ## Real agent programs in sandboxes; installs them once (2 G
 
 test-compose: setup  ## The images and compose.yaml on a Docker engine; skipped without one
 	$(BIN)/pytest -m compose -s tests/compose
+
+test-sandboxes: setup  ## Sandboxes on a Docker engine (tests/sandboxes/engine.sh starts one); skipped without one
+	$(BIN)/pytest -m "sandboxes and not full" -rs --durations 10 tests/sandboxes
 
 reference: setup  ## The pages of docs/ that are generated from the code
 	for page in settings records algorithms agents commands http log-events; do \

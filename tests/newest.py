@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / ".cache" / "newest"
 PYTHON = HOME / "bin" / "python"
-_SHORT = "not full and not gpu and not vllm and not agents and not compose"
+_SHORT = "not full and not gpu and not vllm and not agents and not compose and not sandboxes"
 _LIMIT_S = 3600.0
 
 

@@ -28,7 +28,7 @@ SLICES = 30
 """Number of slices of the tests marked `full`: CI runs each test below five minutes once in this many days."""
 _NOTHING_COLLECTED = 5
 """pytest's exit code for an empty slice."""
-_SHORT = "not full and not gpu and not vllm and not agents and not compose"
+_SHORT = "not full and not gpu and not vllm and not agents and not compose and not sandboxes"
 """What `make test` runs."""
 _REAL_PROCESSES = {"PENSTOCK_TEST_REAL_PROCESSES": "1"}
 """Roles are started by new interpreters; `make test` forks them, which is sooner."""

@@ -125,6 +125,13 @@ class SandboxFailure(EnvironmentFailure):
         self.kind = kind
 
 
+class ImageBuildError(SandboxFailure):
+    """An image cannot be built because of its own folder: kind `image`. The message has the build's last lines."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(FailureKind.IMAGE, message)
+
+
 class SandboxEndedError(ToolError):
     """A sandbox ended by what ran in it. Its files can still be read and snapshotted. The model reads the message."""
 
@@ -245,6 +252,8 @@ class ProviderOptions(Struct, frozen=True, kw_only=True):
     create_timeout_s: float = 120.0
     call_timeout_s: float = 30.0
     """Of every other request to the place, in addition to a command's own deadline."""
+    image_cache_gb: float = 50.0
+    """Built images beyond this size are removed before another is built, the longest unused first."""
 
 
 class SandboxProvider(ABC):
@@ -295,7 +304,8 @@ class SandboxProvider(ABC):
             timeout_s: deadline of the build.
 
         Raises:
-            SandboxFailure: kind `image`: the last lines of a build that failed, or this provider builds none.
+            ImageBuildError: the folder's own fault, with the last lines of the build.
+            SandboxFailure: kind `image`: this provider builds none.
         """
         message = f"{folder}: {type(self).__name__} builds no images; name one that the place has"
         raise SandboxFailure(FailureKind.IMAGE, message)

@@ -21,8 +21,7 @@ check_fence() {
   done
 }
 
-stop() { # ends the session of a call, and all that is in it; what has left the session goes on
-  : >"$call/timeout"
+end_session() { # kills all that is in the session of a call; what has left the session goes on
   for wait in 1 2 3; do [ -s "$call/session" ] && break; sleep 1; done
   read -r session <"$call/session" || return 0
   for round in 1 2 3 4 5 6 7 8 9; do
@@ -71,11 +70,15 @@ wait_for_first() { # until the first call with this ID has its result; a deadlin
     runner='' begun=0
     read -r runner begun <"$call/runner"
     uptime
-    if [ "$rounds" -gt 30 ] && { [ -z "$runner" ] || [ ! -d "/proc/$runner" ]; }; then
+    if [ "$runner" ]; then [ -d "/proc/$runner" ]; else [ "$rounds" -lt 20 ]; fi || {
+      [ -e "$call/code" ] && break # the runner has ended meanwhile, with a result
+      [ -s "$call/session" ] && end_session
       : >>"$call/out" >>"$call/err"
       finish 137
-    elif [ "$runner" ] && [ "$((${now%.*} - ${begun%.*}))" -gt "$((${seconds%.*} + 5))" ]; then
-      stop
+    }
+    if [ "$runner" ] && [ "$((${now%.*} - ${begun%.*}))" -gt "$((${seconds%.*} + 2))" ]; then
+      : >"$call/timeout"
+      end_session
     fi
     sleep .1 || sleep 1
     rounds=$((rounds + 1))
@@ -102,7 +105,8 @@ fence)
 stop) # SECONDS CALL
   call=$3
   sleep "$2" || sleep $((${2%.*} + 1))
-  stop
+  : >"$call/timeout"
+  end_session
   ;;
 run)
   call=$state/calls/$2 fence=$3 seconds=$4 max=$5 folder=$6 mask=$(umask)
