@@ -1,6 +1,6 @@
 """What a turn costs a rollout worker: turns per CPU-second of a real `penstock rollout`, of its floor, and of TRL.
 
-    python -m benchmarks.rollout [--url URL] [--concurrency 64] [--seconds 15] [--peer trl] [--before CHECKOUT] [--json]
+    python -m benchmarks.rollout [--url URL] [--concurrency 64] [--seconds 15] [--peer trl] [--before DIR] [--journal]
 
 A server answers every turn after exactly 50 ms, from prepared bytes. Groups of 8, prompts of about 490 tokens, 64
 tokens per turn, two turns with a tool call and one without; `--tool-turns 7 --gen-tokens 1024` is the long case. Each
@@ -54,6 +54,7 @@ RUN = "penstock"
 SETTLE_S = 1.0
 """After a contender is resumed, until it is measured."""
 BACKLOG = 256
+_ENVIRONMENTS = ("benchmarks.rollout_case:Adder", "benchmarks.rollout_case:ReplayableAdder")
 
 
 class Contender:
@@ -156,14 +157,14 @@ def write_case(case: Case, messages: list[list[Message]]) -> Path:
     return file
 
 
-def write_settings(case: Case, concurrency: int) -> Path:
+def write_settings(case: Case, concurrency: int, environment: str) -> Path:
     """Write the worker's settings."""
     tokens = sum(map(len, case.turns)) + 100 * len(case.turns)
     table: dict[str, Any] = {
         "run": {"name": RUN, "folder": str(case.folder / "run"), "dashboard": "off"},
         "model": {"path": str(case.folder), "tool_format": "hermes"},
         "data": {"path": str(case.folder / "prompts.jsonl")},
-        "environments": {"adder": "benchmarks.rollout_case:Adder"},
+        "environments": {"adder": environment},
         "rollout": {
             "group_size": GROUP,
             "groups_in_flight": -(-concurrency // GROUP),
@@ -243,7 +244,7 @@ async def check_groups(url: str, turns: int) -> None:
 
 def worker_command(case: Case, arguments: argparse.Namespace, url: str) -> tuple[str, ...]:
     """Return the command of the rollout worker, without its engine."""
-    settings = write_settings(case, arguments.concurrency)
+    settings = write_settings(case, arguments.concurrency, _ENVIRONMENTS[arguments.journal])
     return (sys.executable, "-m", "penstock", "rollout", str(settings), "--redis", url)
 
 
@@ -255,7 +256,14 @@ async def start_contenders(
     floor = (sys.executable, "-m", "benchmarks.rollout_floor", str(file), *load, "--api", arguments.api)
     commands = [("penstock", (*worker, "--engine", engine)), ("floor", floor)]
     if arguments.before:
-        own = ("--set", "run.name=before", "--set", f"run.folder={file.parent / 'before'}")
+        own = (
+            "--set",
+            f"environments.adder={_ENVIRONMENTS[False]}",
+            "--set",
+            "run.name=before",
+            "--set",
+            f"run.folder={file.parent / 'before'}",
+        )
         commands.append(("before", (*worker, "--engine", engine, *own)))
     if "trl" in arguments.peer:
         python = await anyio.to_thread.run_sync(make_trl_environment)
@@ -297,6 +305,7 @@ def main() -> None:
     parser.add_argument("--api", choices=("generate", "completions"), default="generate")
     parser.add_argument("--peer", action="append", choices=("trl",), default=[])
     parser.add_argument("--before", type=Path, help="another checkout of Penstock")
+    parser.add_argument("--journal", action="store_true", help="turns are saved with their tokens, for a replay")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))

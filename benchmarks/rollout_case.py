@@ -42,6 +42,12 @@ class Adder:
         return float(self.calls)
 
 
+class ReplayableAdder(Adder):
+    """Its turns are saved for the worker that goes on after a kill."""
+
+    replayable = True
+
+
 @dataclass(frozen=True)
 class Case:
     """What every worker gets."""

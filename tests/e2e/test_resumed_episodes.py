@@ -113,9 +113,10 @@ async def test_killed_workers_leave_episodes_that_go_on(kills, project, redis_ur
         command = project.command("rollout", file, "--redis", redis_url, "--engine", engine.url)
         for _ in range(kills):
             worker, before, more = await roles.start(command), len(asked), chance.randint(1, 4 * SIZE)
-            with anyio.fail_after(60):
+            with anyio.move_on_after(60):
                 while len(asked) < before + more:
                     await anyio.sleep(0.01)
+            assert len(asked) >= before + more, worker.said()
             await anyio.sleep(chance.random() * 0.06)
             worker.kill()
             await worker.ended()
