@@ -157,7 +157,7 @@ def write_case(case: Case, messages: list[list[Message]]) -> Path:
     return file
 
 
-def write_settings(case: Case, concurrency: int, environment: str) -> Path:
+def write_settings(case: Case, concurrency: int, environment: str = _ENVIRONMENTS[0]) -> Path:
     """Write the worker's settings."""
     tokens = sum(map(len, case.turns)) + 100 * len(case.turns)
     table: dict[str, Any] = {

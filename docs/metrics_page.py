@@ -27,6 +27,8 @@ LABELS = {
 } | {
     "penstock_groups_dropped": ("reason",),
     "penstock_dead_letters": ("reason",),
+    "penstock_sampled_turns": ("state",),
+    "penstock_resumed_completions": ("method",),
 }
 _MACHINE = MachineMemory(
     host="host",
@@ -49,6 +51,7 @@ def example_status() -> RunStatus:
         outstanding=7,
         dead=1,
         counts={"fed": 12, "trained": 1, "dropped:ties": 1, "dead": 1},
+        turns={"sampled": 30, "kept": 20, "resumed:replay": 1},
         dead_reasons={"data": 2},
         feed={"total": "20", "cursor": "12"},
         policy={"version": "1", "owner": "train-1", "owner_until": "2e12"},

@@ -11,7 +11,8 @@ end
 local function age(id) return now - tonumber(string.match(id, '^%d+')) end
 local status = {now_ms = now, stages = {}, unfinished = redis.call('HLEN', key('unfinished')), outstanding = outstanding(),
   counts = hash('counts'), feed = hash('feed'), policy = hash('policy'), meta = hash('meta'), memory = hash('memory'),
-  latest = redis.call('HGET', key('latest'), 'metrics') or '', dead = redis.call('XLEN', key('dead'))}
+  turns = hash('turns'), latest = redis.call('HGET', key('latest'), 'metrics') or '',
+  dead = redis.call('XLEN', key('dead'))}
 local function stage_status(stage)
   local stream = key(stage)
   local depth = redis.call('XLEN', stream)

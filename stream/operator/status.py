@@ -103,6 +103,8 @@ class RunStatus(Struct, kw_only=True):
     counts: dict[str, int]
     """`fed`, `trained`, `dropped:REASON`, `dead`, `duplicates`; `extra_dead_letters`: those that end no prompt;
     `cancelled`: attempts given back as stale."""
+    turns: dict[str, int] = field(default_factory=dict)
+    """`sampled`, `kept`, `again`: turns of the model; `resumed:METHOD`: completions that another worker restored."""
     dead_reasons: dict[str, int] = field(default_factory=dict)
     """Entries that became dead letters, by reason; retried and dropped ones stay counted."""
     feed: dict[str, str] = field(default_factory=dict)

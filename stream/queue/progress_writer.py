@@ -88,13 +88,19 @@ class ProgressWriter:
         """Save a part soon; wait for the batch that is returned if it matters when."""
         self._open.parts[lease.id].append(part)
         self._has_parts.set()
-        if part.what == "turn":
+        if part.what != "completion":
             self._has_turns.set()
         return self._open
 
-    def forget(self, lease: Lease) -> None:
-        """Give up what waits for a group that is whole: its entry ends, and with it all that was saved."""
-        self._open.parts.pop(lease.id, None)
+    async def forget(self, lease: Lease) -> None:
+        """Give up what waits for a group that is whole: its entry ends, and with it all that was saved.
+
+        How its completions were restored is written before.
+        """
+        batch, parts = self._open, self._open.parts.pop(lease.id, [])
+        if counted := [part for part in parts if part.what == "resumed"]:
+            batch.parts[lease.id] = counted
+            await batch.wait()
 
     async def run(self) -> None:
         """Write until cancelled; run it in the worker's task group."""

@@ -63,7 +63,7 @@ class SavedGroup:
             self.on_put()
         return SavedBatch(not self.is_short)
 
-    def forget(self, lease):
+    async def forget(self, lease):
         pass
 
     def copy(self):

@@ -58,7 +58,7 @@ def test_names_are_unique_and_no_label_can_grow_without_bound():
     families = [(title, family) for title in PAGE["ROLES"] for family in PAGE["families"](title)]
     names = [family.name for _, family in families]
     assert len(names) == len(set(names))
-    bounded = {"stage", "outcome", "reason", "error", "end", "activity", "state", "role"}
+    bounded = {"stage", "outcome", "method", "reason", "error", "end", "activity", "state", "role"}
     assert {label for _, family in families for label in PAGE["labels"](family)} <= bounded
 
 

@@ -104,7 +104,25 @@ def _prompt_metrics(status: RunStatus) -> Iterator[Metric]:
         ("reason",),
         [((reason,), n) for reason, n in sorted(status.dead_reasons.items())],
     )
+    yield from _turn_metrics(status.turns)
     yield _gauge("penstock_dead_letters_unresolved", "Dead letters that were neither retried nor dropped.", status.dead)
+
+
+def _turn_metrics(turns: dict[str, int]) -> Iterator[Metric]:
+    yield _labelled(
+        CounterMetricFamily,
+        "penstock_sampled_turns_total",
+        "Turns of the model: sampled, kept in a group that was rolled out, or lost and sampled again or given up.",
+        ("state",),
+        [((state,), turns.get(state, 0)) for state in ("sampled", "kept", "again")],
+    )
+    yield _labelled(
+        CounterMetricFamily,
+        "penstock_resumed_completions_total",
+        "Completions in mid-episode whose worker died, by what the next one did.",
+        ("method",),
+        [((name.partition(":")[2],), n) for name, n in sorted(turns.items()) if name.startswith("resumed:")],
+    )
 
 
 def _pacing_metrics(status: RunStatus) -> Iterator[Metric]:

@@ -114,9 +114,9 @@ class TurnJournal:
             self._lease, ProgressPart(what="resumed", field=f"{index}:{method}", record=record, names=unused)
         )
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Give up what waits to be saved: the group is whole."""
-        self._writer.forget(self._lease)
+        await self._writer.forget(self._lease)
 
     def _read(self, name: bytes, record: bytes) -> RecordedTurn | None:
         try:

@@ -178,7 +178,7 @@ class TrainingRollout:
                 owner=SandboxOwner(self.stage, lease),
             )
             if journal is not None:
-                journal.close()
+                await journal.close()
             progress.activity = Activity.COMPLETE
             prometheus.count_group(group.completions)
             await self.stage.complete(
