@@ -3,6 +3,7 @@
 from contextlib import asynccontextmanager
 
 import anyio
+import msgspec
 import pytest
 
 from envs.sandboxes.contract import FailureKind, SandboxFailure, SandboxSpec
@@ -11,13 +12,16 @@ from stream.records import Prompt
 from stream.validity import Measured, RolloutReason, Unmeasured
 from tests.cases.sandbox_place import reached, serve_place
 from tests.unit.test_episode import Scripted, call, factory_of, make_chat
+from workers.check.environment import EnvironmentCheck
+from workers.check.report import Checker
 from workers.rollout.chat.chat_setup import ChatSetup
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
 from workers.rollout.sandbox_host import SandboxHost, SandboxOwner, load_provider
 from workers.rollout.sandboxes import episode_sandboxes
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import RolloutSettings, SandboxSettings
+from workers.rollout.tool_formats.parsing import ToolCall
+from workers.settings import RolloutSettings, SandboxSettings, Settings
 
 PROVIDER = "tests.cases.sandbox_place:PlaceProvider"
 SPEC = SandboxSpec(memory_mb=64, disk_mb=64, max_life_s=600)
@@ -285,3 +289,29 @@ async def test_without_a_run_sandboxes_are_removed_and_nothing_is_noted(socket, 
 def test_a_provider_is_a_class_of_providers():
     with pytest.raises(Exception, match="is no class of providers"):
         load_provider(SandboxSettings(provider="tests.cases.sandbox_place:Place"))
+
+
+def run_of(socket, **rollout):
+    table = {
+        "model": {"path": "m"},
+        "sandboxes": {"provider": PROVIDER, "address": str(socket), "create_timeout_s": 5.0, "call_timeout_s": 2.0},
+        "environments": {"box": f"{__name__}:Boxed"},
+        "rollout": {"group_size": 1, **rollout},
+    }
+    return msgspec.convert(table, Settings)
+
+
+async def test_check_tries_an_environment_in_a_sandbox_and_removes_it(socket, place):
+    checker = Checker(run_of(socket, group_size=2), is_alone=True)
+    prompt = Prompt(id="check:0:0", messages=[], environment="box")
+    await EnvironmentCheck(checker, "box", prompt, turns=[ToolCall("note", {"text": "a"}, raw="")]).run()
+    assert [f for f in checker.findings if f.level == "error"] == []
+    counts = await place.ask(do="counts")
+    assert counts["created"] == counts["removed"] > 1
+
+
+async def test_check_says_that_the_place_of_the_sandboxes_does_not_answer(tmp_path):
+    checker = Checker(run_of(tmp_path / "none.sock"), is_alone=True)
+    prompt = Prompt(id="check:0:0", messages=[], environment="box")
+    await EnvironmentCheck(checker, "box", prompt, turns=[]).run()
+    assert any("gave no answer" in finding.message for finding in checker.findings if finding.level == "error")

@@ -21,14 +21,16 @@ from envs.factory import EnvironmentFactory, first_row
 from envs.references import class_key
 from envs.rewards.parts import accepts_messages
 from envs.sandboxes.bubblewrap import missing_sandbox
-from stream.errors import PenstockError
+from envs.sandboxes.contract import SandboxFailure
+from stream.errors import PenstockError, SettingsError
 from stream.records import Prompt, RewardPart
 from stream.validity import RewardReason, Unmeasured
 from workers.check.episode import EpisodeCheck
 from workers.check.instances import MUTABLE, InstanceComparison
 from workers.check.program import is_program, watched_arguments
 from workers.check.report import Checker, EnvironmentTrial
-from workers.check.user_code import load_user_code, missing_column, missing_reset_fields
+from workers.check.user_code import load_user_code, missing_column, missing_reset_fields, sandboxes_if_needed
+from workers.rollout.sandboxes import LeasedSandboxes
 from workers.rollout.tool_formats.parsing import ToolCall
 
 
@@ -117,13 +119,22 @@ class EnvironmentCheck:
 
     async def _play(self, checked: CheckedEnvironment, prompt: Prompt) -> None:
         """Play one episode, and compare it with others."""
-        factory, trial, checker = checked.factory, checked.trial, self._checker
+        factory, checker = checked.factory, self._checker
         call_subject.set(describe_subject(f"{self._subject.name}, prompt {prompt.id}"))
         if missing := missing_reset_fields(factory, prompt.fields):
             why, remedy = missing_column(checker, missing[0], prompt)
             self._subject.error(f"reset needs {missing[0]!r}{why}", remedy)
             return
-        episode = EpisodeCheck(self._subject, trial, factory, prompt)
+        try:
+            async with sandboxes_if_needed(factory, checker.settings.sandboxes) as sandboxes:
+                await self._play_with(sandboxes, checked, prompt)
+        except (SandboxFailure, SettingsError) as error:
+            self._subject.error(f"no sandboxes: {error}")
+
+    async def _play_with(self, sandboxes: LeasedSandboxes | None, checked: CheckedEnvironment, prompt: Prompt) -> None:
+        """Play one episode, and compare it with others, given the sandboxes that the environment may open."""
+        factory, trial, checker = checked.factory, checked.trial, self._checker
+        episode = EpisodeCheck(self._subject, trial, factory, prompt, sandboxes)
         if factory.runs_own_loop and (self._is_thorough or is_program(factory)):
             was_reset = await episode.run_own_loop([turn for turn in self._turns if isinstance(turn, str)])
         else:
@@ -133,7 +144,7 @@ class EnvironmentCheck:
             return
         settings = checker.settings
         is_compared = settings.rollout.group_size > 1 and settings.estimator.compares_group
-        await InstanceComparison(self._subject, factory, prompt, trial).run(
+        await InstanceComparison(self._subject, factory, prompt, trial, sandboxes).run(
             with_state=self._is_thorough, with_tasks=is_compared and (self._is_thorough or not checker.is_alone)
         )
 

@@ -20,10 +20,11 @@ from stream.records import Failure, Prompt
 from workers.check.program import describe_program, is_program, measure_untouched
 from workers.check.report import EnvironmentTrial, Subject, ToolTrial, TurnTrial
 from workers.check.scripted import UNLIMITED, ScriptedSampler, play_script
-from workers.check.user_code import missing_column
+from workers.check.user_code import missing_column, reset_slot
 from workers.rollout.agent_endpoint.request_log import RequestLog
 from workers.rollout.chat.chat_setup import ChatSetup, load_chat_setups
 from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.sandboxes import LeasedSandboxes
 from workers.rollout.tool_formats.parsing import ToolCall
 
 SAMPLE_TEXT = "I do not know."
@@ -38,13 +39,22 @@ class EpisodeCheck:
         trial: receives what the environment does.
         factory: of the environment.
         prompt: row and seed.
+        sandboxes: of an environment that opens some.
     """
 
-    def __init__(self, subject: Subject, trial: EnvironmentTrial, factory: EnvironmentFactory, prompt: Prompt) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        trial: EnvironmentTrial,
+        factory: EnvironmentFactory,
+        prompt: Prompt,
+        sandboxes: LeasedSandboxes | None = None,
+    ) -> None:
         self.snapshot: bytes | None = None
         """The environment at the end of the episode."""
         self._subject, self._trial, self._factory, self._prompt = subject, trial, factory, prompt
         self._checker, self._timeout_s = subject.checker, subject.checker.call_timeout_s
+        self._sandboxes = sandboxes
         self._specs = {spec.name: spec for spec in factory.tools}
         self._is_over = False
         self._slot = EnvironmentSlot(prompt.environment or "", factory, CallRunner(anyio.CapacityLimiter(2)))
@@ -80,8 +90,7 @@ class EpisodeCheck:
         return True
 
     async def _reset(self) -> Observation | Failure:
-        prompt = self._prompt
-        return await self._slot.reset(prompt.fields, seed=prompt.seed, index=0, timeout_s=self._timeout_s)
+        return await reset_slot(self._slot, self._sandboxes, self._prompt, 0, self._timeout_s)
 
     def _report_reset(self, failure: Failure) -> None:
         checker, prompt, column = self._checker, self._prompt, self._checker.settings.data.prompt
@@ -205,7 +214,9 @@ class EpisodeCheck:
             self._checker.settings.rollout, max_tokens=UNLIMITED, max_tokens_per_turn=UNLIMITED
         )
         seen = RequestLog()
-        completion = await play_script(self._factory, row, script, limits, seen=seen, setup=setup)
+        completion = await play_script(
+            self._factory, row, script, limits, seen=seen, setup=setup, sandboxes=self._checker.settings.sandboxes
+        )
         if is_program(self._factory):
             trial.program = describe_program(self._subject, seen, completion, self._factory, setup)
             if setup is not None:

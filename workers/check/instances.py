@@ -22,7 +22,9 @@ from envs.snapshot.object_state import FrozenObject
 from stream.records import Failure, Prompt
 from stream.validity import Measured
 from workers.check.report import EnvironmentTrial, Subject
+from workers.check.user_code import reset_slot
 from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.sandboxes import LeasedSandboxes
 
 MUTABLE: Final = (list, dict, set, bytearray, deque)
 _COMPARE_TIMEOUT_S: Final = 30.0
@@ -50,10 +52,19 @@ class InstanceComparison:
         factory: of the environment.
         prompt: the row.
         trial: what its episode gave.
+        sandboxes: of an environment that opens some.
     """
 
-    def __init__(self, subject: Subject, factory: EnvironmentFactory, prompt: Prompt, trial: EnvironmentTrial) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        factory: EnvironmentFactory,
+        prompt: Prompt,
+        trial: EnvironmentTrial,
+        sandboxes: LeasedSandboxes | None = None,
+    ) -> None:
         self._subject, self._factory, self._prompt, self._trial = subject, factory, prompt, trial
+        self._sandboxes = sandboxes
         self._caller = CallRunner(anyio.CapacityLimiter(4))
         self._slots = [EnvironmentSlot("a group's", factory, self._caller) for _ in range(2)]
         self._timeout_s = subject.checker.call_timeout_s
@@ -138,7 +149,7 @@ class InstanceComparison:
             )
 
     async def _reset(self, slot: EnvironmentSlot, index: int) -> Observation | Failure:
-        return await slot.reset(dict(self._prompt.fields), self._prompt.seed, index, self._timeout_s)
+        return await reset_slot(slot, self._sandboxes, self._prompt, index, self._timeout_s)
 
     async def _attributes(self, slot: EnvironmentSlot) -> Mapping[str, bytes]:
         """Return the attributes of an instance, encoded as in its snapshot."""

@@ -37,8 +37,9 @@ from workers.rollout.chat.template import ChatTemplate
 from workers.rollout.engine_client.sampling import SampledTurn, SamplingOptions
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.group import GroupRunner
+from workers.rollout.sandbox_host import open_host_if_needed
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.settings import RolloutSettings
+from workers.settings import RolloutSettings, SandboxSettings
 
 T = TypeVar("T")
 
@@ -188,6 +189,7 @@ async def play_script(
     rewards: Sequence[RewardFunction] = (),
     seen: RequestLog | None = None,
     setup: ChatSetup | None = None,
+    sandboxes: SandboxSettings = SandboxSettings(),  # noqa: B008  (frozen)
 ) -> Completion:
     """Run one episode of an environment, which may have a loop of its own, with a scripted model.
 
@@ -199,6 +201,7 @@ async def play_script(
         rewards: reward functions.
         seen: gets the requests of an environment with a loop of its own.
         setup: the chat of a model; default: one that renders any conversation, without tools.
+        sandboxes: for an environment that opens some.
     """
     setup = setup or ChatSetup(await anyio.to_thread.run_sync(scripted_chat), TOOL_FORMATS["hermes"])
     name = prompt.environment or _NAME
@@ -217,6 +220,7 @@ async def play_script(
             rewards=rewards,
             factories={name: environment},
             endpoint=endpoint,
+            sandboxes=await stack.enter_async_context(open_host_if_needed({name: environment}, sandboxes)),
         ).run(prompt)
     return group.completions[0]
 

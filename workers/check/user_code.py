@@ -1,17 +1,25 @@
 """Loads user code with a deadline, and finds out what it asks for that nobody gives it."""
 
 import inspect
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import anyio
 
 from envs.call import CallRunner, Ok, TimedOut, call_subject, describe_subject, error_cause
+from envs.contract import Observation
 from envs.factory import EnvironmentFactory
+from envs.sandboxes.contract import SandboxFailure
 from stream.errors import PenstockError, SettingsError
 from stream.records import Failure, Prompt
+from stream.validity import RolloutReason
 from workers.check.report import Checker, Subject
 from workers.rollout.environment_slot import EnvironmentSlot
+from workers.rollout.sandbox_host import open_host_if_needed
+from workers.rollout.sandboxes import LeasedSandboxes, episode_sandboxes
+from workers.settings.sandboxes import SandboxSettings
 
 
 async def load_user_code(subject: Subject, load: partial[Any]) -> Any:
@@ -55,7 +63,7 @@ def _parameters(function: object) -> list[inspect.Parameter]:
 
 def missing_reset_fields(factory: EnvironmentFactory, fields: dict[str, Any]) -> list[str]:
     """Return the parameters of `reset` that neither a row with these fields nor the run gives."""
-    given = {*fields, "seed", "completion_seed", "completion_index"}
+    given = {*fields, "seed", "completion_seed", "completion_index", "sandboxes"}
     method = inspect.getattr_static(factory.environment_class, "reset", None)  # None: an instance gets it elsewhere
     needed = required_parameters(getattr(factory.environment_class, "reset", None))
     takes_self = not isinstance(method, staticmethod | classmethod)
@@ -82,7 +90,35 @@ def missing_column(checker: Checker, name: str, prompt: Prompt) -> tuple[str, st
     return f", and a row of the data has {columns}", remedy
 
 
-async def try_reset(factory: EnvironmentFactory, prompt: Prompt, timeout_s: float) -> None:
+@asynccontextmanager
+async def sandboxes_if_needed(
+    factory: EnvironmentFactory, settings: SandboxSettings
+) -> AsyncIterator[LeasedSandboxes | None]:
+    """Yield sandboxes of no run for an environment that opens some, and remove them afterwards; None for others.
+
+    Raises:
+        SandboxFailure: the place of the sandboxes cannot be reached.
+        SettingsError: the provider is not one.
+    """
+    async with open_host_if_needed({"": factory}, settings) as host:
+        with nullcontext() if host is None else episode_sandboxes(host, None, 0) as sandboxes:
+            yield sandboxes
+
+
+async def reset_slot(
+    slot: EnvironmentSlot, sandboxes: LeasedSandboxes | None, prompt: Prompt, index: int, timeout_s: float
+) -> Observation | Failure:
+    """Reset an environment with its sandboxes, if it opens some; one that does not start is a failure of the reset."""
+    fields, seed = dict(prompt.fields), prompt.seed
+    try:
+        if sandboxes is None:
+            return await slot.reset(fields, seed, index, timeout_s)
+        return await slot.reset_with(sandboxes, fields, seed, index, timeout_s)
+    except SandboxFailure as failure:
+        return Failure(reason=RolloutReason.SANDBOX, detail=f"{slot.name}: reset: {failure}")
+
+
+async def try_reset(factory: EnvironmentFactory, prompt: Prompt, timeout_s: float, settings: SandboxSettings) -> None:
     """Reset an environment once, before a model is started for it.
 
     Raises:
@@ -92,10 +128,11 @@ async def try_reset(factory: EnvironmentFactory, prompt: Prompt, timeout_s: floa
         fields = " ".join(f"--field {name}=VALUE" for name in missing)
         raise SettingsError(f"{factory.ref}: reset needs {', '.join(map(repr, missing))}; give {fields}")
     slot = EnvironmentSlot(factory.ref, factory, CallRunner(anyio.CapacityLimiter(1)))
-    try:
-        observation = await slot.reset(prompt.fields, seed=prompt.seed, index=0, timeout_s=timeout_s)
-    finally:
-        await slot.close()
+    async with sandboxes_if_needed(factory, settings) as sandboxes:
+        try:
+            observation = await reset_slot(slot, sandboxes, prompt, 0, timeout_s)
+        finally:
+            await slot.close()
     if isinstance(observation, Failure):
         error = PenstockError(observation.detail)
         error.cause = observation.cause

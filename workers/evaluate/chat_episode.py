@@ -1,5 +1,7 @@
 """Episodes whose turns a chat endpoint samples: there are messages and rewards, and no tokens to train on."""
 
+from contextlib import nullcontext
+
 import anyio
 from msgspec.structs import replace
 
@@ -16,6 +18,8 @@ from workers.rollout.engine_client.sampling import end_after_error, turn_seed
 from workers.rollout.environment_pool import EnvironmentPool
 from workers.rollout.episode import BaseEpisode, EnvironmentContext, EnvironmentReplies, EpisodeEnd, measure_time
 from workers.rollout.messages import append_observation
+from workers.rollout.sandbox_host import SandboxHost, open_host_if_needed
+from workers.rollout.sandboxes import episode_sandboxes
 from workers.rollout.tool_formats.parsing import ParsedTurn, reasoning_end
 from workers.score.worker import score_group
 from workers.settings import Settings
@@ -38,14 +42,22 @@ async def play_group(settings: Settings, endpoint: ChatEndpoint, prompt: Prompt)
     completions: dict[int, Completion] = {}
     limiter = anyio.CapacityLimiter(_MAX_EPISODES)
 
-    async def run_episode(pool: EnvironmentPool, index: int) -> None:
+    async def run_episode(pool: EnvironmentPool, host: SandboxHost | None, index: int) -> None:
         async with limiter, pool.slot(prompt.environment) as slot:
-            context = EnvironmentContext(prompt=prompt, index=index, slot=slot, limits=settings.rollout)
-            completions[index] = await ChatEpisode(context, endpoint, tools).run()
+            with nullcontext() if host is None else episode_sandboxes(host, None, index) as sandboxes:
+                context = EnvironmentContext(
+                    prompt=prompt, index=index, slot=slot, limits=settings.rollout, sandboxes=sandboxes
+                )
+                completions[index] = await ChatEpisode(context, endpoint, tools).run()
 
-    async with EnvironmentPool(factories, size=_MAX_EPISODES) as pool, anyio.create_task_group() as tasks:
+    played = {prompt.environment or "": factories[prompt.environment or ""]}
+    async with (
+        EnvironmentPool(factories, size=_MAX_EPISODES) as pool,
+        open_host_if_needed(played, settings.sandboxes) as host,
+        anyio.create_task_group() as tasks,
+    ):
         for index in range(prompt.group_size):
-            tasks.start_soon(run_episode, pool, index)
+            tasks.start_soon(run_episode, pool, host, index)
     group = Group(prompt=prompt, completions=[completions[index] for index in sorted(completions)])
     await _score(settings, group, factories)
     return group

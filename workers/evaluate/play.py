@@ -196,7 +196,7 @@ async def sample_group(options: PlayOptions, settings: Settings, folder: Path | 
         row = await anyio.to_thread.run_sync(first_row, factory, options.ref, _ROWS_TIMEOUT_S)
         options = msgspec.structs.replace(options, fields=row)
     prompt = make_prompt(options, settings.data.system)
-    await try_reset(factory, prompt, settings.rollout.call_timeout_s)
+    await try_reset(factory, prompt, settings.rollout.call_timeout_s, settings.sandboxes)
     if folder is None:
         if factory.runs_own_loop:
             raise SettingsError(
