@@ -115,7 +115,6 @@ MEANINGS = {
     "harbor.task_refused": "A task in Harbor's format needs what Penstock does not do, or cannot be read; not fed.",
     "harbor.tasks_unchecked": "Tasks are not fed, because `penstock check harbor` has not found them sound.",
     "harbor.verifier_lost": "A verifier's sandbox was lost; it is made again from the policy's files, twice.",
-    "python_sandbox.runs_as_root": "The `python` tool runs as root: process limits have no effect.",
     "rank.joined": "A follower rank is ready.",
     "rank.left": "A follower rank ended as asked.",
     "rank.lost": "Another rank is gone; this one ends, and all start again.",

@@ -254,10 +254,11 @@ def becomes_nobody(readable: tuple[str, ...]) -> bool:
 
     The kernel counts no processes of root. So root gives its programs to nobody, if nobody can reach what they need.
     """
-    return os.geteuid() == 0 and all(_is_open_to_all(Path(path)) for path in readable if Path(path).exists())
+    return os.geteuid() == 0 and all(is_open_to_all(Path(path)) for path in readable if Path(path).exists())
 
 
-def _is_open_to_all(path: Path) -> bool:
+def is_open_to_all(path: Path) -> bool:
+    """Return whether every user of this machine can read a path that exists."""
     real = path.resolve()
     needed = stat.S_IROTH | (stat.S_IXOTH if real.is_dir() else 0)
     readable = real.stat().st_mode & needed == needed

@@ -2,20 +2,24 @@
 
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import anyio
+import msgspec
 import psutil
 import pytest
 
-from envs.builtin import python_sandbox
-from envs.builtin.python_sandbox import NOBODY, Python, sandbox_user
+from envs.builtin.python_sandbox import Python
 from envs.factory import EnvironmentFactory
+from envs.sandboxes import python_runner
+from envs.sandboxes.bubblewrap import NOBODY
+from envs.sandboxes.python_runner import engine_access, user_without_sandbox
 from envs.snapshot import freeze, thaw
-from stream.errors import EnvironmentFailure
+from stream.errors import EnvironmentFailure, ReferenceNotFoundError
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 
 
@@ -25,7 +29,9 @@ def machine(request, monkeypatch):
     if request.param == "sandbox":
         request.getfixturevalue("needs_sandbox")
     else:
-        monkeypatch.setattr(python_sandbox, "sandbox_problem", lambda: "bwrap: No permissions")
+        monkeypatch.setattr(python_runner, "sandbox_problem", lambda: "bwrap: No permissions")
+        monkeypatch.setattr(python_runner, "ENGINE_ACCESS", ())
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +45,27 @@ def folders(tmp_path, monkeypatch):
     shutil.rmtree(home)
 
 
+def readable(interpreter):
+    with suppress(ReferenceNotFoundError):
+        user_without_sandbox(interpreter)
+        return Path(interpreter).exists()
+    return False
+
+
+INTERPRETER = next(filter(readable, (sys.executable, "/usr/bin/python3")), sys.executable)
+"""One that the user nobody can read, if this is root."""
+
+
+def make(**limits):
+    return Python(**({"interpreter": INTERPRETER} | limits))
+
+
+async def make_in_thread(**limits):
+    return await anyio.to_thread.run_sync(lambda: make(**limits))
+
+
 async def run(code, **limits):
-    env = await anyio.to_thread.run_sync(lambda: Python(**limits))
+    env = await make_in_thread(**limits)
     return await env.python(code)
 
 
@@ -120,7 +145,7 @@ async def test_megabytes_of_output_are_cut_in_the_middle():
 
 
 async def test_no_state_is_carried_over():
-    env = Python()
+    env = await make_in_thread()
     await env.python("open('kept', 'w').write('x'); import builtins; builtins.kept = 1")
     assert "NameError" in await env.python("print(kept)")
     assert await env.python("import os; print(os.path.exists('kept'))") == "False"
@@ -134,46 +159,82 @@ async def test_cancellation_kills_the_code_and_removes_its_files():
 
 @pytest.mark.parametrize("broken", ["interpreter", "folder", "limits"])
 async def test_a_dead_sandbox_is_an_environment_failure(broken, monkeypatch):
-    env = Python()
+    env = await make_in_thread()
     if broken == "interpreter":
-        env._interpreter = "/no/such/python"
+        env._runner.interpreter = "/no/such/python"
     elif broken == "folder":
         monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     else:
-        env._limits["files"] = -5
+        env._runner.limits = msgspec.structs.replace(env._runner.limits, memory_mb=1 << 50)
     with pytest.raises(EnvironmentFailure, match="the sandbox"):
         await env.python("print(1)")
     assert env.runs == []
 
 
-async def test_an_interpreter_that_ends_before_the_code_starts_is_an_environment_failure(tmp_path):
-    broken = tmp_path / "python"
+async def test_an_interpreter_that_ends_before_the_code_starts_is_an_environment_failure(folders):
+    broken = folders / "python"
     broken.write_text("#!/bin/sh\nexit 0\n")
     broken.chmod(0o755)
     with pytest.raises(EnvironmentFailure, match="its process ended"):
         await run("print(1)", interpreter=str(broken))
-
-
-def limits_processes(interpreter):
-    return Path(interpreter).exists() and (os.geteuid() != 0 or sandbox_user(interpreter) is not None)
-
-
-INTERPRETER = next(filter(limits_processes, (sys.executable, "/usr/bin/python3")), None)
+    broken.unlink()
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or INTERPRETER is None,
+    sys.platform != "linux" or not readable(INTERPRETER),
     reason="limits on processes need Linux, and for root a readable Python",
 )
 async def test_code_cannot_start_processes_and_root_becomes_nobody():
-    """Limits on processes do not apply to root; if only root can read this Python, the system's is used."""
-    output = await run("import os\nprint(os.getuid())\nos.fork()", interpreter=INTERPRETER)
+    output = await run("import os\nprint(os.getuid())\nos.fork()")
     assert "BlockingIOError" in output
     assert output.split()[0] == str(NOBODY if os.geteuid() == 0 else os.geteuid())
 
 
+async def test_the_models_code_never_runs_as_root_without_a_sandbox(machine, tmp_path, monkeypatch):
+    hidden = tmp_path / "python"
+    hidden.symlink_to(sys.executable)
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    user_without_sandbox.cache_clear()
+    try:
+        if machine == "sandbox":
+            await make_in_thread(interpreter=str(hidden))
+        else:
+            with pytest.raises(ReferenceNotFoundError, match=r"would run as root.*set `interpreter`"):
+                await make_in_thread(interpreter=str(hidden))
+    finally:
+        user_without_sandbox.cache_clear()
+
+
+async def test_without_a_sandbox_an_engines_socket_or_a_pods_token_in_reach_is_refused(machine, tmp_path, monkeypatch):
+    token = tmp_path / "token"
+    token.write_text("a secret of the pod")
+    monkeypatch.setattr(python_runner, "ENGINE_ACCESS", (str(token),))
+    if machine == "sandbox":
+        assert await run(f"import os; print(os.path.exists({str(token)!r}), os.path.exists('/run'))") == "False False"
+        return
+    with pytest.raises(ReferenceNotFoundError, match="this machine or cluster"):
+        await make_in_thread()
+
+
+def test_an_engines_socket_counts_if_the_user_of_the_code_may_write_to_it(tmp_path, monkeypatch):
+    token, engine = tmp_path / "token", tmp_path / "engine.sock"
+    token.touch(0o600)
+    monkeypatch.setattr(python_runner, "ENGINE_ACCESS", (str(token),))
+    assert engine_access(NOBODY) == ""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(engine))
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{engine}")
+        engine.chmod(0o666)
+        assert engine_access(NOBODY) == str(engine)
+        engine.chmod(0o660)
+        assert engine_access(NOBODY) == ""
+        assert engine_access(None) == str(engine)
+
+
 def test_the_environment_has_one_tool_and_its_snapshot_the_programs():
-    factory = EnvironmentFactory.load("envs.builtin.python_sandbox:Python", {"timeout_s": 5.0})
+    args = {"timeout_s": 5.0, "interpreter": INTERPRETER}
+    factory = EnvironmentFactory.load("envs.builtin.python_sandbox:Python", args)
     assert [tool.name for tool in factory.tools] == ["python"]
     env = factory.make()
     env.reset(task="x")

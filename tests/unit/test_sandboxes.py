@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 from envs.builtin.python_sandbox import Python
 from envs.call import Ok
 from envs.rewards import RewardBatch, RewardFunction
-from envs.sandboxes import bubblewrap
+from envs.sandboxes import bubblewrap, python_runner
 from envs.sandboxes.bubblewrap import BubblewrapSpec, interpreter_paths, launch, missing_sandbox, sandbox_problem
 from envs.sandboxes.pools.forked import run_forked
 from envs.sandboxes.pools.isolation import Isolation
@@ -64,6 +64,8 @@ def test_a_machine_that_makes_no_sandboxes_says_why_in_the_log_and_in_check(
     else:
         on_the_path(monkeypatch, tmp_path, script)
     assert words in sandbox_problem()
+    monkeypatch.setattr(python_runner, "user_without_sandbox", lambda _: None)
+    monkeypatch.setattr(python_runner, "ENGINE_ACCESS", ())
     with capture_logs() as logs:
         Python()
         Python()
