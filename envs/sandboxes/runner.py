@@ -19,7 +19,9 @@ NO_SETSID_CODE: Final = 5
 """Exit code of the first process in an image without `setsid`."""
 _FILE: Final = f"{STATE_FOLDER}/runner"
 _LIVE: Final = f'printf %s "$1" >{_FILE}.new; mv {_FILE}.new {_FILE}; exec sh {_FILE} live "$2"'
-_ONCE_WRITTEN: Final = f'for wait in 1 2 3 4 5; do [ -e {_FILE} ] && break; sleep 1; done; exec sh {_FILE} "$@"'
+_ONCE_WRITTEN: Final = (
+    f'for wait in 1 2 3 4 5 6; do [ -e {_FILE} ] && break; sleep .3 || sleep 1; done; exec sh {_FILE} "$@"'
+)
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,80}\Z", re.ASCII)
 _HEADER: Final = re.compile(rb"(exited|timeout|fence|fenced) (\d+) ([\d.]+) ([\d.]+) ([01]) (\d+) (\d+)\n")
 

@@ -4,7 +4,10 @@ import io
 import shutil
 import subprocess
 import tarfile
+from contextlib import suppress
 from pathlib import Path
+
+from aiodocker.exceptions import DockerError
 
 from envs.sandboxes.contract import FailureKind, SandboxFailure
 from envs.sandboxes.engine import Engine, find_address
@@ -56,6 +59,9 @@ async def import_image(program: Path) -> str:
     try:
         with engine.request("the image of the tests", FailureKind.IMAGE):
             await engine.client.version()
+            with suppress(DockerError):
+                await engine.client.images.inspect(IMAGE)
+                return engine.address
             name, tag = IMAGE.split(":")
             url = f"{engine.client.docker_host}/{engine.client.api_version}/images/create"
             headers = {"Content-Type": "application/x-tar"}

@@ -51,7 +51,7 @@ async def place(engine_address) -> AsyncIterator[Place]:
     async with DockerProvider(ProviderOptions(address=engine_address)) as provider:
         place = Place(provider)
         yield place
-        for sandbox in reversed(await provider.list(place.run_id)):
+        for sandbox in await provider.list(place.run_id):  # the newest first: an image in use cannot be removed
             await provider.remove(sandbox.name)
 
 
