@@ -1,9 +1,7 @@
 """Synchronous user code in threads: calls with deadlines, and the threads that outlive them.
 
 The threads are daemons. Those of `concurrent.futures` are joined when Python exits, so that one hanging call would keep
-the process.
-
-`background_loop` is the event loop of what outlives the call that opened it: sessions and pools.
+the process. `background_loop` is the event loop of what outlives the call that opened it: sessions and pools.
 """
 
 import asyncio  # noqa: TID251  (a future and a timer of the loop take a tenth of anyio's event and cancel scope)

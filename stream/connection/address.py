@@ -1,13 +1,9 @@
-"""A server's URL in redis-py's form, and clients for it.
+"""A server's URL: the clients that it leads to, whether it holds a secret, and how to show it without.
 
-The text of a server's URL: whether it holds a secret, and how to show it without.
-
-The nodes of a cluster that a run may be on. A server outside a cluster is the only node.
-
-All keys of a run are in one slot, so one node has the whole run at any time, and one plain client talks to it. A
-client that knows all slots would do harm: while a slot is being moved it follows ASK to a node with only some of the
-run's keys, where a script would find no streams and create them again. This client waits for the end of the move
-instead.
+A server may be the node of a cluster. All keys of a run are in one slot, so one node has the whole run at any time, and
+one plain client talks to it. A client that knows all slots would do harm: while a slot is being moved it follows ASK to
+a node with only some of the run's keys, where a script would find no streams and create them again. This client waits
+for the end of the move instead.
 """
 
 import contextlib

@@ -7,10 +7,8 @@ must have an entry in some stage, otherwise it is lost.
 
 A duplicate of a prompt that is in progress, or has ended, is neither lost nor counted: the trainer holds it back.
 
-What the server knows about each prompt of a run. Changes nothing.
-
-Prompts move down the streams while they are read. The streams are therefore read in the order of the flow: a prompt
-that moves meanwhile may be seen twice and is never missed. The ledger is read last, after all of this.
+Prompts move down the streams while they are read, so the streams are read in the order of the flow: a prompt that
+moves meanwhile may be seen twice and is never missed. The ledger is read last.
 """
 
 from collections import Counter, defaultdict

@@ -1,7 +1,4 @@
-"""The dashboard's web server: routes, streams of events, files that pages load, and errors as pages.
-
-`penstock dashboard`: serve the pages until the process is stopped.
-"""
+"""The dashboard's web server: routes, streams of events, files that pages load, errors as pages, and its command."""
 
 import importlib.resources
 import secrets

@@ -1,6 +1,6 @@
-"""The pages *Run*, *Logs* and *Settings*: how it goes, what its processes say, and how it was started.
+"""The pages *Runs*, *Runs compared*, *Run*, *Logs* and *Settings*.
 
-The pages *Runs* and *Runs compared*: running, finished and killed runs, from their folders alone.
+*Runs* and *Runs compared* show running, finished and killed runs from their folders alone.
 """
 
 from typing import Any, Final

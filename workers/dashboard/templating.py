@@ -1,6 +1,6 @@
 """Templates: everything that comes from a run is escaped, and control and bidirectional characters become visible.
 
-Unexpected exceptions of pages: a line for the viewer, and the traceback for the log.
+An unexpected exception of a page becomes a line for the viewer, and a traceback in the log.
 """
 
 import functools

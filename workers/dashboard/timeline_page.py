@@ -1,6 +1,6 @@
-"""The page *Timeline*: the way of groups from the feeder to the gradient, one row each on a common axis.
+"""The page *Timeline*: the way of groups from the feeder to the gradient, as bars on a common axis of time.
 
-Phases of groups as bars on a common axis of time, for the pages *Group* and *Timeline*.
+The page *Group* shows the bars of one group.
 """
 
 import math

@@ -1,8 +1,7 @@
-"""The tokens of a row with what is recorded of each: by engine, trainer and mask, as colors and in words.
+"""The tokens of a row with what engine, trainer and mask recorded of each, as colors and in words.
 
-The text of a token is decoded from the recorded id; no chat template is rendered again.
-
-Which tokens the page *Group* shows, as its address says, and the panel with them.
+The address of the page *Group* says which tokens its panel shows. The text of a token is decoded from the recorded id;
+no chat template is rendered again.
 """
 
 from collections.abc import Callable, Mapping, Sequence

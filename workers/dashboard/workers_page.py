@@ -1,7 +1,4 @@
-"""The page *Workers and engines*: who holds what, what they are doing, and which engines answer with which weights.
-
-The page *In flight*: what each completion is doing now, where, and for how long.
-"""
+"""The pages *Workers and engines* and *In flight*: who holds what, what completions do, which engines answer."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

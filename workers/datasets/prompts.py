@@ -1,6 +1,6 @@
-"""The prompts of a run by id. Ids are derived from rows, so the feeder's cursor determines which prompts were fed.
+"""The prompts of a run by id, and its held-out prompts.
 
-Held-out prompts are read here, too.
+Ids are derived from rows, so the feeder's cursor determines which prompts were fed.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,9 +1,4 @@
-"""Discovery of a run's engines, which `engine.urls` names one by one, by a DNS name, or in a file.
-
-Finds the current engines of a run: those that the settings name, those behind a DNS name, and those in a file.
-
-What an entry of `engine.urls` stands for: a URL, the addresses behind a DNS name, or the URLs in a file.
-"""
+"""The engines of a run: those that `engine.urls` names one by one, those behind a DNS name, and those in a file."""
 
 import socket
 from collections.abc import Sequence

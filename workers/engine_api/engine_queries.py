@@ -1,6 +1,6 @@
 """What every client of an engine asks: whether it is healthy, and which weights it has.
 
-Tracks whether an engine answers; logs once when it stops and once when it answers again.
+An engine that stops answering is logged once, and once more when it answers again.
 """
 
 from http import HTTPStatus

@@ -1,7 +1,4 @@
-"""One HTTP/1.1 connection to an engine, with one request at a time; the bytes of answers are parsed by httptools.
-
-Where a request goes: the server to connect to, and the beginning of the request's bytes.
-"""
+"""One HTTP/1.1 connection to an engine, with one request at a time; httptools parses the bytes of answers."""
 
 import asyncio  # noqa: TID251  (anyio has no transports and protocols)
 from base64 import b64encode

@@ -1,9 +1,7 @@
-"""HTTP servers of a run: one listener for all of them, and one format of errors.
+"""HTTP servers of a run: one listener for all of them, one format of errors, and free ports.
 
 What is served through `listen` answers only what its `AccessRules` allow, has a limit of connections, and ends those
 that bring no request or do not read the answer (`http_connections`).
-
-Free ports for servers that cannot choose one by themselves.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,8 +1,6 @@
 """Keeps the processes of a run running until their work is done or the run ends.
 
-Decide whether a process that exited is restarted, and after which delay.
-
-The reason why a run ends.
+A process that exits is restarted after a delay, within a budget; beyond it the run fails.
 """
 
 import signal

@@ -4,9 +4,7 @@ Each layer has the layout `[slot, position, head, channel]`: writing one token o
 a sequence is one contiguous copy, and reading the first n slots up to the longest sequence is a view.
 
 What slots take is bounded by `max_tokens`: a slot takes memory only where something was written, and gives it back when
-all of them together would take more.
-
-Finds finished sequences whose keys and values are still cached, for the next turn of an episode.
+all of them together would take more. Slots of finished sequences are kept for the next turn of their episode.
 """
 
 import mmap

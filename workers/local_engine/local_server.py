@@ -1,7 +1,4 @@
-"""HTTP routes of the local engine, compatible with vLLM's.
-
-Routes of every model server: health, metrics, model name and version.
-"""
+"""HTTP routes of the local engine, compatible with vLLM's, and those that every model server has."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Running sequences always occupy slots 0 .. n-1 of the cache, so that a decode st
 sequence finishes, the last one moves into its slot. Slots from `max_batch` on hold finished sequences. The next turn of
 an episode extends one of them, the siblings of a group share a prompt, and prompts begin alike, so most of a prefill is
 a copy.
-
-The queue of waiting requests. Admission prefills their prompts and reuses cached keys and values.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Sample one token per row, with its log-prob under the distribution that it was sampled from.
-
-Detect stop strings in the text of sampled tokens.
-"""
+"""Sample one token per row, with its log-prob under the distribution that it comes from, and find stop strings."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path

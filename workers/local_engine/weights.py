@@ -1,10 +1,7 @@
-"""Replace the weights of a running model: read and check all tensors, then copy them in place.
+"""Weights of the local engine: load a model from a folder, and replace the weights of a running one.
 
-Download new weights over HTTP to a temporary folder, and verify them.
-
-Load a model from a folder in Hugging Face format; an incomplete folder is an error.
-
-Which local files may become weights: those of the run's own folder, and those whose digests the run sends.
+New weights come from a folder, or over HTTP into a temporary one. All tensors are read and checked before the first is
+copied in place.
 
 Every program that reaches the engine's port can name a path. So a path alone is not enough: it must lie where the run
 writes, or come with the digest of each file, which only a program that knows the weights can send.

@@ -1,7 +1,4 @@
-"""A limit on how much work one worker holds at the same time.
-
-Let work that may end its process run alone in it.
-"""
+"""How much work one worker holds at a time; work that may end its process runs alone in it."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager

@@ -1,7 +1,4 @@
-"""What every role gets at its start.
-
-Errors as text, with the exception in user code that is behind them.
-"""
+"""What every role gets at its start, and errors as texts that name the exception in user code behind them."""
 
 from collections.abc import Awaitable, Callable
 

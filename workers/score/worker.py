@@ -1,8 +1,6 @@
-"""The scorer process: groups in, groups with rewards out.
+"""The scorer process: groups in, groups with rewards out; of an evaluation's group, how many completions succeed.
 
 An unmeasured reward stays unmeasured; it is never replaced by 0.0.
-
-The result of an evaluation's group: how many completions are valid, successful, or invalid for which reason.
 """
 
 import math

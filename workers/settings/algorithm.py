@@ -1,6 +1,4 @@
-"""Settings of the algorithm around the estimator and the loss.
-
-Published combinations of rollout-correction settings, by name.
+"""Settings of the algorithm around the estimator and the loss, and published presets of rollout correction.
 
 `decoupled_*` (three policies): the ratio is taken against the trainer's log-probs from before the first update, and
 importance weights correct for the engine. `bypass_*` (two policies): the ratio is taken against the engine's log-probs

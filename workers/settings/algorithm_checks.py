@@ -1,7 +1,4 @@
-"""Checks of `[filter]`, `[estimator]` and what `[algorithm]` does to rewards.
-
-Checks of `[loss]` and `[correction]`.
-"""
+"""Checks of `[filter]`, `[estimator]`, `[loss]`, `[correction]` and what `[algorithm]` does to rewards."""
 
 from collections.abc import Iterator
 

@@ -1,20 +1,7 @@
 """Checks across keys: combinations that cannot work, or in which a key has no effect, are refused before a start.
 
-::
-
-    data        [data], [[rewards]]            training    [train], [lora]
-    rollout     [rollout], [pacing], [eval]    estimators  [filter], [estimator], [algorithm]
-    engine      [engine], [weights]            losses      [loss], [correction]
-
-Each check takes the settings and yields messages that name both keys and the remedy.
-
-Checks of `[data]`, `[environments]` and `[[rewards]]`.
-
-Checks of `[engine]` and `[weights]`.
-
-Checks of `[rollout]` and `[eval]`.
-
-Checks of `[train]` and `[lora]`.
+Each check takes the settings and yields messages that name both keys and the remedy. Those of `[filter]`,
+`[estimator]`, `[algorithm]`, `[loss]` and `[correction]` are in `algorithm_checks`.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Secrets from the environment, or from files that it names: Docker, Kubernetes and systemd mount secrets as files.
-
-What a model's `config.json` says, read without loading the model.
-"""
+"""Secrets from the environment, or from files that it names: Docker, Kubernetes and systemd mount secrets as files."""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """The settings file: read it, apply `--set a.b=c`, check it, write it.
 
 The supervisor writes the resolved settings to the run's folder, so `penstock run runs/NAME/run.toml` resumes the run.
-
 Roles on machines without the file download it.
 """
 

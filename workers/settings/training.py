@@ -1,7 +1,4 @@
-"""Settings of the optimizer, of memory, of LoRA and of publishing weights.
-
-Settings of the inference engines.
-"""
+"""Settings of the optimizer, of memory, of LoRA, of engines and of publishing weights to them."""
 
 from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit

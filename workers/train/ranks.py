@@ -1,8 +1,6 @@
-"""Ranks and sharded tensors: what models and steps of several processes are built on.
+"""Ranks: the processes that share a step. Each computes some of the micro-batches; all end with the same sums.
 
-Ranks: the processes that share a step. Each computes some of the micro-batches; all end with the same sums.
-
-Tensors that ranks may hold in shards: gathering them, setting them, clipping their gradients.
+Tensors may be in shards over the ranks; here they are gathered and set, and their gradients clipped.
 """
 
 import math

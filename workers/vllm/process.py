@@ -5,9 +5,8 @@
     penstock run ── penstock serve ─┬─ vLLM's server ── engine core, workers      one process group
                     (this process)  └─ watchdog: kills that group when this process exits, even after SIGKILL
 
-vLLM's output is copied to this process's stderr.
-
-Finds in vLLM's output why it exited: the original error, not the errors that follow from it.
+vLLM's output is copied to this process's stderr. If vLLM fails, the original error is found in it, not the errors that
+follow from it.
 """
 
 import ipaddress

@@ -1,9 +1,8 @@
 """A Hugging Face sequence classifier that scores many conversations in one pass, each as if alone.
 
 The score of a decoder is the head's output at the last token. Padding is on the right, where causal attention ignores
-it. The last token is found by length, not by the padding token, which may also end a turn.
-
-Scores one conversation at a time with transformers' forward pass, as the reference for served scores.
+it. The last token is found by length, not by the padding token, which may also end a turn. `ReferenceClassifier` scores
+one conversation at a time with transformers' own forward pass, to compare with.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Serves a reward model as vLLM does with `--runner pooling`: `POST /classify` and the info routes.
 
-The thread that owns a classifier. It scores all waiting requests together, in rounds.
-
-Request and response of vLLM's `/classify`. Does not import torch.
+The thread that owns the classifier scores all waiting requests together, in rounds.
 """
 
 import time

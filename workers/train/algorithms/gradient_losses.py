@@ -1,7 +1,4 @@
-"""Policy-gradient losses: a weight without gradient times the log-prob, per token.
-
-Losses with a penalty on a token's log-ratio instead of a clip.
-"""
+"""Policy-gradient losses: a weight without gradient times a token's log-prob, some with a penalty on its log-ratio."""
 
 import torch
 from torch import Tensor

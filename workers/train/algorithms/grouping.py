@@ -1,9 +1,8 @@
 """Statistics over the members of each group, found by group id: never by position, never in a loop.
 
-Differences that are exactly 0 if they are only rounding noise.
-
-A difference of 1e-17 still has a sign, and that sign may decide on which side a loss is clipped or where the gradient
-of a distance points; on another machine, in another order, it is the opposite one.
+A difference that is only rounding noise becomes exactly 0. A difference of 1e-17 still has a sign, and that sign may
+decide on which side a loss is clipped or where the gradient of a distance points; on another machine, in another order,
+it is the opposite one.
 """
 
 import torch

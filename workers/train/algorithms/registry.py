@@ -1,11 +1,7 @@
 """Registries of pure functions by name, with the properties that each function declares.
 
-The registry of advantage estimators and the properties that each one declares.
-
 Estimators are defined in `advantages` (one value per completion) and `token_advantages` (one per token); importing
 `advantages` registers all of them.
-
-The registry of policy losses: pure functions from log-probs of a batch's tokens to a loss for each token.
 """
 
 import inspect

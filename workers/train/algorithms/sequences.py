@@ -1,6 +1,6 @@
-"""Statistics over the tokens of each completion, whichever rows hold them.
+"""Statistics over the tokens of each completion, whichever rows hold them, and ratios of two policies.
 
-Ratios of two policies: always computed from log-probs, always bounded.
+Ratios are always computed from log-probs, and always bounded.
 """
 
 from dataclasses import dataclass

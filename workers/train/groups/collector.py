@@ -1,8 +1,7 @@
 """Fills a step: polls the consumer until enough groups are buffered, or no more will come.
 
-While a step trains, `prefetch` claims and checks what has arrived for the next one.
-
-How long a step waits for stragglers, with `pacing.stale_policy = "wait"`.
+While a step trains, `prefetch` claims and checks what has arrived for the next one. With `pacing.stale_policy = "wait"`
+a step waits for stragglers, for a bounded time.
 """
 
 import time

@@ -1,8 +1,7 @@
 """Decides whether a scored group is worth training on, and counts the groups that are not.
 
-Why completions of a group failed: the first exception for each reason.
-
-What reward functions logged, and which answers they could not judge, for the metrics of a step.
+For the metrics and messages of a step it keeps what dropped groups earned, the first exception behind each reason, what
+reward functions logged, and which answers they could not judge.
 """
 
 from collections import Counter, deque

@@ -1,12 +1,10 @@
-"""The LM head of a model: from its last hidden states to logits.
+"""The LM head of a model, from its last hidden states to logits; and the critic, a value head on these states.
 
 Log-probs are computed without the model's own logits (`logit_blocks.py`), so any transform that the model applies
 after its output layer must be known. Configuration keys are ambiguous: `logits_scaling` divides in Granite and
 multiplies in HyperCLOVA X. So every meaning that the configuration may have is tried when a model is loaded, on
 logits from 0.1 to 100, and the one that reproduces the model's logits is used. If none does, the model's own logits
 are used, which is correct and takes more memory.
-
-The critic: a value head on the policy's last hidden states.
 """
 
 from collections.abc import Iterator

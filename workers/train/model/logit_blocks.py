@@ -1,6 +1,4 @@
-"""Logits from hidden states and the output layer, block by block: a range of tokens by a range of the vocabulary.
-
-Log-probs from hidden states and the output layer, one block of logits at a time.
+"""Log-probs from hidden states and the output layer, by blocks of logits: some tokens by some of the vocabulary.
 
 The logits of all tokens are the largest tensor of a training step: 8k tokens of a vocabulary of 150k are 4.9 GB in
 float32, and a naive loss holds several copies. Here only one block exists at a time. The forward pass carries running

@@ -1,6 +1,6 @@
 """The model in training, whole or as an adapter: in memory, sharded over ranks, and on disk.
 
-Activation checkpointing: layers recompute their activations in the backward pass, for less memory.
+With activation checkpointing, layers recompute their activations in the backward pass, for less memory.
 """
 
 from collections.abc import Callable

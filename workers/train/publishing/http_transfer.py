@@ -1,9 +1,7 @@
 """Whole weights over HTTP, for hosts without a shared file system: engines download the files from the trainer.
 
 A small server in the trainer serves the files of the last versions under a path that cannot be guessed; each push sends
-that path to the engines.
-
-Names, sizes and digests of the weight files of a policy version, as engines check them.
+that path to the engines, with names, sizes and digests of the files.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """How weights reach engines: the `WeightTransport` protocol, and the transport that the settings name.
 
-Weights that replace others: pause the engine between two tokens, transfer them, resume; here through a file system
-that trainer and engines share.
+To replace the weights of an engine, it is paused between two tokens and resumed after the transfer; here through a file
+system that trainer and engines share.
 """
 
 from collections.abc import AsyncIterator

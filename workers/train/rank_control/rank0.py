@@ -1,6 +1,6 @@
-"""Rank 0: the trainer, with a learner that broadcasts each command to the followers before it executes it.
+"""Rank 0, the trainer, broadcasts each command of its learner to the followers before it executes it.
 
-A follower: holds its shards and executes rank 0's commands. It uses neither Redis nor files.
+A follower holds its shards and executes rank 0's commands. It uses neither Redis nor files.
 """
 
 import signal

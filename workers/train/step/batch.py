@@ -2,9 +2,7 @@
 
 Rows are right-padded. Rows point to their completion and group by code, so a completion without a row (its rollout
 failed before sampling) counts like any other. A greedy completion is not part of the batch; its reward is a fact of its
-group. `collation` builds batches.
-
-Build batches from groups. Buffers are read in place; no token passes through Python.
+group. Buffers are read in place; no token passes through Python.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,8 @@
-"""Advantages of a batch under a run's settings: estimate from shaped rewards, put the result on tokens.
+"""Advantages of a batch under a run's settings: shape the rewards, estimate from them, put the result on tokens.
 
-Rewards of a batch as an estimator compares them: overlong penalty, clip, normalization, in that order.
-
-What holds for a completion's reward holds for everything in its unit: the reward of the greedy completion (`remax`) and
-the reward still to come at each turn.
+Rewards are shaped by the overlong penalty, the clip and the normalization, in that order. What holds for a completion's
+reward holds for everything in its unit: the reward of the greedy completion (`remax`) and the reward still to come at
+each turn.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """The optimizer: AdamW over the policy's trained parameters and the critic, with its state as tensors by name.
 
-A learning-rate schedule multiplies the peak learning rates with a factor of its own for each step.
+A schedule gives each step a factor, by which the peak learning rates are multiplied.
 """
 
 import math

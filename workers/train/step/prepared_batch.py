@@ -1,10 +1,9 @@
 """Everything about an optimizer batch that is decided before its first gradient.
 
-Log-probs and importance weights that compare three policies over the loss tokens of an optimizer batch.
-
-The rollout policy sampled the tokens (the engine's log-probs). The old policy is the trainer's when the batch was
-prepared; the current one is in training. Ratios are taken against proximal log-probs: those of the old policy, of the
-rollout policy, or in between. Importance weights lead from the rollout policy to the old or interpolated one.
+Three policies are compared over its loss tokens. The rollout policy sampled them (the engine's log-probs). The old
+policy is the trainer's when the batch was prepared; the current one is in training. Ratios are taken against proximal
+log-probs: those of the old policy, of the rollout policy, or in between. Importance weights lead from the rollout
+policy to the old or interpolated one.
 """
 
 from collections.abc import Callable
