@@ -1,6 +1,7 @@
 """Numbers and texts of any origin as people read them: in the terminal, in the browser, in logs and in errors."""
 
 import unicodedata
+from collections.abc import Mapping
 from typing import Final
 
 _TAB: Final = "    "
@@ -11,6 +12,11 @@ _ESCAPED_CATEGORIES: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"
 def quantity(number: int, noun: str) -> str:
     """Return a number of things: `1 group`, `1,024 groups`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def format_counts(counts: Mapping[str, int]) -> str:
+    """Return numbers by what they count: `finished 1,024, failed 3`."""
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
 def format_bytes(count: float) -> str:

@@ -140,6 +140,7 @@ def test_lines_after_the_checkpoint_are_cut_and_written_again(tmp_path):
     with (tmp_path / "eval.jsonl").open("a") as file:
         file.write('{"version": 6, "st')
     resumed = EvaluationLog(tmp_path, 3)
+    resumed.cut()
     assert [each.step for each in resumed.results] == [0, 2]
     resumed.append(line(4, 7))
     assert [(each.step, each.version) for each in read_evaluations(tmp_path)] == [(0, 0), (2, 2), (4, 7)]

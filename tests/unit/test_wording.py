@@ -2,7 +2,7 @@
 
 import pytest
 
-from stream.wording import cut, escape_controls, format_bytes, format_duration, quantity
+from stream.wording import cut, escape_controls, format_bytes, format_counts, format_duration, quantity
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,11 @@ def test_durations(seconds, text):
 
 def test_one_thing_and_several():
     assert [quantity(n, "group") for n in (0, 1, 1024)] == ["0 groups", "1 group", "1,024 groups"]
+
+
+def test_numbers_by_what_they_count():
+    assert format_counts({"finished": 1024, "failed": 3}) == "finished 1,024, failed 3"
+    assert format_counts({}) == ""
 
 
 def test_a_long_text_is_cut():

@@ -9,17 +9,11 @@ from typing import Final
 
 from stream.connection.run_identity import FILES
 from stream.errors import DataError
-from workers.datasets.mix import Dataset, open_dataset_mix
-from workers.datasets.sources import default_dataset_name, files_fingerprint
+from workers.datasets.mix import Dataset, dataset_name, open_dataset_mix
+from workers.datasets.sources import files_fingerprint
 from workers.settings import Settings
-from workers.settings.data import DatasetSettings
 
 _ROWS: Final = "data.rows."
-
-
-def dataset_name(dataset: DatasetSettings) -> str:
-    """Return the name of a data set, which is a part of its prompts' ids."""
-    return dataset.name or default_dataset_name(dataset.source)
 
 
 def fixed_rows(settings: Settings, known: Mapping[str, str]) -> dict[str, str]:

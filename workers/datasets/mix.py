@@ -28,7 +28,6 @@ from workers.datasets.sources import (
     first_environment_row,
     open_source,
 )
-from workers.datasets.tables import Row
 from workers.settings import Settings
 from workers.settings.data import ENVIRONMENT_ROWS, DatasetSettings
 
@@ -124,7 +123,10 @@ class DatasetMix:
             try:
                 if isinstance(row, DataError):
                     raise row
-                prompts.append(_prompt(self.datasets[sample.dataset], row, sample.row, sample.epoch))
+                dataset = self.datasets[sample.dataset]
+                prompts.append(
+                    row_to_prompt(row, sample.row, sample.epoch, settings=dataset.settings, dataset=dataset.name)
+                )
             except DataError as error:
                 errors.append(error)
         return prompts, errors
@@ -174,8 +176,9 @@ class DatasetMix:
         return epoch_order(self.sizes[i], epoch, self.settings.run.seed, self.settings.data.shuffle)
 
 
-def _prompt(dataset: Dataset, row: Row, number: int, epoch: int) -> Prompt:
-    return row_to_prompt(row, number, epoch, settings=dataset.settings, dataset=dataset.name)
+def dataset_name(dataset: DatasetSettings) -> str:
+    """Return the name of a data set, which is a part of its prompts' ids."""
+    return dataset.name or default_dataset_name(dataset.source)
 
 
 def open_dataset_mix(settings: Settings, setting: str = "data.path") -> DatasetMix:
@@ -191,7 +194,7 @@ def open_dataset_mix(settings: Settings, setting: str = "data.path") -> DatasetM
     data = settings.data
     datasets: dict[str, Dataset] = {}
     for each in settings.datasets:
-        name = each.name or default_dataset_name(each.source)
+        name = dataset_name(each)
         if name in datasets:
             raise DataError(
                 f"two datasets have the name {name!r}, {datasets[name].settings.data.path} and {each.source}, so their "
@@ -213,7 +216,7 @@ def open_recorded_mix(settings: Settings, lengths: Mapping[str, int]) -> Dataset
     Returns:
         None if the length of a dataset is not known.
     """
-    names = {each.name or default_dataset_name(each.source): each for each in settings.datasets}
+    names = {dataset_name(each): each for each in settings.datasets}
     if not all(name in lengths for name in names):
         return None
     return DatasetMix(

@@ -66,7 +66,7 @@ def _messages(value: Any, settings: Settings, place: str) -> tuple[list[Message]
     if not column:  # the environment's observation is appended to it
         return [*system, {"role": "user", "content": ""}], False
     if isinstance(value, str) and value.strip():
-        return [*system, {"role": "user", "content": _text(value, column, place)}], True
+        return [*system, {"role": "user", "content": str(_storable(value, column, place))}], True
     if value is None or value in ("", []) or isinstance(value, str):
         raise DataError(f"{place}: column {column!r} is missing or empty; data.prompt names the column with the prompt")
     if not isinstance(value, list):
@@ -149,10 +149,6 @@ def _plain(value: Any) -> Any:
         if callable(convert):
             return _plain(convert())
     return value
-
-
-def _text(value: str, column: str, place: str) -> str:
-    return str(_storable(value, column, place))
 
 
 def _names(mapping: Mapping[str, Any]) -> str:

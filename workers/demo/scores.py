@@ -20,7 +20,7 @@ from rich.text import Text
 
 from stream.records import Completion, Group
 from stream.validity import Measured
-from stream.wording import format_duration
+from stream.wording import format_counts, format_duration
 from workers.datasets.row_mapping import row_to_prompt
 from workers.evaluate.standalone_rollout import roll_out_and_score
 from workers.runs.summary import RunSummary
@@ -92,7 +92,7 @@ def score_table(before: DemoScore, after: DemoScore, summary: RunSummary) -> Ren
     ):
         scores.add_row(name, f"{first:.3f}", f"[bold]{second:.3f}[/]", f"{second - first:+.3f}")
     run = Table(title="the run", title_justify="left", box=None, pad_edge=False, show_header=False)
-    dropped = ", ".join(f"{reason} {n}" for reason, n in sorted(summary.groups_dropped.items())) or "none"
+    dropped = format_counts(dict(sorted(summary.groups_dropped.items()))) or "none"
     staleness = summary.staleness
     was_measured = staleness.mean is not None and math.isfinite(staleness.mean)
     valid, rows = summary.completion_states.get("valid", 0), sum(summary.completion_states.values())

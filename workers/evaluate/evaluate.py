@@ -12,6 +12,7 @@ from rich.text import Text
 
 from stream.errors import SettingsError
 from stream.records import Prompt
+from stream.wording import format_counts
 from workers.datasets.environment_rows import temporary_folder, write_evaluation_rows
 from workers.datasets.prompts import read_evaluation_prompts
 from workers.evaluate.standalone_rollout import roll_out_and_score
@@ -132,7 +133,7 @@ def _show(found: EvaluationResult, settings: Settings, what: str) -> None:
     console.width = max(console.width, console.measure(table).maximum)
     console.print(table)
     if found.overall.invalid:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in found.overall.invalid.items())
+        reasons = format_counts(found.overall.invalid)
         console.print(Text(f"invalid: {reasons}; scores are over valid completions / over all", "bright_black"))
 
 

@@ -1,6 +1,5 @@
 """Errors of a hub in one line: what was asked for, what went wrong, and the remedy. No message has a token in it."""
 
-import errno
 import json
 import os
 import re
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from stream.connection.address import redact_url
+from stream.disk_space import no_room
 from stream.errors import PenstockError, SettingsError
 from stream.wording import cut
 from workers.datasets.tables import explain_unread
@@ -19,7 +19,6 @@ from workers.settings.hub import Repository, Revision
 FAULTS_OF_OURS: Final = (AttributeError, NameError, TypeError)
 """Errors that no hub causes; each of the libraries raises classes of its own for what it meets on the way."""
 _NETWORK_LIBRARIES: Final = ("httpx", "httpx2", "httpcore", "requests", "urllib3")
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _MAX_CHARACTERS: Final = 200
 _WRONG_SIZE: Final = re.compile(r"should be of size (\d+) but has size (\d+)")
 _PROXY_WANTS_PASSWORD: Final = 407
@@ -69,7 +68,7 @@ def explain(error: Exception, repository: Repository, revision: Revision, settin
 
 def met_full_disk(error: BaseException) -> bool:
     """Return whether an error, or one behind it, says that a disk has no room."""
-    return any(isinstance(each, OSError) and each.errno in _NO_ROOM for each in _causes(error))
+    return any(map(no_room, _causes(error)))
 
 
 def is_unreachable(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
@@ -66,23 +67,16 @@ def wait_for(call: Callable[[], T]) -> T:
     Ctrl-C ends this wait at once. In the caller's thread it would wait for the library's own threads, up to a minute
     where a request stalls.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-    ended = Event()
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(call())
+            result.set_result(call())
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
-            errors.append(error)
-        finally:
-            ended.set()
+            result.set_exception(error)
 
     Thread(target=run, daemon=True, name="penstock download").start()
-    ended.wait()
-    if errors:
-        raise errors[0]
-    return results[0]
+    return result.result()
 
 
 def _bound_waits(request: Any) -> None:

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from stream.connection.run_identity import read_identity
 from stream.errors import DataError, PenstockError, RunMismatchError, SettingsError
-from workers.datasets.fingerprint import dataset_name
+from workers.datasets.mix import dataset_name
 from workers.datasets.sources import open_source
 from workers.hub.downloads import download, look_up
 from workers.hub.errors import explain, met_full_disk

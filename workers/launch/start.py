@@ -18,7 +18,7 @@ from stream.connection.run_identity import RunIdentity
 from stream.durable import write_file_atomically
 from stream.errors import PenstockError, RunFailedError, SettingsError
 from stream.operator.status import RunStatus
-from stream.wording import format_duration, quantity
+from stream.wording import format_counts, format_duration, quantity
 from workers.check.report_text import print_report
 from workers.hub.libraries import say_nothing
 from workers.hub.names import bind_revisions, download_names, known_values, print_note, revision_overrides
@@ -200,11 +200,9 @@ def format_summary(summary: RunSummary, settings: Settings) -> str:
         summary.prompt_counts_text,
     ]
     if summary.groups_dropped:
-        lines.append("dropped: " + ", ".join(f"{reason} {n}" for reason, n in sorted(summary.groups_dropped.items())))
+        lines.append(f"dropped: {format_counts(dict(sorted(summary.groups_dropped.items())))}")
     if summary.completion_states:
-        lines.append(
-            "completions: " + ", ".join(f"{state} {n}" for state, n in sorted(summary.completion_states.items()))
-        )
+        lines.append(f"completions: {format_counts(dict(sorted(summary.completion_states.items())))}")
     if summary.staleness.mean is not None:
         lines.append(f"staleness: mean {summary.staleness.mean:.2f}, max {summary.staleness.max:g} versions")
     if summary.rejected_rows:

@@ -17,7 +17,7 @@ from msgspec import Struct, structs
 from stream.codec import decode
 from stream.errors import PenstockError, RecordError
 from stream.records import Failure, Group, Message, Span
-from stream.trainer.ledger_records import LedgerRecord, encode_outcome
+from stream.trainer.ledger_records import encode_outcome
 from stream.validity import Measured, Reward, TruncationReason
 from workers.runs.groups import ArchivedRunGroups, completion_labels
 from workers.runs.phases import GroupTimes
@@ -145,13 +145,15 @@ class GroupIndex:
             except (RecordError, PenstockError):
                 self._unreadable.add(number)
                 return None
-            summary = self._summaries[number] = _summarize(number, self.groups.records[number], group)
+            record = self.groups.records[number]
+            summary = summarize_group(number, encode_outcome(record.outcome), record.step, group)
+            self._summaries[number] = summary
         return summary
 
     def read_more(self, seconds: float) -> bool:
         """Read missing summaries for at most `seconds`, the newest first. Returns whether all are read."""
         deadline = time.monotonic() + seconds
-        for number in self._newest_first():
+        for number in range(len(self._summaries) - 1, -1, -1):
             if self._summaries[number] is None and number not in self._unreadable:
                 self.summary(number)
                 if time.monotonic() > deadline:
@@ -200,9 +202,6 @@ class GroupIndex:
         )
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
-    def _newest_first(self) -> Iterator[int]:
-        return iter(range(len(self._summaries) - 1, -1, -1))
-
     def _known_summaries(self) -> list[GroupSummary]:
         return [summary for summary in self._summaries if summary is not None]
 
@@ -248,16 +247,8 @@ class _Group(Struct):
     scored_at: float = 0.0
 
 
-def summarize_group(number: int, outcome: str, step: int, group: Group) -> GroupSummary:
-    """Return the summary of a group that is not in the archive."""
-    return _summarize_fields(number, outcome, step, group)
-
-
-def _summarize(number: int, record: LedgerRecord, group: _Group) -> GroupSummary:
-    return _summarize_fields(number, encode_outcome(record.outcome), record.step, group)
-
-
-def _summarize_fields(number: int, outcome: str, step: int, group: "_Group | Group") -> GroupSummary:
+def summarize_group(number: int, outcome: str, step: int, group: "_Group | Group") -> GroupSummary:
+    """Return the summary of a group, whether it is in the archive or not."""
     completions = group.completions
     versions = [
         tuple(sorted({span.version for row in completion.rows for span in row.spans})) for completion in completions

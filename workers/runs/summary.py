@@ -14,6 +14,7 @@ from msgspec import Struct, field
 from stream.causes import ErrorCause
 from stream.errors import RunFailedError
 from stream.operator.status import RunStatus
+from stream.wording import format_counts
 from workers.runs.metrics_file import finite_value, metric_value
 from workers.runs.progress import GroupTotals, Progress
 from workers.settings import Settings
@@ -95,8 +96,8 @@ class RunSummary(Struct, kw_only=True):
         facts = {
             "steps": self.steps,
             "prompts": self.prompt_counts_text,
-            "dropped": _counts(self.groups_dropped),
-            "completions": _counts(self.completion_states),
+            "dropped": format_counts(self.groups_dropped),
+            "completions": format_counts(self.completion_states),
             "totals": describe_totals(self.totals),
             "score before": self.score_before,
             "score after": self.score_after,
@@ -264,10 +265,6 @@ def describe_rewards(steps: Sequence[Mapping[str, Any]]) -> str:
     count = "step" if block == 1 else f"{block} steps"
     text = f"reward of the first {count} {fmean(before):.3g}, of the last {count} {fmean(now):.3g}"
     return "; ".join(filter(None, [text, ", ".join(parts)]))
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
 def _range(low: float | None, high: float | None) -> str:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stream.operator.audit import AuditReport, TurnCounts
+from stream.wording import format_counts
 from workers.runs.run import Run
 from workers.terminal.output import print_json
 
@@ -58,7 +59,7 @@ def verdict(report: AuditReport) -> str:
 
 
 def _turns(turns: TurnCounts) -> str:
-    resumed = ", ".join(f"{method} {n:,}" for method, n in turns.resumed.items())
+    resumed = format_counts(turns.resumed)
     parts = f"kept {turns.kept:,} + again {turns.again:,} + unfinished {turns.unfinished:,}"
     return f"turns: sampled {turns.sampled:,} = {parts}{f'   completions resumed: {resumed}' if resumed else ''}"
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stream.operator.status import RunStatus
-from stream.wording import format_duration
+from stream.wording import format_counts, format_duration
 from workers.runs.metrics_file import metric_value
 from workers.runs.status import QueueReport, format_result, queue_report
 
@@ -241,7 +241,7 @@ def prompt_counts_text(report: QueueReport) -> Text:
             Text.assemble((f" {sign} {name} ", _QUIET), (f"{count:,}", _ALARM if name == "dead" and count else ""))
         )
     if report.dropped_by_reason:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(report.dropped_by_reason.items()))
+        reasons = format_counts(dict(sorted(report.dropped_by_reason.items())))
         text.append(f"\ndropped: {reasons}", _QUIET)
     return text
 

@@ -15,7 +15,7 @@ from stream.errors import NoRunError, PenstockError, SettingsError
 from stream.operator.bottleneck import Bottleneck
 from stream.operator.memory import ProcessMemory
 from stream.operator.status import RunStatus, read_status
-from stream.wording import escape_controls, format_bytes, format_duration
+from stream.wording import escape_controls, format_bytes, format_counts, format_duration
 from workers.runs.find import open_run
 from workers.runs.folder import disk_problems
 from workers.runs.run import Run
@@ -215,8 +215,8 @@ def render_queues(report: QueueReport) -> RenderableType:
     if report.cancelled:
         paced.append_text(Text.assemble(("   cancelled as stale ", _QUIET), f"{report.cancelled:,}"))
     last = [
-        Text.assemble((f"{what} ", _QUIET), _format_counts(counts))
-        for what, counts in _last_step_counts(report)
+        Text.assemble((f"{what} ", _QUIET), format_counts(counts))
+        for what, counts in (("last step's completions:", report.rows), ("of them truncated:", report.truncated))
         if counts
     ]
     return Group(
@@ -240,14 +240,6 @@ def bottleneck_text(found: Bottleneck) -> Text:
     text = Text(escape_controls(str(found)))
     text.stylize("bold", 0, len(text.plain.partition(":")[0]))
     return text
-
-
-def _last_step_counts(report: QueueReport) -> list[tuple[str, dict[str, int]]]:
-    return [("last step's completions:", report.rows), ("of them truncated:", report.truncated)]
-
-
-def _format_counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items())
 
 
 def _consumer_table(report: QueueReport) -> list[RenderableType]:

@@ -111,16 +111,15 @@ def _pass_at(evaluations: Sequence[PromptEvaluation], max_k: int) -> dict[str, d
 
 
 class EvaluationLog:
-    """`eval.jsonl`, cut to the step of a checkpoint.
+    """`eval.jsonl` up to the step of a checkpoint.
 
     Args:
         folder: the run's folder.
-        step: of the checkpoint. Lines of later steps are about weights that are lost, so they are cut off.
+        step: of the checkpoint. Lines of later steps are about weights that are lost: `cut` cuts them off.
         folder_lock: the trainer's lock on the folder, if other trainers may exist.
-        cut: False leaves the file as it is until `cut` is called.
     """
 
-    def __init__(self, folder: Path, step: int, folder_lock: RunFolderLock | None = None, *, cut: bool = True) -> None:
+    def __init__(self, folder: Path, step: int, folder_lock: RunFolderLock | None = None) -> None:
         results, length = [], 0
         for result, end_offset in read_lines(folder / FILE):
             if result.step > step:
@@ -129,7 +128,7 @@ class EvaluationLog:
             length = end_offset
         self.results = results
         self._folder = folder
-        self._file = MetricsLog(folder / FILE, length, folder_lock, cut=cut)
+        self._file = MetricsLog(folder / FILE, length, folder_lock)
 
     @property
     def last(self) -> EvaluationResult | None:

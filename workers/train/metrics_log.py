@@ -12,25 +12,22 @@ from stream.trainer.folder_lock import RunFolderLock, hold_optional
 
 
 class MetricsLog:
-    """An append-only JSON-lines file, cut to the length that a checkpoint holds.
+    """An append-only JSON-lines file, which `cut` shortens to the length that a checkpoint holds.
 
     Args:
-        path: created if missing.
+        path: of the file.
         length: bytes to keep; what follows belongs to steps that will be repeated.
         folder_lock: the trainer's lock on the run's folder, if other trainers may exist.
-        cut: False leaves the file as it is until `cut` is called.
     """
 
-    def __init__(self, path: Path, length: int, folder_lock: RunFolderLock | None = None, *, cut: bool = True) -> None:
+    def __init__(self, path: Path, length: int, folder_lock: RunFolderLock | None = None) -> None:
         self._path = path
         self._length = length
         self._folder_lock = folder_lock
         self._subscribers: list[Callable[[Mapping[str, float | int]], None]] = []
-        if cut:
-            self.cut()
 
     def cut(self) -> None:
-        """Cut the file to its length; a file that is shorter, to its last complete line."""
+        """Cut the file to its length; a file that is shorter, to its last complete line. Creates a missing one."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with hold_optional(self._folder_lock):
             self._path.touch()

@@ -22,6 +22,7 @@ from anyio.abc import TaskGroup
 from stream.errors import EngineUnavailableError, RunFailedError
 from stream.records import Group
 from stream.trainer.leased_group import LeasedGroup, ResumePoint
+from stream.wording import format_counts
 from workers.role.prometheus import count_publication
 from workers.runs.progress import Progress
 from workers.settings import Settings
@@ -137,7 +138,7 @@ class Trainer:
         """Fail a run without one valid completion; a short run may end before `InvalidFractionMonitor` has a window."""
         states = self._progress.completion_states
         if states and not states.get("valid"):
-            counts = ", ".join(f"{state} {n}" for state, n in sorted(states.items()))
+            counts = format_counts(dict(sorted(states.items())))
             cause = self._progress.causes.get(max(states, key=lambda state: states[state]))
             why = f": {cause.short_headline}" if cause else ""
             total = sum(states.values())

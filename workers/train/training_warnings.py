@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 
 from stream.records import Group
 from stream.validity import TruncationReason
+from stream.wording import format_counts
 from workers.runs.progress import GroupTotals
 from workers.runs.warnings import TrainingWarning
 from workers.settings import Settings
@@ -154,7 +155,7 @@ def all_truncated(groups: Sequence[GroupTotals], settings: Settings) -> str:
     reasons: Counter[str] = Counter()
     for group in recent:
         reasons.update(group.truncated_by)
-    shown = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+    shown = format_counts(dict(reasons.most_common()))
     limits = "; ".join(_LIMITS[TruncationReason(reason)] for reason, _ in reasons.most_common())
     return (
         f"all of the last {completions} completions were cut off ({shown}): see whether they would have ended "

@@ -214,12 +214,12 @@ def _open_files(
     _settle_micro_batches(settings.folder, learner, progress)
     evaluation_log = None
     if settings.eval.source:
-        evaluation_log = EvaluationLog(settings.folder, progress.step, folder_lock, cut=False)
+        evaluation_log = EvaluationLog(settings.folder, progress.step, folder_lock)
     return _RunFiles(
         checkpoints=checkpoints,
         learner=learner,
         progress=progress,
-        metrics_log=MetricsLog(settings.folder / "metrics.jsonl", progress.metrics_bytes, folder_lock, cut=False),
+        metrics_log=MetricsLog(settings.folder / "metrics.jsonl", progress.metrics_bytes, folder_lock),
         evaluation_log=evaluation_log,
         archive=_open_archive(settings, folder_lock),
     )
