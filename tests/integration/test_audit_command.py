@@ -17,8 +17,7 @@ from stream.queue.stage import RetryPolicy, Stage
 from stream.trainer.ledger import Ledger
 from stream.trainer.ledger_records import Dropped, LedgerOutcome, LedgerRecord, Trained
 from stream.trainer.trainer_lease import EndedGroup, TrainerLease
-from workers.datasets.fingerprint import fixed_rows
-from workers.datasets.mix import open_dataset_mix
+from workers.datasets.mix import fixed_rows, open_dataset_mix
 from workers.runs.find import open_run
 from workers.settings.toml_file import dump_settings, parse_settings
 from workers.terminal.audit import show_audit

@@ -193,7 +193,7 @@ def test_parts_are_in_order_of_first_appearance_and_turn_rewards_are_summed():
             group("c", completion(env(RAISED), env(3.0, name="style", weight=0.25))),
         ]
     )
-    assert batch.part_names == ("env", "style", "env.won")
+    assert batch.parts.names == ("env", "style", "env.won")
     assert batch.parts_PC.tolist() == [[0.5, 0.0, 0.0], [4.0, 2.0, 3.0], [0.0, 0.75, 0.0]]
     assert batch.part_weights_P.tolist() == [1.0, 0.25, 1.0]
     assert (batch.parts_PC.dtype, batch.part_weights_P.dtype) == (torch.float64, torch.float64)
@@ -204,7 +204,7 @@ def test_parts_are_in_order_of_first_appearance_and_turn_rewards_are_summed():
 def test_a_name_with_two_weights_is_two_parts():
     old, new = env(1.0, name="style", weight=0.25), env(1.0, name="style", weight=0.5)
     batch = collate([group("a", completion(old), completion(new, index=1))])
-    assert batch.part_names == ("style", "style@0.5")
+    assert batch.parts.names == ("style", "style@0.5")
     assert batch.parts_PC.tolist() == [[1.0, 0.0], [0.0, 1.0]]
     assert (batch.part_weights_P @ batch.parts_PC).tolist() == batch.facts.rewards_C.tolist()
 

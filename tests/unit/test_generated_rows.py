@@ -8,8 +8,7 @@ from envs.tools import tool_specs
 from stream.errors import DataError, SettingsError
 from tests.cases.checks import tried
 from workers.datasets.environment_rows import write_evaluation_rows, write_training_rows
-from workers.datasets.fingerprint import fixed_rows
-from workers.datasets.mix import open_dataset_mix
+from workers.datasets.mix import fixed_rows, open_dataset_mix
 from workers.datasets.prompts import read_evaluation_prompts
 from workers.settings.toml_file import dump_settings, parse_settings
 

@@ -216,7 +216,7 @@ def test_the_same_rows_in_other_bytes_are_the_same_data(project, edit):
 
 def test_rows_are_not_read_while_the_bytes_of_their_files_are_those_of_the_last_start(project, monkeypatch):
     before = project.start()
-    monkeypatch.setattr("workers.datasets.fingerprint.open_dataset_mix", None)
+    monkeypatch.setattr("workers.datasets.mix.open_dataset_mix", None)
     assert project.start() == before
 
 

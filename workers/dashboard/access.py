@@ -9,7 +9,7 @@ from aiohttp.typedefs import Middleware
 from msgspec import Struct
 
 from stream.errors import SettingsError
-from workers.dashboard.templating import render
+from workers.dashboard.templating import error_page, html_response
 from workers.engine_api.http_access import AccessRules, is_loopback, is_same_origin
 from workers.settings.secrets import DASHBOARD_TOKEN
 
@@ -95,9 +95,11 @@ def _refusal(access: Access, request: web.Request) -> web.StreamResponse | None:
         return answer
     if request.method not in ("GET", "HEAD"):
         if not access.allow_changes or not access.token:
-            return _page(403, "The dashboard only reads", "Start it with --allow-changes to retry or drop.")
+            return error_page(403, "The dashboard only reads", "Start it with --allow-changes to retry or drop.")
         if not is_same_origin(request):
-            return _page(403, "Another site sent this request", "Only this dashboard's own pages may change a run.")
+            return error_page(
+                403, "Another site sent this request", "Only this dashboard's own pages may change a run."
+            )
     return None
 
 
@@ -120,21 +122,10 @@ def _check_token(access: Access, request: web.Request) -> web.StreamResponse | N
     _, _, bearer = request.headers.get(hdrs.AUTHORIZATION, "").partition("Bearer ")
     if given is None and access.allows_token(request.cookies.get(_cookie_name(request)) or bearer):
         return None
-    return web.Response(
-        status=401, text=render("token.html", {"refused": given is not None}), content_type="text/html", charset="utf-8"
-    )
+    return html_response("token.html", {"refused": given is not None}, 401)
 
 
 def _cookie_name(request: web.Request) -> str:
     """Return a name of this dashboard's own: browsers send cookies to every port of a machine."""
     _, _, port = request.host.rpartition(":")
     return f"{_COOKIE}-{port}" if port.isdecimal() else _COOKIE
-
-
-def _page(status: int, title: str, text: str) -> web.Response:
-    return web.Response(
-        status=status,
-        text=render("error.html", {"title": title, "text": text}),
-        content_type="text/html",
-        charset="utf-8",
-    )

@@ -40,7 +40,7 @@ from workers.dashboard.run_pages import (
     runs_page,
     settings_page,
 )
-from workers.dashboard.templating import describe_exception, load_templates, log_page_failure, render
+from workers.dashboard.templating import describe_exception, error_page, load_templates, log_page_failure
 from workers.dashboard.timeline_page import timeline_page
 from workers.dashboard.workers_page import (
     engines_fragment,
@@ -212,22 +212,17 @@ async def _error_pages(request: web.Request, handler: Handler) -> web.StreamResp
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        return _error_page(error.status, error.reason, error.text or "")
+        return error_page(error.status, error.reason, error.text or "")
     except PenstockError as error:
-        return _error_page(503, "This page cannot be shown now", str(error))
+        return error_page(503, "This page cannot be shown now", str(error))
     except TimeoutError:
-        return _error_page(
+        return error_page(
             503, "This page took too long", f"It was not ready within {_PAGE_S:g} s. Try a narrower filter."
         )
     except Exception as error:  # noqa: BLE001  (a page that fails says so, and the others go on)
         await log_page_failure(error, request.path)
         text = f"{describe_exception(error)}. The dashboard's log has the traceback."
-        return _error_page(500, "This page cannot be shown", text)
-
-
-def _error_page(status: int, title: str, text: str) -> web.Response:
-    page = render("error.html", {"title": title, "text": text})
-    return web.Response(status=status, text=page, content_type="text/html", charset="utf-8")
+        return error_page(500, "This page cannot be shown", text)
 
 
 async def _static_file(static: dict[str, bytes], request: web.Request) -> web.StreamResponse:

@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 from stream.errors import PenstockError
 from workers.dashboard.access import Access
 from workers.dashboard.live_view import LiveView, RenderPart
-from workers.dashboard.templating import log_page_failure, render
+from workers.dashboard.templating import html_response, log_page_failure
 from workers.runs.catalog import Runs
 from workers.runs.engines import EngineReport, read_engine_reports
 from workers.runs.group_index import GroupIndex
@@ -135,11 +135,10 @@ class Dashboard:
         finally:
             self._reading.discard(index)
 
-    def page(self, template: str, run: Run | None, values: Mapping[str, Any], status: int = 200) -> web.Response:
+    def page(self, template: str, run: Run | None, values: Mapping[str, Any]) -> web.Response:
         """Return a page from its template; `run` is the run that the page is about, if any."""
         shared = {"run": run, "access": self.access, "navigation": NAVIGATION}
-        text = render(template, {**shared, **values})
-        return web.Response(status=status, text=text, content_type="text/html", charset="utf-8")
+        return html_response(template, {**shared, **values})
 
 
 def _fresh_index(known: GroupIndex | None, folder: Path) -> GroupIndex:

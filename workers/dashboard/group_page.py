@@ -13,7 +13,7 @@ from stream.operator.unfinished_groups import find_unfinished_group
 from stream.records import Completion, Group, TrainedCompletion
 from stream.trainer.ledger_records import encode_outcome
 from workers.dashboard.dashboard import Dashboard
-from workers.dashboard.templating import parse_number, render
+from workers.dashboard.templating import html_response, parse_number
 from workers.dashboard.timeline_page import Axis, Bar
 from workers.dashboard.token_view import COLORS, TokenChoice, TokenPanel
 from workers.runs.branches import BranchView, describe_branches
@@ -140,7 +140,7 @@ async def messages_fragment(dashboard: Dashboard, request: web.Request) -> web.S
         "start": start + len(shown),
         "omitted": max(0, end - start - len(shown)),
     }
-    return _fragment("parts/messages.html", values)
+    return html_response("parts/messages.html", values)
 
 
 async def message_fragment(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
@@ -150,7 +150,7 @@ async def message_fragment(dashboard: Dashboard, request: web.Request) -> web.St
     messages = await anyio.to_thread.run_sync(conversation, completion)
     number = min(_number(request, "message"), len(messages) - 1)
     values = {"run": run, "id": request.query["id"], "completion": completion, "message": messages[number]}
-    return _fragment("parts/message.html", values)
+    return html_response("parts/message.html", values)
 
 
 async def tokens_fragment(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
@@ -162,7 +162,7 @@ async def tokens_fragment(dashboard: Dashboard, request: web.Request) -> web.Str
         choice.panel, run, completion, found.trained_of(completion), _number(request, "from")
     )
     values = {"run": run, "id": request.query["id"], "panel": panel, "colors": COLORS}
-    return _fragment("parts/tokens.html", values)
+    return html_response("parts/tokens.html", values)
 
 
 async def snapshot_fragment(dashboard: Dashboard, request: web.Request) -> web.StreamResponse:
@@ -175,7 +175,7 @@ async def snapshot_fragment(dashboard: Dashboard, request: web.Request) -> web.S
     settings = await anyio.to_thread.run_sync(lambda: run.settings)
     async with dashboard.renders:
         view = await describe_snapshot(settings, found.group.prompt.environment, completion.snapshot)
-    return _fragment("parts/snapshot.html", {"panel": view, "completion": completion.index})
+    return html_response("parts/snapshot.html", {"panel": view, "completion": completion.index})
 
 
 def _phase_bars(found: FoundGroup, steps: Mapping[int, StepTimes]) -> list[Bar]:
@@ -318,7 +318,3 @@ def _completion(found: FoundGroup, request: web.Request) -> Completion:
 
 def _number(request: web.Request, name: str) -> int:
     return parse_number(request.query.get(name, "")) or 0
-
-
-def _fragment(template: str, values: dict[str, Any]) -> web.Response:
-    return web.Response(text=render(template, values), content_type="text/html", charset="utf-8")

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlencode
 import anyio.to_thread
 import jinja2
 import structlog
+from aiohttp import web
 from markupsafe import Markup
 
 from stream.wording import escape_controls, format_bytes, format_duration
@@ -25,6 +26,16 @@ _MAX_DIGITS: Final = 15
 def render(template: str, values: Mapping[str, Any]) -> str:
     """Render one template of this package with these variables."""
     return _environment().get_template(template).render(values)
+
+
+def html_response(template: str, values: Mapping[str, Any], status: int = 200) -> web.Response:
+    """Return an answer with a rendered template."""
+    return web.Response(status=status, text=render(template, values), content_type="text/html", charset="utf-8")
+
+
+def error_page(status: int, title: str, text: str) -> web.Response:
+    """Return a page that says what went wrong."""
+    return html_response("error.html", {"title": title, "text": text}, status)
 
 
 def load_templates() -> None:

@@ -15,7 +15,7 @@ from stream.operator.status import RunStatus, groups_in_flight, ongoing_activiti
 from stream.trainer.trainer_lease import owner_name
 from workers.dashboard.dashboard import Dashboard
 from workers.dashboard.live_view import StatusReading
-from workers.dashboard.templating import render
+from workers.dashboard.templating import html_response, render
 from workers.runs.live_run import read_live
 from workers.runs.run import Run
 from workers.runs.status import activities, count_stuck
@@ -122,7 +122,7 @@ async def engines_fragment(dashboard: Dashboard, request: web.Request) -> web.St
     run = await dashboard.run(request)
     reports, problem = await dashboard.engines.read(run)
     values: dict[str, Any] = {"run": run, "engines": reports, "problem": problem}
-    return web.Response(text=render("parts/engines.html", values), content_type="text/html", charset="utf-8")
+    return html_response("parts/engines.html", values)
 
 
 SHOWN: Final = 200

@@ -5,6 +5,10 @@ its own order, epoch after epoch. Its rows are spread as evenly as possible, so 
 share of each dataset::
 
     weights 2 : 1      a b a a b a a b a ...
+
+A data set that is changed between two starts would feed rows twice, or never, so a run knows its rows (`fixed_rows`).
+They are compared by what they mean: a file may be written anew in another way. Files whose bytes are those of the run's
+first start are not read row by row.
 """
 
 import hashlib
@@ -13,10 +17,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
+from stream.connection.run_identity import FILES
 from stream.errors import DataError
 from stream.records import Prompt
 from workers.datasets.row_mapping import prompt_id, row_to_prompt
@@ -25,6 +30,7 @@ from workers.datasets.sources import (
     Source,
     default_dataset_name,
     epoch_order,
+    files_fingerprint,
     first_environment_row,
     open_source,
 )
@@ -33,6 +39,7 @@ from workers.settings.data import ENVIRONMENT_ROWS, DatasetSettings
 
 _MAX_REPEATS = 100
 """How often rows may be repeated on average until each row of every dataset has been fed."""
+_ROWS: Final = "data.rows."
 
 
 class SampleIndex(NamedTuple):
@@ -266,3 +273,43 @@ def _interleave(counts: tuple[int, ...]) -> bytes:
         else:
             heapq.heappop(due)
     return bytes(turns)
+
+
+def fixed_rows(settings: Settings, known: Mapping[str, str]) -> dict[str, str]:
+    """Return the number and a digest of each data set's rows, and a digest of the bytes of its files.
+
+    Args:
+        settings: of the run.
+        known: what the run knows; rows of files whose bytes it knows are not read.
+
+    Raises:
+        DataError: a data set cannot be read.
+    """
+    sources = {dataset_name(each): each for each in settings.datasets}
+    try:
+        files = {
+            FILES + name: files_fingerprint(each.source, each.config, each.revision) for name, each in sources.items()
+        }
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}; data.path names the prompts") from error
+    if all(known.get(name) == digest for name, digest in files.items()):
+        rows = {name: known[name] for each in sources if (name := _ROWS + each) in known}
+        if len(rows) == len(sources):
+            return rows | files
+    return {_ROWS + each.name: _describe(each) for each in open_dataset_mix(settings).datasets} | files
+
+
+def recorded_lengths(fixed: Mapping[str, str]) -> dict[str, int]:
+    """Return how many rows each data set of a run has, by name."""
+    return {
+        name.removeprefix(_ROWS): int(rows.partition(" ")[0]) for name, rows in fixed.items() if name.startswith(_ROWS)
+    }
+
+
+def are_known(datasets: Sequence[Dataset], fixed: Mapping[str, str]) -> bool:
+    """Return whether data sets hold the rows that a run knows, and no others. Reads all rows."""
+    return all(fixed.get(_ROWS + each.name) == _describe(each) for each in datasets)
+
+
+def _describe(dataset: Dataset) -> str:
+    return f"{len(dataset.source)} rows of digest {dataset.source.row_digest()}"

@@ -11,8 +11,7 @@ from stream.connection.run_identity import read_identity, read_server_identity
 from stream.errors import DataError, PenstockError, ServerError
 from stream.operator.audit import AuditInput, AuditReport, RunScan, audit, scan_run
 from stream.trainer.ledger_records import read_ledger
-from workers.datasets.fingerprint import are_known, recorded_lengths
-from workers.datasets.mix import DatasetMix, open_dataset_mix, open_recorded_mix
+from workers.datasets.mix import DatasetMix, are_known, open_dataset_mix, open_recorded_mix, recorded_lengths
 from workers.datasets.prompts import PromptIndex
 from workers.runs.summary import latest_progress
 from workers.settings import Settings

@@ -43,8 +43,7 @@ from stream.connection.run_identity import (
 )
 from stream.errors import DataError
 from workers.datasets.environment_rows import write_training_rows
-from workers.datasets.fingerprint import fixed_rows
-from workers.datasets.mix import dataset_name
+from workers.datasets.mix import dataset_name, fixed_rows
 from workers.hub.names import DATA_SECTION, EVAL_SECTION, MODEL_SECTION, recorded_revisions, resolve_names
 from workers.settings import Settings
 from workers.settings.data import EnvironmentSettings

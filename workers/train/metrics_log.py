@@ -14,9 +14,11 @@ from stream.trainer.folder_lock import RunFolderLock, hold_optional
 class MetricsLog:
     """An append-only JSON-lines file, which `cut` shortens to the length that a checkpoint holds.
 
+    A trainer that resumes repeats the steps after its checkpoint, and each step must have one line.
+
     Args:
         path: of the file.
-        length: bytes to keep; what follows belongs to steps that will be repeated.
+        length: bytes to keep.
         folder_lock: the trainer's lock on the run's folder, if other trainers may exist.
     """
 

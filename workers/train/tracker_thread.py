@@ -27,6 +27,7 @@ from msgspec import Struct
 from stream.connection.run_identity import read_identity
 from stream.durable import write_file_atomically
 from stream.waiting import Backoff
+from workers.runs.metrics_file import read_metrics
 from workers.settings import Settings
 from workers.train.trackers import TRACKERS, TrackedRun, Tracker
 
@@ -109,15 +110,17 @@ class TrackerThread:
 
     def _steps(self) -> Iterator[Metrics]:
         """Yield the steps of earlier starts that the tracker lacks, then those of the queue until it is closed."""
-        yield from missing_steps(self._run.folder / "metrics.jsonl", self._delivered, self._run.first_step)
+        for metrics in read_metrics(self._run.folder / "metrics.jsonl"):
+            if self._delivered < metrics["step"] < self._run.first_step:
+                yield metrics
         while True:
             try:
-                metrics = self._queue.get(timeout=1.0 if self._closing_at < math.inf else None)
+                step = self._queue.get(timeout=1.0 if self._closing_at < math.inf else None)
             except Empty:
-                metrics = None
-            if metrics is None:
+                step = None
+            if step is None:
                 return
-            yield metrics
+            yield step
 
     def _deliver(self, tracker: Tracker, metrics: Metrics) -> bool:
         """Log one step, with retries. Returns False if the thread has to end."""
@@ -211,20 +214,6 @@ def tracked_run(settings: Settings, first_step: int) -> TrackedRun:
         settings=_without_private(msgspec.to_builtins(settings)),
         first_step=first_step,
     )
-
-
-def missing_steps(file: Path, delivered: int, first_step: int) -> Iterator[Metrics]:
-    """Yield the lines of `metrics.jsonl` after the last delivered step and before the first one of this start."""
-    if not file.exists():
-        return
-    with file.open("rb") as lines:
-        for line in lines:
-            try:
-                metrics = msgspec.json.decode(line, type=dict[str, Any])
-            except ValueError:
-                continue
-            if delivered < int(metrics.get("step", 0)) < first_step:
-                yield metrics
 
 
 _PRIVATE: Final = frozenset({"args", "redis", "urls", "fields"})

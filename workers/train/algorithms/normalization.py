@@ -153,14 +153,7 @@ def normalize(
         ValueError: unknown scope.
     """
     centred_C, divisor_C = center_and_divisor(
-        values_C,
-        groups,
-        loss_C,
-        mean=mean,
-        std=std,
-        leave_one_out=leave_one_out,
-        unbiased=unbiased,
-        epsilon=epsilon,
+        values_C, groups, loss_C, mean=mean, std=std, leave_one_out=leave_one_out, unbiased=unbiased, epsilon=epsilon
     )
     return centred_C / divisor_C
 

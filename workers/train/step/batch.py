@@ -44,7 +44,7 @@ class Batch:
         lengths_R              [6]
         completion_ids_R       [0]
         facts.group_ids_C      [0, 0]
-        part_names             ("env", "style")
+        parts.names            ("env", "style")
         parts_PC               [[.5 0] [2 0]]
         part_weights_P         [1 .5]
         turn_rewards_RT        [[0 0 0 .5 0 0]]
@@ -97,11 +97,6 @@ class Batch:
     def parts(self) -> PartTable:
         """The parts of the rewards."""
         return PartTable(self.part_keys, self.parts_PC, self.has_part_PC)
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        """Names of the parts; a name that occurs again with another weight is `name@weight`."""
-        return self.parts.names
 
     def to(self, device: torch.device, logprobs: torch.dtype = torch.float32) -> Self:
         """Return the batch on another device, with its log-probs in the dtype of the model's."""

@@ -23,7 +23,6 @@ from workers.train.step.memory_plan import (
     MIN_TOKENS,
     ModelShape,
     TrainerMemory,
-    longest_row,
     rough_passes,
     with_heap_gaps,
 )
@@ -101,7 +100,7 @@ def plan_loaded(
         optimizer=3.0 * _bytes_of(trained),
         copies=copies,
         passes=passes if ranks.device.type == "cuda" else with_heap_gaps(settings, passes),
-        longest=longest_row(settings),
+        longest=settings.max_model_len,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from workers.settings import Normalization, Settings
@@ -73,16 +74,8 @@ def estimate_advantages(
     normalization = Normalization.from_levels(settings.algorithm.advantage_normalization)
     if normalization != Normalization():
         values_C = None
-        tokens_RT = normalize_tokens(
-            tokens_RT,
-            masks.loss_tokens_RT,
-            batch.group_ids_R,
-            mean=normalization.mean,
-            std=normalization.std,
-            leave_one_out=normalization.leave_one_out,
-            unbiased=normalization.unbiased,
-            epsilon=normalization.epsilon,
-        )
+        options = structs.asdict(normalization)
+        tokens_RT = normalize_tokens(tokens_RT, masks.loss_tokens_RT, batch.group_ids_R, **options)
     if values_C is None:
         values_C = _mean_over_tokens(tokens_RT, masks.loss_tokens_RT, ids_R, len(masks.loss_C))
     if bool(outside_C.any()):
@@ -293,17 +286,8 @@ class ShapedRewards:
 
     @cached_property
     def _centred_and_divisor(self) -> tuple[Tensor, Tensor]:
-        normalization = self._normalization
-        return center_and_divisor(
-            self.clipped_C,
-            self.groups,
-            self._masks.loss_C,
-            mean=normalization.mean,
-            std=normalization.std,
-            leave_one_out=normalization.leave_one_out,
-            unbiased=normalization.unbiased,
-            epsilon=normalization.epsilon,
-        )
+        options = structs.asdict(self._normalization)
+        return center_and_divisor(self.clipped_C, self.groups, self._masks.loss_C, **options)
 
     def _penalty(self, lengths: Tensor, penalised: Tensor) -> Tensor:
         tail, factor = self._settings.algorithm.overlong_penalty

@@ -119,10 +119,6 @@ class TrainerMemory(Struct, frozen=True, kw_only=True):
         tokens = self.passes.tokens_in(budget * (1 - HEADROOM) - self.fixed, self.longest)
         return min(MAX_TOKENS, tokens // _MULTIPLE * _MULTIPLE if tokens >= _MULTIPLE else 0)
 
-    def fits(self, budget: float) -> bool:
-        """Return whether the smallest pass that a run is started for fits into this number of bytes."""
-        return self.peak(min(MIN_TOKENS, self.longest)) <= budget
-
     def describe(self) -> str:
         """Return the figures in words."""
         per_token = self.passes.bytes_of(MIN_TOKENS, MIN_TOKENS) - self.passes.bytes_of(0, MIN_TOKENS)
@@ -151,7 +147,7 @@ def plan_memory(
         optimizer=12.0 * trained,
         copies=0.0 if settings.publishes_adapters else 2.0 * published,
         passes=with_heap_gaps(settings, passes),
-        longest=longest_row(settings),
+        longest=settings.max_model_len,
     )
 
 
@@ -161,11 +157,6 @@ def weight_bytes(settings: Settings, parameters: int, trained: int) -> float:
         width = 2 if settings.model.dtype == "bfloat16" else 4
         return float((parameters - trained) * width + trained * 4)
     return 4.0 * parameters * (2 if settings.algorithm.kl_coefficient else 1)
-
-
-def longest_row(settings: Settings) -> int:
-    """Return the most tokens that a row may have, prompt included."""
-    return settings.max_model_len
 
 
 def rough_passes(settings: Settings, shape: ModelShape) -> PassMemory | None:
