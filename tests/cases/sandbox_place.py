@@ -62,7 +62,15 @@ class Place:
         await anyio.sleep(self.faults.get("create_s", 0) * self.random.random())
         if name not in self.sandboxes:
             self.created += 1
-            self.sandboxes[name] = {"labels": labels, "files": {}, "fence": 1, "execs": {}, "ended": False, "pid": pid}
+            self.sandboxes[name] = {
+                "labels": labels,
+                "files": {},
+                "fence": 1,
+                "execs": {},
+                "running": {},
+                "ended": False,
+                "pid": pid,
+            }
             self.most = max(self.most, len(self.sandboxes))
         return {}
 
@@ -82,14 +90,22 @@ class Place:
             return {"failure": "fenced"}
         if found["ended"]:
             return {"ended": True}
+        if call in found["running"]:
+            await found["running"][call].wait()
         if call not in found["execs"]:
-            if command[0] == "sleep":
+            running = found["running"][call] = anyio.Event()
+            if command[0] == "append":
+                await anyio.sleep(float(command[3]))
+                found["files"][command[1]] = found["files"].get(command[1], "") + command[2]
+            elif command[0] == "sleep":
                 await anyio.sleep(float(command[1]))
             elif command[0] == "write":
                 found["files"][command[1]] = command[2]
             elif command[0] == "end":
                 found["ended"] = True
             found["execs"][call] = " ".join(command[1:])
+            running.set()
+            del found["running"][call]
         return {"stdout": found["execs"][call]}
 
     async def handle(self, request: dict[str, Any]) -> dict[str, Any]:

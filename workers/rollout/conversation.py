@@ -31,6 +31,7 @@ from workers.rollout.messages import (
     storable_arguments,
     tool_call_entry,
 )
+from workers.rollout.resume import ReplayDiffersError
 from workers.rollout.rows import MultiRowBuilder
 from workers.rollout.token_ids import TokenIds
 from workers.rollout.tool_formats.parsing import ParsedTurn, reasoning_end
@@ -79,6 +80,7 @@ class ConversationEpisode(BaseEpisode):
             return Failure(reason=RolloutReason.ENV_RESET, detail=EMPTY_PROMPT)
         self._builder = MultiRowBuilder(await self._chat.encode_prompt(self.completion.prompt_messages))
         journal = self.context.journal
+        self._check_sandboxes()
         if journal is not None:
             journal.add_read(self.completion.prompt_messages)
         with self.clock:
@@ -112,7 +114,9 @@ class ConversationEpisode(BaseEpisode):
                 return TruncationReason.LENGTH if len(sampled.token_ids) >= budget else TruncationReason.CONTEXT
             if not await self._save(sampled, parsed):
                 return Failure(reason=RolloutReason.EFFECTS, detail=UNSAVED)
+            self.begin_calls(f"turn{self.completion.turns - 1}")
             replies = await self._replies.after(parsed, _text_after_reasoning(turn))
+            self._check_sandboxes()
             if replies is None or isinstance(replies, Failure):
                 return replies
             if self.context.journal is not None:
@@ -136,8 +140,18 @@ class ConversationEpisode(BaseEpisode):
         if journal is None or not (calls or parsed.errors):
             return True
         if self.completion.turns > journal.turn:
-            journal.save_turn(sampled, calls)
+            sandboxes = self.context.sandboxes
+            journal.save_turn(sampled, calls, sandboxes.agents if sandboxes is not None else ())
         return await journal.may_call()
+
+    def is_past(self) -> bool:
+        """See `BaseEpisode.is_past`."""
+        return self.context.journal is not None and self.context.journal.is_past()
+
+    def _check_sandboxes(self) -> None:
+        """Begin anew if a past call asked an adopted sandbox for something that it cannot answer as before."""
+        if self.context.sandboxes is not None and (difference := self.context.sandboxes.calls.difference):
+            raise ReplayDiffersError(difference)
 
     async def _sample(self, context: TokenIds, max_tokens: int) -> SampledTurn | Failure | TruncationReason:
         turn = self.completion.turns

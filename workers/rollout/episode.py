@@ -21,6 +21,7 @@ from workers.rollout.engine_client.sampling import Sampler, SamplingOptions, tur
 from workers.rollout.environment_slot import EnvironmentSlot
 from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.messages import call_id, tool_message
+from workers.rollout.recorded_calls import CallScope, call_scope
 from workers.rollout.resume import EpisodeJournal
 from workers.rollout.sandboxes import LeasedSandboxes
 from workers.rollout.tool_formats.parsing import ParsedTurn, ToolFormat
@@ -129,6 +130,7 @@ class BaseEpisode(ABC):
         if context.slot is None:
             return None
         context.progress.activity = Activity.RESET
+        self.begin_calls("reset")
         with measure_time(self.completion, "reset"):
             reset = (
                 context.slot.reset if context.sandboxes is None else partial(context.slot.reset_with, context.sandboxes)
@@ -147,6 +149,15 @@ class BaseEpisode(ABC):
     def turn(self) -> int:
         """The model's turn, from 0."""
         return self.completion.turns
+
+    def is_past(self) -> bool:
+        """Return whether an earlier attempt at this episode has done what happens now, in the same sandboxes."""
+        return False
+
+    def begin_calls(self, name: str) -> None:
+        """Name the part of the episode in which the environment is called from now on."""
+        if self.context.sandboxes is not None:
+            call_scope.set(CallScope(name, self.is_past()))
 
     def versions(self) -> set[int]:
         """Return the policy versions that sampled so far."""
@@ -169,6 +180,7 @@ class BaseEpisode(ABC):
         slot, completion, progress = self.context.slot, self.completion, self.context.progress
         if slot is None or completion.failure is not None:
             return
+        self.begin_calls("reward")
         reward_time = measure_time(completion, "reward") if slot.has_reward else None
         progress.activity = Activity.REWARD if slot.has_reward else Activity.SNAPSHOT
 

@@ -106,6 +106,11 @@ class GroupRunner:
         await add_reward_parts(group, self.rewards, self.factories, self.limits.call_timeout_s, progress)
         return group
 
+    @property
+    def _survives(self) -> bool:
+        """Sandboxes survive this worker."""
+        return self.sandboxes is not None and self.sandboxes.provider.survives_worker
+
     def _open_sandboxes(self, owner: SandboxOwner | None, index: int) -> AbstractContextManager[LeasedSandboxes]:
         if self.sandboxes is None:
             raise DataError("an environment opens sandboxes, but none can be made here")
@@ -137,7 +142,7 @@ class GroupRunner:
         is_greedy = index == prompt.group_size
         chat, tool_format = self.chats[prompt.environment]
         async with self.pool.slot(prompt.environment) as slot:
-            own = None if journal is None else EpisodeJournal(journal, index, slot)
+            own = None if journal is None else EpisodeJournal(journal, index, slot, survives=self._survives)
             context = EpisodeContext(
                 prompt=prompt,
                 index=index,
@@ -171,7 +176,11 @@ class GroupRunner:
     async def _run_with_sandboxes(self, context: EpisodeContext, owner: SandboxOwner | None) -> Completion:
         if context.slot is None or not context.slot.uses_sandboxes:
             return await self._run_in_slot(context)
+        journal = context.journal
         with self._open_sandboxes(owner, context.index) as sandboxes:
+            adopts = journal is not None and journal.method is RestoreMethod.ADOPT
+            if journal is not None and adopts and not await sandboxes.adopt_all(journal.sandboxes):
+                journal.give_up_sandboxes()
             return await self._run_in_slot(msgspec.structs.replace(context, sandboxes=sandboxes))
 
     async def _run_in_slot(self, context: EpisodeContext) -> Completion:

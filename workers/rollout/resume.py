@@ -7,15 +7,18 @@ ways that applies:
 way        when                                                              what is lost
 ========== ================================================================= ======================================
 ``never``  the environment has `effects = "external"`, and a call was made   the completion, which is invalid
+``adopt``  its sandboxes are alive, in a place that survives workers         the sample in progress
 ``replay`` the environment has `replayable = True`, or runs its own loop     the sample in progress
 ``anew``   otherwise, or if a replay differs                                 the completion's turns
 ========== ================================================================= ======================================
 
-A replay resets the environment with the same seed and makes the same calls. What the model reads is compared with what
-it read before. An own loop is started again, and the turns that it asks for are those that it had.
+An adopted sandbox knows the commands that it has run (`recorded_calls`): calls are made again, and get their results. A
+replay resets the environment with the same seed and makes the same calls. In both cases, what the model reads is
+compared with what it read before. An own loop is started again, and the turns that it asks for are those that it had.
 """
 
 import hashlib
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -38,6 +41,7 @@ _encode = msgspec.msgpack.Encoder().encode
 class RestoreMethod(StrEnum):
     """How an unfinished completion of an earlier attempt goes on."""
 
+    ADOPT = "adopt"
     REPLAY = "replay"
     ANEW = "anew"
     NEVER = "never"
@@ -54,11 +58,17 @@ class EpisodeJournal:
         journal: of the group.
         index: of the completion.
         slot: its environment; None if it has none.
+        survives: its sandboxes survive this worker.
     """
 
-    def __init__(self, journal: TurnJournal, index: int, slot: EnvironmentSlot | None) -> None:
+    def __init__(
+        self, journal: TurnJournal, index: int, slot: EnvironmentSlot | None, *, survives: bool = False
+    ) -> None:
         self._journal, self._index = journal, index
-        self._keeps_tokens = slot is None or slot.factory.is_replayable or slot.runs_own_loop
+        self._runs_own_loop = slot is not None and slot.runs_own_loop
+        self._can_adopt = survives and slot is not None and slot.uses_sandboxes and not self._runs_own_loop
+        self._is_replayable = slot is None or slot.factory.is_replayable or self._runs_own_loop
+        self._keeps_tokens = self._is_replayable or self._can_adopt
         self._has_effects = slot is not None and slot.factory.has_effects
         self._name = slot.name if slot is not None else ""
         saved = journal.turns_of(index)
@@ -70,26 +80,43 @@ class EpisodeJournal:
         """The next turn of a conversation, from 0."""
         self._read = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         self._is_counted = False
-        self.method = self._choose(runs_own_loop=slot is not None and slot.runs_own_loop)
+        self.sandboxes: tuple[str, ...] = ()
+        """Names of those to adopt."""
+        self.method = self._choose()
         """None: there is nothing to restore."""
         if self.method is RestoreMethod.ANEW:
             self.begin_anew("no turn can be read" if self._keeps_tokens else "the environment is not replayable")
 
-    def _choose(self, *, runs_own_loop: bool) -> RestoreMethod | None:
+    def _choose(self) -> RestoreMethod | None:
         if not self._names:
             return None
         # Of a turn that cannot be read it is unknown whether a call was made.
-        may_have_called = runs_own_loop or len(self._saved) < len(self._names)
+        may_have_called = self._runs_own_loop or len(self._saved) < len(self._names)
         if self._has_effects and (may_have_called or any(turn.calls for turn in self._saved.values())):
             return RestoreMethod.NEVER
-        if runs_own_loop or not self._keeps_tokens:
-            return RestoreMethod.REPLAY if runs_own_loop else RestoreMethod.ANEW
+        if self._runs_own_loop or not self._keeps_tokens:
+            return RestoreMethod.REPLAY if self._runs_own_loop else RestoreMethod.ANEW
         while self._turn_name() in self._saved:
             self.turn += 1
         in_order = {f"{self._index}/{turn}" for turn in range(self.turn)}
         self.turn, self._unused = 0, [name for name in self._names if name not in in_order]
         self._saved = {name: turn for name, turn in self._saved.items() if name in in_order}
-        return RestoreMethod.REPLAY if in_order else RestoreMethod.ANEW
+        if in_order:
+            self.sandboxes = self._saved[f"{self._index}/{len(in_order) - 1}"].sandboxes
+        if self._can_adopt and self.sandboxes:
+            return RestoreMethod.ADOPT
+        return RestoreMethod.REPLAY if in_order and self._is_replayable else RestoreMethod.ANEW
+
+    def give_up_sandboxes(self) -> None:
+        """Restore without the sandboxes of the former worker, which are gone: replay, or begin anew."""
+        if self._is_replayable:
+            self.method = RestoreMethod.REPLAY
+        else:
+            self.begin_anew("its sandbox is gone, and the environment is not replayable")
+
+    def is_past(self) -> bool:
+        """Return whether a former worker came to the end of what happens now, in the sandboxes that were adopted."""
+        return self.method is RestoreMethod.ADOPT and self._turn_name() in self._saved
 
     def failed(self, completion: Completion) -> Completion:
         """Return the completion as invalid, because a call with effects outside was made, and is never made twice."""
@@ -104,6 +131,7 @@ class EpisodeJournal:
     def begin_anew(self, why: str) -> None:
         """Forget the turns, because they cannot be restored."""
         self._give_up(RestoreMethod.ANEW, why)
+        self.method = RestoreMethod.ANEW
         self.turn = 0
         self._read = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
@@ -131,7 +159,7 @@ class EpisodeJournal:
         self.turn += 1
         self._journal.count_turn()
         if self._turn_name() not in self._saved:
-            self._count_replay()
+            self._count_restored()
         return recorded.sampled()
 
     def check_end(self) -> None:
@@ -143,12 +171,18 @@ class EpisodeJournal:
         if self._turn_name() in self._saved:
             raise ReplayDiffersError(f"the episode ended before turn {self.turn}, which was sampled already")
 
-    def save_turn(self, turn: SampledTurn, calls: int) -> None:
-        """Save a turn of a conversation before its tools run; `wait_saved` waits for it."""
+    def save_turn(self, turn: SampledTurn, calls: int, sandboxes: Sequence[str] = ()) -> None:
+        """Save a turn of a conversation before its tools run; `wait_saved` waits for it.
+
+        Args:
+            turn: that was sampled.
+            calls: of the environment that follow.
+            sandboxes: names of those that are open, of purpose `agent`.
+        """
         name = self._turn_name()
         self.turn += 1
-        record = RecordedTurn.of(turn, self._read.digest(), calls) if self._keeps_tokens else RecordedTurn(calls)
-        self._put(name, record)
+        keeps = self._keeps_tokens
+        self._put(name, RecordedTurn.of(turn, self._read.digest(), calls, sandboxes) if keeps else RecordedTurn(calls))
 
     async def wait_saved(self) -> None:
         """Wait until the turns so far are saved, or given up, so that only the next one is ever sampled again."""
@@ -170,7 +204,7 @@ class EpisodeJournal:
         if recorded is None:
             return None
         self._journal.count_turn()
-        self._count_replay()
+        self._count_restored()
         return recorded.sampled()
 
     async def save_answer(self, digest: bytes, number: int, turn: SampledTurn) -> None:
@@ -186,10 +220,11 @@ class EpisodeJournal:
         self._names.append(name)
         self._batch = self._journal.save_turn(name, record)
 
-    def _count_replay(self) -> None:
+    def _count_restored(self) -> None:
         if not self._is_counted:
             self._is_counted = True
-            self._journal.save_restoration(self._index, RestoreMethod.REPLAY, self._unused)
+            method = self.method or RestoreMethod.REPLAY
+            self._journal.save_restoration(self._index, method, self._unused)
 
     def _turn_name(self) -> str:
         return f"{self._index}/{self.turn}"

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
+import structlog
 from anyio.from_thread import BlockingPortal
 
 from envs.call import Failed, Outcome
@@ -23,7 +24,10 @@ from envs.sandboxes.contract import (
 from stream.errors import LeaseLostError
 from stream.queue.sandboxes import SandboxRecord
 from workers.role import prometheus
+from workers.rollout.recorded_calls import RecordedCalls
 from workers.rollout.sandbox_host import SandboxHost, SandboxOwner
+
+log = structlog.get_logger()
 
 T = TypeVar("T")
 
@@ -69,15 +73,20 @@ class LeasedSandboxes(EpisodeSandboxes):
         index: position of the completion in its group.
 
     Attributes:
+        calls: ids of its commands.
+        agents: names of the open sandboxes of purpose `agent`, in the order in which they were opened.
         failure: why a sandbox of purpose `agent` is lost; None while it is not. The episode cannot go on after it, even
             if its environment catches the exception.
     """
 
     def __init__(self, host: SandboxHost, owner: SandboxOwner | None, index: int) -> None:
         self.provider, self.network = host.provider, host.settings.network
+        self.calls = RecordedCalls()
+        self.agents: list[str] = []
         self.failure: SandboxFailure | None = None
         self._host, self._owner, self._index = host, owner, index
         self._open: dict[str, Sandbox] = {}
+        self._adopted: list[Sandbox] = []
         self._has_permit = self._is_over = False
 
     @asynccontextmanager
@@ -97,6 +106,9 @@ class LeasedSandboxes(EpisodeSandboxes):
 
     async def open(self, spec: SandboxSpec, *, purpose: Literal["agent", "verifier", "control"]) -> Sandbox:
         """See `EpisodeSandboxes.open`."""
+        if purpose == "agent" and self._adopted:
+            return self._adopted.pop(0)
+        self.calls.note(f"opens a sandbox of purpose {purpose}")
         if self._is_over:
             raise SandboxFailure(FailureKind.CREATE, "the episode is over: nothing would remove another sandbox")
         borrower = self if self._has_permit else object()
@@ -112,16 +124,35 @@ class LeasedSandboxes(EpisodeSandboxes):
             self._host.starts.release_on_behalf_of(borrower)
         return self._watch(sandbox, is_agents=purpose == "agent")
 
-    async def adopt(self, name: str, record: SandboxRecord) -> Sandbox:
+    async def adopt_all(self, names: Sequence[str]) -> bool:
+        """Adopt the sandboxes that an earlier attempt had open; `open` returns them in their order.
+
+        Returns:
+            False if one of them is gone; then none is adopted.
+        """
+        place = self._host.place
+        records = {} if place is None else await place.records()
+        for name in names:
+            try:
+                self._adopted.append(await self.adopt(name, records.get(name)))
+            except SandboxFailure as failure:
+                log.info("sandbox.not_adopted", sandbox=name, why=str(failure))
+                for sandbox in self._adopted:
+                    await self.close(sandbox)
+                self._adopted.clear()
+                return False
+        return bool(names)
+
+    async def adopt(self, name: str, record: SandboxRecord | None) -> Sandbox:
         """Go on with a sandbox that an earlier attempt at this episode has left; its former owner is fenced off.
 
         Raises:
             SandboxFailure: it is gone, or cannot be reached.
         """
         place, owner, fence = self._host.place, self._owner, 0
-        if place is not None and owner is not None:
+        if place is not None and owner is not None and record is not None:
             fence = await place.adopt(owner.stage, owner.lease, name)
-        if not fence:
+        if record is None or not fence:
             raise SandboxFailure(FailureKind.LOST, f"sandbox {name} is gone, or about to be removed")
         try:
             with _counted_failures():
@@ -134,7 +165,10 @@ class LeasedSandboxes(EpisodeSandboxes):
 
     async def close(self, sandbox: Sandbox) -> None:
         """See `EpisodeSandboxes.close`."""
+        self.calls.note("closes a sandbox")
         if self._open.pop(sandbox.name, None) is not None:
+            if sandbox.name in self.agents:
+                self.agents.remove(sandbox.name)
             prometheus.sandboxes.labels("open").dec()
             await self._host.remove(sandbox.name)
 
@@ -147,11 +181,13 @@ class LeasedSandboxes(EpisodeSandboxes):
         self._open.clear()
 
     def _watch(self, sandbox: Sandbox, *, is_agents: bool) -> Sandbox:
-        watched = _WatchedSandbox(sandbox, self._host.portal, self._note if is_agents else _ignore)
+        watched = _WatchedSandbox(sandbox, self._host.portal, self._note if is_agents else _ignore, self.calls)
         if self._is_over:  # it ended while this sandbox was being made
             self._host.remove_soon(sandbox.name)
             raise SandboxFailure(FailureKind.LOST, "the episode is over")
         self._open[sandbox.name] = watched
+        if is_agents:
+            self.agents.append(sandbox.name)
         prometheus.sandboxes.labels("open").inc()
         return watched
 
@@ -165,17 +201,20 @@ def _ignore(_: SandboxFailure) -> None:
 
 
 class _WatchedSandbox(Sandbox):
-    """A sandbox whose failures are counted and noted.
+    """A sandbox whose failures are counted and noted, and whose commands have ids.
 
     Args:
         inner: the provider's sandbox; what only that provider has, is passed on.
         portal: to the event loop, for synchronous tools.
         note: gets each failure.
+        calls: of the episode.
     """
 
-    def __init__(self, inner: Sandbox, portal: BlockingPortal, note: Callable[[SandboxFailure], None]) -> None:
+    def __init__(
+        self, inner: Sandbox, portal: BlockingPortal, note: Callable[[SandboxFailure], None], calls: RecordedCalls
+    ) -> None:
         self.name, self.spec = inner.name, inner.spec
-        self._inner, self._portal, self._note = inner, portal, note
+        self._inner, self._portal, self._note, self._calls = inner, portal, note, calls
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # a copy without attributes asks for `_inner`, too
@@ -193,20 +232,25 @@ class _WatchedSandbox(Sandbox):
         user: str = "",
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> ExecResult:
+        id = id or self._calls.new_id(self.name, command, cwd, user)  # noqa: A001
         return await self._noted(
             self._inner.exec(command, id=id, timeout_s=timeout_s, cwd=cwd, env=env, user=user, max_bytes=max_bytes)
         )
 
     async def read(self, path: str, max_bytes: int) -> bytes:
+        self._calls.note("reads a file")
         return await self._noted(self._inner.read(path, max_bytes))
 
     async def write(self, files: Mapping[str, bytes | Path], *, user: str = "") -> None:
-        await self._noted(self._inner.write(files, user=user))
+        if not self._calls.is_past():
+            await self._noted(self._inner.write(files, user=user))
 
     async def changed_files(self) -> list[ChangedFile]:
+        self._calls.note("looks for changed files")
         return await self._noted(self._inner.changed_files())
 
     async def snapshot(self) -> str:
+        self._calls.note("takes a snapshot")
         return await self._noted(self._inner.snapshot())
 
     def run(
@@ -219,8 +263,12 @@ class _WatchedSandbox(Sandbox):
         user: str = "",
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> ExecResult:
+        name = self._calls.new_id(self.name, command, cwd, user)
+
         async def call() -> ExecResult:
-            return await self.exec(command, timeout_s=timeout_s, cwd=cwd, env=env, user=user, max_bytes=max_bytes)
+            return await self.exec(
+                command, id=name, timeout_s=timeout_s, cwd=cwd, env=env, user=user, max_bytes=max_bytes
+            )
 
         return self._portal.call(call)
 

@@ -5,6 +5,7 @@ It is on the server until the group ends. If the worker dies, the next one resto
 
 import uuid
 from array import array
+from collections.abc import Sequence
 from typing import Self
 
 import structlog
@@ -35,12 +36,14 @@ class RecordedTurn(Struct, frozen=True, array_like=True, omit_defaults=True):
     """A limit of the engine cut it off."""
     spans: tuple[Span, ...] = ()
     """Policy versions by index range of the tokens."""
+    sandboxes: tuple[str, ...] = ()
+    """Names of the open sandboxes of purpose `agent`, in the order in which they were opened."""
 
     @classmethod
-    def of(cls, turn: SampledTurn, read: bytes, calls: int) -> Self:
+    def of(cls, turn: SampledTurn, read: bytes, calls: int, sandboxes: Sequence[str] = ()) -> Self:
         """Pack a turn."""
         ids, logprobs = array("i", turn.token_ids).tobytes(), array("f", turn.logprobs).tobytes()
-        return cls(calls, read, ids, logprobs, turn.is_truncated, tuple(turn.spans))
+        return cls(calls, read, ids, logprobs, turn.is_truncated, tuple(turn.spans), tuple(sandboxes))
 
     def sampled(self) -> SampledTurn:
         """Return the turn.
