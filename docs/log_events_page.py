@@ -146,6 +146,7 @@ MEANINGS = {
     "run_status.failed": "The supervisor could not read the run's status once.",
     "sample.failed": "The supervisor could not read a completion to show.",
     "sandbox.disk_measured": "The engine's storage has no quotas: what sandboxes write is measured now and then.",
+    "sandbox.not_adopted": "The sandbox of an episode in mid-course is gone; the episode is replayed, or begins anew.",
     "sandbox.reaped": "A sandbox whose owner had lost it was removed.",
     "sandbox.removal_failed": "A sandbox could not be removed; the reaper of some rollout worker removes it.",
     "sandbox.stray": "A sandbox of this run without a record was removed: the server lost writes, or a suspended "
