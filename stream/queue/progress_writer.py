@@ -81,15 +81,21 @@ class ProgressWriter:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self._open = ProgressBatch()
-        self._has_parts, self._has_turns = anyio.Event(), anyio.Event()
+        self._has_parts, self._urgent = anyio.Event(), anyio.Event()
         self._is_refused = False
 
-    def put(self, lease: Lease, part: ProgressPart) -> ProgressBatch:
-        """Save a part soon; wait for the batch that is returned if it matters when."""
+    def put(self, lease: Lease, part: ProgressPart, *, is_urgent: bool = True) -> ProgressBatch:
+        """Save a part soon; wait for the batch that is returned if it matters when.
+
+        Args:
+            lease: of the group.
+            part: to save.
+            is_urgent: it is not a finished completion whose turns are saved, which may wait for its group.
+        """
         self._open.parts[lease.id].append(part)
         self._has_parts.set()
-        if part.what != "completion":
-            self._has_turns.set()
+        if is_urgent:
+            self._urgent.set()
         return self._open
 
     async def forget(self, lease: Lease) -> None:
@@ -107,9 +113,9 @@ class ProgressWriter:
         while True:
             await self._has_parts.wait()
             with anyio.move_on_after(_COMPLETION_DELAY_S):
-                await self._has_turns.wait()
+                await self._urgent.wait()
                 await anyio.sleep(_TURN_DELAY_S)
-            self._has_parts, self._has_turns = anyio.Event(), anyio.Event()
+            self._has_parts, self._urgent = anyio.Event(), anyio.Event()
             batch, self._open = self._open, ProgressBatch()
             batch.end(is_saved=await self._write(batch))
 

@@ -57,7 +57,7 @@ class SavedGroup:
         self.on_put = lambda: None
         self.stage = SimpleNamespace(load_progress=self._load)
 
-    def put(self, _lease, part):
+    def put(self, _lease, part, *, is_urgent=True):
         if not self.is_short:
             self._save(part)
             self.on_put()

@@ -181,7 +181,10 @@ class GroupRunner:
             adopts = journal is not None and journal.method is RestoreMethod.ADOPT
             if journal is not None and adopts and not await sandboxes.adopt_all(journal.sandboxes):
                 journal.give_up_sandboxes()
-            return await self._run_in_slot(msgspec.structs.replace(context, sandboxes=sandboxes))
+            completion = await self._run_in_slot(msgspec.structs.replace(context, sandboxes=sandboxes))
+            if journal is not None:
+                await journal.finish_now(completion)
+        return completion
 
     async def _run_in_slot(self, context: EpisodeContext) -> Completion:
         if context.slot is None or not context.slot.runs_own_loop:

@@ -79,7 +79,7 @@ class EpisodeJournal:
         self.turn = 0
         """The next turn of a conversation, from 0."""
         self._read = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        self._is_counted = False
+        self._is_counted = self._is_finished = False
         self.sandboxes: tuple[str, ...] = ()
         """Names of those to adopt."""
         self.method = self._choose()
@@ -213,8 +213,14 @@ class EpisodeJournal:
         await self.wait_saved()
 
     def finish(self, completion: Completion) -> None:
-        """Save the finished completion in the place of its turns."""
-        self._journal.save_completion(completion, self._names)
+        """Save the finished completion in the place of its turns, if `finish_now` has not."""
+        if not self._is_finished:
+            self._journal.save_completion(completion, self._names, is_urgent=False)
+
+    async def finish_now(self, completion: Completion) -> None:
+        """Save the finished completion, and wait for it: without its sandboxes its turns could not be restored."""
+        self._is_finished = True
+        await self._journal.save_completion(completion, self._names, is_urgent=True).wait()
 
     def _put(self, name: str, record: RecordedTurn) -> None:
         self._names.append(name)

@@ -98,17 +98,15 @@ class TurnJournal:
         """Count a turn that this attempt has, sampled or restored: more than any before are progress."""
         self._turns += 1
 
-    def save_completion(self, completion: Completion, names: list[str]) -> None:
-        """Save a finished completion in the place of its turns.
+    def save_completion(self, completion: Completion, names: list[str], *, is_urgent: bool) -> ProgressBatch:
+        """Save a finished completion in the place of its turns, at once or with others.
 
         Failed completions are saved too: a failure is a result of the group, and repeating only failures would bias it.
         """
-        self._writer.put(
-            self._lease,
-            ProgressPart(
-                what="completion", field=str(completion.index), record=completion, number=completion.turns, names=names
-            ),
+        part = ProgressPart(
+            what="completion", field=str(completion.index), record=completion, number=completion.turns, names=names
         )
+        return self._writer.put(self._lease, part, is_urgent=is_urgent)
 
     def save_restoration(self, index: int, method: str, unused: list[str]) -> None:
         """Count how a completion was restored, and delete turns that are not used."""
