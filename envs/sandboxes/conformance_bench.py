@@ -101,13 +101,13 @@ def load_provider(reference: str) -> type[SandboxProvider]:
     Raises:
         LookupError: there is no such provider.
     """
+    module, colon, name = reference.partition(":")
+    if colon:
+        return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
     found = entry_points(group="penstock.sandboxes")
     if reference in found.names:
         return found[reference].load()  # type: ignore[no-any-return]
-    module, _, name = reference.partition(":")
-    if not name:
-        raise LookupError(f"there is no provider {reference!r}; those installed are: {', '.join(sorted(found.names))}")
-    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+    raise LookupError(f"there is no provider {reference!r}; those installed are: {', '.join(sorted(found.names))}")
 
 
 def expect(condition: object, demand: str, seen: object = "") -> None:
