@@ -30,7 +30,7 @@ from envs.messages import messages_text
 from envs.programs import inside
 from envs.programs.folder_quota import FolderQuota
 from envs.programs.installed import find_program
-from envs.programs.outside import OutputTail, bind_for_all, pass_on
+from envs.programs.outside import OutputTail, bind_for_all, pass_on, serve_connections
 from envs.programs.profiles import PROFILES, context_values
 from envs.sandboxes.bubblewrap import (
     NOBODY,
@@ -178,7 +178,7 @@ class AgentProgram(AgentEnvironment):
 
         bound = await to_thread.run_sync(bind_for_all, f"{_homes[self]}/endpoint.sock")
         async with anyio.create_task_group() as tasks, await SocketListener.from_socket(bound) as listener:
-            tasks.start_soon(listener.serve, serve)
+            tasks.start_soon(serve_connections, listener, serve)
             base_url = f"http://127.0.0.1:{PORT}{url.path.removesuffix('/v1')}"
             await self._ask(f"{base_url}/v1", base_url, PORT)
             tasks.cancel_scope.cancel()

@@ -4,15 +4,18 @@
 """
 
 import socket
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
 import anyio
-from anyio.abc import ByteStream, Process, SocketStream
+from anyio.abc import ByteStream, Process, SocketListener, SocketStream
 
 _OUTPUT_BYTES: Final = 64 << 10
 """The last part of what a program writes is kept."""
 _BACKLOG: Final = 64
+_MAX_CONNECTIONS: Final = 64
+"""Of one sandbox, at once."""
 _CONNECT: Final = b"CONNECT "
 
 
@@ -36,6 +39,25 @@ def bind_for_all(path: str) -> socket.socket:
     Path(path).chmod(0o666)
     bound.listen(_BACKLOG)
     return bound
+
+
+async def serve_connections(listener: SocketListener, serve: Callable[[SocketStream], Awaitable[None]]) -> None:
+    """Serve the connections of one sandbox until cancelled; more than a number at once wait to be accepted.
+
+    Each takes descriptors of this process, and a program may open as many as it likes.
+    """
+    room = anyio.Semaphore(_MAX_CONNECTIONS)
+
+    async def serve_one(client: SocketStream) -> None:
+        try:
+            await serve(client)
+        finally:
+            room.release()
+
+    async with anyio.create_task_group() as tasks:
+        while True:
+            await room.acquire()
+            tasks.start_soon(serve_one, await listener.accept())
 
 
 async def pass_on(client: SocketStream, host: str, port: int, elsewhere: list[str]) -> None:

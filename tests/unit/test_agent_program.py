@@ -182,6 +182,38 @@ async def test_a_program_may_add_as_much_as_its_quota_to_a_folder_that_is_larger
     assert (ended.exit_code, ended.over_quota) == (0, False)
 
 
+async def test_a_program_cannot_use_up_the_files_of_its_worker(tmp_path):
+    """It connects to the worker's socket itself, past the limit of what runs in its sandbox."""
+    program = """
+import resource, socket, time
+ask("a")
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+kept = []
+for _ in range(600):
+    kept.append(socket.socket(socket.AF_UNIX)); kept[-1].settimeout(0.5)
+    try: kept[-1].connect("/sandbox/endpoint.sock"); kept[-1].send(b"POST /v1/messages")
+    except OSError: break
+print(len(kept), flush=True)
+time.sleep(300)
+"""
+    most = 0
+
+    async def look():
+        nonlocal most
+        while True:
+            most = max(most, psutil.Process().num_fds())
+            await anyio.sleep(0.05)
+
+    factory = await agent(program, tmp_path, limits={"timeout_s": 6})
+    before = psutil.Process().num_fds()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(look)
+        (completion,) = await completions(factory, ["one"])
+        tasks.cancel_scope.cancel()
+    assert int(thaw(completion.snapshot, factory).output.split()[0]) >= 64
+    assert most - before < 3 * 64 + 60
+
+
 async def test_a_program_reaches_nothing_but_the_endpoint_and_sees_nothing_of_the_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_WORKER", "s3cret")
     (tmp_path / "gold.txt").write_text("gold")
