@@ -7,6 +7,7 @@ ended.
 import asyncio
 import json
 import sys
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import aiohttp
@@ -145,7 +146,8 @@ async def main() -> None:
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             async def one(name: str, endpoint: str, messages: Any) -> None:
-                await _run(session, name, endpoint, messages)
+                with suppress(aiohttp.ClientConnectionError):  # its worker was killed: the benchmark has ended
+                    await _run(session, name, endpoint, messages)
                 writer.write(endpoint.encode() + b"\n")
 
             async with asyncio.TaskGroup() as tasks:

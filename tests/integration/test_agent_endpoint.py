@@ -14,6 +14,7 @@ from tests.cases.agent_requests import recorded
 from tests.cases.families import template_of
 from tests.unit.test_episode import Scripted, call, make_chat
 from tests.unit.test_recorder import recorder_of
+from workers.rollout.agent_endpoint import answers as answers_module
 from workers.rollout.agent_endpoint import endpoint as endpoint_module
 from workers.rollout.agent_endpoint.endpoint import serve_endpoint
 
@@ -311,3 +312,33 @@ async def test_only_one_call_is_given_if_the_program_wants_one():
         kept = message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
         await its.openai.chat.completions.create(messages=[USER, kept, result], **asked)
         assert len(its.recorder.record()[0]) == 1
+
+
+async def test_requests_of_an_episode_hold_a_bounded_part_of_the_workers_memory(monkeypatch):
+    monkeypatch.setattr(answers_module, "_MAX_HELD", 3000)
+    began, go_on = anyio.Event(), anyio.Event()
+
+    class Waiting(Scripted):
+        async def sample(self, *args, **kwargs):
+            began.set()
+            await go_on.wait()
+            return await super().sample(*args, **kwargs)
+
+    async with (
+        served(Waiting(["one"] * 9)) as its,
+        aiohttp.ClientSession() as session,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def ask(text):
+            body = {"messages": [{"role": "user", "content": text}]}
+            async with session.post(f"{its.url}/{its.key}/v1/messages", json=body) as answer:
+                return answer.status, await answer.text()
+
+        tasks.start_soon(ask, "a" * 2000)
+        await began.wait()
+        status, why = await ask("b" * 2000)
+        assert (status, "hold more than" in why) == (400, True)
+        go_on.set()
+        assert (await ask("c" * 200))[0] == 200
+    assert its.recorder.end() is None

@@ -35,8 +35,9 @@ async def listen(
     *,
     rules: AccessRules | None = None,
     max_connections: int = MAX_CONNECTIONS,
+    cancels_handlers: bool = True,
 ) -> AsyncIterator[str]:
-    """Serve until the context is left; a client that disconnects cancels its handler.
+    """Serve until the context is left.
 
     Args:
         app: what to serve.
@@ -44,6 +45,7 @@ async def listen(
         port: 0 for a free one.
         rules: which requests are answered; default: those that use a name of `host`, none of other sites' pages.
         max_connections: at most; fewer if the process may open few files (`ConnectionLimit`).
+        cancels_handlers: a client that disconnects cancels its handler.
 
     Yields:
         The URL, with the port really taken.
@@ -51,7 +53,9 @@ async def listen(
     Raises:
         EngineError: the address is taken, or none of this machine's.
     """
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=cancels_handlers, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
+    )
     limit = ConnectionLimit(max_connections)
     app.middlewares.insert(0, _outermost_middleware(rules or AccessRules(host=host), limit))
     await runner.setup()

@@ -13,7 +13,7 @@ One episode of an environment that runs its own loop: it asks the endpoint for e
 
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -29,10 +29,10 @@ from stream.queue.in_flight import Activity
 from stream.records import Completion, Failure, Message, Row
 from stream.validity import RolloutReason, TruncationReason
 from workers.engine_api.http_server import MAX_BODY_BYTES, error_middleware, listen
-from workers.rollout.agent_endpoint.answers import Answer, Answers
+from workers.rollout.agent_endpoint.answers import Answers
 from workers.rollout.agent_endpoint.dialects import CHAT, MESSAGES, RESPONSES
 from workers.rollout.agent_endpoint.dialects.base import MODEL_NAME, Dialect
-from workers.rollout.agent_endpoint.neutral import ModelRequest, RequestRefusedError
+from workers.rollout.agent_endpoint.neutral import ModelReply, ModelRequest, RequestRefusedError
 from workers.rollout.agent_endpoint.recorder import Recorder
 from workers.rollout.agent_endpoint.request_log import DIALECT, ERROR, FIELD_NAMES, ROLES, RequestLog
 from workers.rollout.environment_slot import EnvironmentSlot
@@ -64,25 +64,17 @@ class AgentEndpoint:
     async def episode(self, recorder: Recorder, context_length: int = 0) -> AsyncIterator[str]:
         """Serve one episode while the context is open; yields its base URL. Leaving cancels what is being sampled.
 
-        What is raised within the context is raised as it is, and not in a group.
-
         Args:
             recorder: samples and records the turns.
             context_length: tokens that an engine takes, for `GET /v1/models`; 0 if it is not known.
         """
-        key, failure = secrets.token_urlsafe(32), None
-        async with anyio.create_task_group() as tasks:
-            self._episodes[_digest(key)] = Answers(recorder, tasks, context_length)
-            try:
-                yield f"{self.url}/{key}/v1"
-            except Exception as error:  # noqa: BLE001  (raised below)
-                failure = error
-            finally:
-                del self._episodes[_digest(key)]
-                recorder.close()
-                tasks.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
+        key = secrets.token_urlsafe(32)
+        self._episodes[_digest(key)] = Answers(recorder, context_length)
+        try:
+            yield f"{self.url}/{key}/v1"
+        finally:
+            del self._episodes[_digest(key)]
+            recorder.close()
 
 
 def _digest(key: str) -> bytes:
@@ -134,7 +126,8 @@ class _Routes:
     async def _count_tokens(self, http: web.Request) -> web.Response:
         """Count the tokens of a request to `/v1/messages`, in the form in which the model would see it."""
         try:
-            answers, request = await self._read(http, MESSAGES)
+            answers, body = await self._receive(http)
+            request = self._parse(http, MESSAGES, answers, body)
             return web.json_response({"input_tokens": await answers.recorder.count_tokens(request)})
         except EngineRefusedError as error:
             http[ERROR] = error
@@ -142,31 +135,42 @@ class _Routes:
 
     async def _complete(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         try:
-            answers, request = await self._read(http, dialect)
-            answer = answers.get(request)
-            answer.readers += 1
-            try:
-                send = _stream if request.streams else _send
-                response = await send(http, dialect, request, answer)
-                answer.is_delivered = answer.error is None
-            finally:
-                answer.readers -= 1
+            answers, body = await self._receive(http)
+            with answers.holding(len(body)):
+                request = self._parse(http, dialect, answers, body)
+                answer, is_new = answers.get(request)
+                reply = answer.sample(answers.recorder, request) if is_new else answer.wait()
+                answer.readers.append(http)
+                try:
+                    response = await (_stream if request.streams else _send)(http, dialect, request, reply)
+                    answer.is_delivered = answer.error is None
+                finally:
+                    answer.readers.remove(http)
         except EngineError as error:
             http[ERROR] = error
             return _error(dialect, error)
         return response
 
-    async def _read(self, http: web.Request, dialect: Dialect) -> tuple[Answers, ModelRequest]:
-        """Return the episode and what it asks for.
+    async def _receive(self, http: web.Request) -> tuple[Answers, bytes]:
+        """Return the episode, and the body of its request.
 
         Raises:
-            RequestRefusedError: there is no such episode, or the request is malformed.
+            RequestRefusedError: there is no such episode.
         """
         answers = self._episodes.get(_digest(_key(http)))
         if answers is None:  # 401 would make Claude Code wait for minutes
             raise RequestRefusedError(_OVER)
+        async with answers.reading:
+            return answers, await http.read()
+
+    def _parse(self, http: web.Request, dialect: Dialect, answers: Answers, given: bytes) -> ModelRequest:
+        """Return what a body asks for.
+
+        Raises:
+            RequestRefusedError: it is malformed.
+        """
         try:
-            body = msgspec.json.decode(await http.read(), type=dict[str, Any])
+            body = msgspec.json.decode(given, type=dict[str, Any])
         except ValueError as error:
             raise RequestRefusedError(f"the request is not a JSON object: {error}") from error
         except RecursionError as error:
@@ -182,7 +186,7 @@ class _Routes:
             if (dialect.name, name) not in self._unused:
                 self._unused.add((dialect.name, name))
                 log.warning("endpoint.field_without_effect", dialect=dialect.name, field=name)
-        return answers, request
+        return request
 
 
 def _key(http: web.Request) -> str:
@@ -207,15 +211,19 @@ def _error(dialect: Dialect, error: EngineError) -> web.Response:
     return web.json_response(dialect.error(status, error), status=status, headers=headers)
 
 
-async def _send(http: web.Request, dialect: Dialect, request: ModelRequest, answer: Answer) -> web.StreamResponse:
+async def _send(
+    http: web.Request, dialect: Dialect, request: ModelRequest, reply: Awaitable[ModelReply]
+) -> web.StreamResponse:
     """Send the answer as one object, to its end: then it is delivered."""
-    response = web.json_response(dialect.body(await answer.wait(), request))
+    response = web.json_response(dialect.body(await reply, request))
     await response.prepare(http)
     await response.write_eof()
     return response
 
 
-async def _stream(http: web.Request, dialect: Dialect, request: ModelRequest, answer: Answer) -> web.StreamResponse:
+async def _stream(
+    http: web.Request, dialect: Dialect, request: ModelRequest, reply: Awaitable[ModelReply]
+) -> web.StreamResponse:
     """Send the answer as server-sent events; nothing is sent before it is there, or before some seconds."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     answered = anyio.Event()
@@ -224,15 +232,19 @@ async def _stream(http: web.Request, dialect: Dialect, request: ModelRequest, an
         while not answered.is_set():
             with anyio.move_on_after(_PING_S):
                 await answered.wait()
-            if not answered.is_set():
+            if answered.is_set():
+                return
+            try:
                 if not response.prepared:
                     await response.prepare(http)
                 await response.write(dialect.ping)
+            except ConnectionError:  # the program has left; the turn is sampled to its end
+                return
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(keep_alive)
         try:
-            chunks = list(dialect.events(await answer.wait(), request))
+            chunks = list(dialect.events(await reply, request))
         except EngineError as error:
             http[ERROR] = error
             answered.set()
@@ -260,7 +272,8 @@ async def serve_endpoint(host: str, seen: RequestLog | None = None) -> AsyncIter
         EngineError: this machine does not have that address.
     """
     episodes: dict[bytes, Answers] = {}
-    async with listen(_Routes(episodes).app(seen), host, 0) as url:
+    # A program whose connection broke asks again: its turn is sampled to the end.
+    async with listen(_Routes(episodes).app(seen), host, 0, cancels_handlers=False) as url:
         yield AgentEndpoint(url, episodes)
 
 

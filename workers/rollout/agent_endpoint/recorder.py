@@ -164,6 +164,8 @@ class Recorder:
         if request.tools:
             shown = self._context.tool_format.parse(shown.content, starts_in_reasoning=bool(starts_in_reasoning))
             shown = ParsedTurn(shown.content, shown.calls[:1], shown.errors) if request.one_call else shown
+        if self._closed:  # what is recorded has been read
+            raise EngineRefusedError("the episode is over")
         return self._record(place, sampled, spoken, shown)
 
     def _joined(self, messages: list[Message]) -> list[Message]:
