@@ -4,8 +4,9 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -88,9 +89,11 @@ async def play(
     model: Any = None,
     chat: ChatTokenizer | None = None,
     settings: RolloutSettings = LIMITS,
+    task: str = TASK,
+    fields: Mapping[str, Any] = MappingProxyType({}),
     **args: Any,
 ) -> Played:
-    """Play one episode of the task.
+    """Play one episode of a task.
 
     Args:
         ref: of the environment.
@@ -98,11 +101,14 @@ async def play(
         model: instead of a script's.
         chat: of the model; default: one token is one byte.
         settings: limits of the episode.
+        task: the prompt.
+        fields: other columns of its row.
         args: of the environment.
     """
     args = {"reward": {"command": ["/usr/bin/python3", "-I", "-c", CHECK]}, "limits": {"timeout_s": 80.0}} | args
     factory = await anyio.to_thread.run_sync(EnvironmentFactory.load, ref, args)
-    prompt = Prompt(id="p", messages=[{"role": "user", "content": TASK}], environment="it", group_size=1)
+    messages = [{"role": "user", "content": task}]
+    prompt = Prompt(id="p", messages=messages, fields=dict(fields), environment="it", group_size=1)
     seen, model = RequestLog(), model or ScriptedModel(script)
     began = time.monotonic()
     async with (

@@ -99,7 +99,7 @@ class Answers:
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:
-        """Hold a body of so many bytes: a program must not use up its worker's memory.
+        """Hold a body of this size in bytes: a program must not use up its worker's memory.
 
         Raises:
             RequestRefusedError: requests of this episode hold too much.
