@@ -30,7 +30,7 @@ from envs.messages import messages_text
 from envs.programs import inside
 from envs.programs.folder_quota import FolderQuota
 from envs.programs.installed import find_program
-from envs.programs.outside import OutputTail, bind_for_all, pass_on, serve_connections
+from envs.programs.outside import OutputTail, bind_for_all, pass_on, remove_folder, serve_connections
 from envs.programs.profiles import PROFILES, context_values
 from envs.sandboxes.bubblewrap import (
     NOBODY,
@@ -158,7 +158,7 @@ class AgentProgram(AgentEnvironment):
     async def close(self) -> None:
         """Remove the copy."""
         if home := _homes.pop(self, ""):
-            await to_thread.run_sync(lambda: shutil.rmtree(home, ignore_errors=True))
+            await to_thread.run_sync(remove_folder, home)
 
     async def run_episode(self, endpoint: str, sampling: dict[str, Any]) -> None:
         """Run the program to its end.

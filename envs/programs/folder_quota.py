@@ -1,7 +1,8 @@
 """How much a program may add to its folder. No file system that a user can mount counts that, so it is measured.
 
 Files that were deleted while a process holds them open take room, too, and are counted. A program can write some
-gigabytes in the second between two looks, so a quota does not replace free space on the disk.
+gigabytes in the second between two looks, so a quota does not replace free space on the disk. What is in a folder that
+this user may not list is not seen.
 """
 
 import os

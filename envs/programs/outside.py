@@ -3,8 +3,11 @@
 `inside.py` is the other side of the Unix socket.
 """
 
+import os
+import shutil
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +33,17 @@ class OutputTail:
         if process.stdout is not None:
             async for part in process.stdout:
                 self.data = (self.data + part)[-_OUTPUT_BYTES:]
+
+
+def remove_folder(path: str) -> None:
+    """Remove a folder with all that is in it, also where a program has taken away the rights to do so."""
+    shutil.rmtree(path, ignore_errors=True)
+    for place, folders, _ in os.walk(path):
+        for folder in (Path(place, name) for name in folders):
+            if not folder.is_symlink():
+                with suppress(OSError):
+                    folder.chmod(0o700)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def bind_for_all(path: str) -> socket.socket:

@@ -1,5 +1,7 @@
 """A request that is repeated: the same answer if the first one was lost, another one if not."""
 
+import logging
+
 import aiohttp
 import anyio
 import pytest
@@ -134,3 +136,19 @@ async def test_sub_agents_with_the_same_task_have_an_answer_each():
             async with session.post(its.url + request.path, json=request.body, headers=headers) as answer:
                 await answer.read()
     assert len(sampler.asked) == 2
+
+
+async def test_a_connection_that_is_lost_within_a_request_leaves_no_error_in_the_log():
+    errors, handler = [], logging.Handler(logging.ERROR)
+    handler.emit = errors.append
+    logging.getLogger("aiohttp.server").addHandler(handler)
+    async with served(["one"]) as its:
+        host, port = its.url.removeprefix("http://").split(":")
+        for part in (b"", b'{"messages": '):
+            head = f"POST /{its.key}/v1/messages HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 900\r\n\r\n"
+            async with await anyio.connect_tcp(host, int(port)) as client:
+                await client.send(head.encode() + part)
+                await anyio.sleep(0.1)
+        await anyio.sleep(0.2)
+    logging.getLogger("aiohttp.server").removeHandler(handler)
+    assert [record.getMessage() for record in errors] == []

@@ -1,5 +1,6 @@
 """`agent:command`: a program in a sandbox asks the endpoint for its turns, and whatever it does, the episode ends."""
 
+import os
 import re
 import tempfile
 import time
@@ -10,8 +11,9 @@ import psutil
 import pytest
 
 from envs.factory import EnvironmentFactory
+from envs.programs.outside import remove_folder
 from envs.rewards import merge_parts
-from envs.sandboxes.bubblewrap import sandbox_problem
+from envs.sandboxes.bubblewrap import NOBODY, sandbox_problem
 from envs.snapshot import thaw
 from stream.errors import PenstockError
 from stream.validity import Measured, RolloutReason, TruncationReason, Unmeasured
@@ -180,6 +182,24 @@ async def test_a_program_may_add_as_much_as_its_quota_to_a_folder_that_is_larger
     (completion,) = await completions(factory, ["one"])
     ended = thaw(completion.snapshot, factory)
     assert (ended.exit_code, ended.over_quota) == (0, False)
+
+
+def test_a_folder_is_removed_also_where_its_rights_were_taken_away():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        home = Path(folder, "home")
+        if (child := os.fork()) == 0:  # as a user who is not root
+            try:
+                if os.geteuid() == 0:
+                    os.setuid(NOBODY)
+                (home / "a" / "b").mkdir(parents=True)
+                (home / "a" / "b" / "c").write_text("c")
+                (home / "a" / "b").chmod(0)
+                (home / "a").chmod(0)
+                remove_folder(str(home))
+            finally:
+                os._exit(home.exists())
+        assert os.waitpid(child, 0)[1] == 0
 
 
 async def test_a_program_cannot_use_up_the_files_of_its_worker(tmp_path):

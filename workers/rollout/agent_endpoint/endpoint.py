@@ -132,6 +132,8 @@ class _Routes:
         except EngineRefusedError as error:
             http[ERROR] = error
             return _error(MESSAGES, error)
+        except ConnectionError:
+            return _error(MESSAGES, EngineRefusedError("the connection was lost"))
 
     async def _complete(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         try:
@@ -149,6 +151,8 @@ class _Routes:
         except EngineError as error:
             http[ERROR] = error
             return _error(dialect, error)
+        except ConnectionError:  # it was lost: nobody reads this
+            return _error(dialect, EngineRefusedError("the connection was lost"))
         return response
 
     async def _receive(self, http: web.Request) -> tuple[Answers, bytes]:
