@@ -35,6 +35,8 @@ _PIPE_BYTES = 1 << 16
 _SPARE_PROCESSES = 16
 """More than the policy's limit, so that a command starts in spite of a fork bomb."""
 _LENGTH = struct.Struct("<I")
+MAX_LIFE_CODE = 3
+"""Exit code after `max_life_s`."""
 
 
 class Output:
@@ -114,7 +116,7 @@ class Launcher:
                 with suppress(BlockingIOError):
                     self._on_event.get(descriptor, int)()
             self._has_processes = self._reap()
-            for command in [each for each in self._commands.values() if time.monotonic() >= each.deadline]:
+            for command in [one for one in self._commands.values() if time.monotonic() >= one.deadline]:
                 if not command.timed_out:
                     command.timed_out = True
                     _kill_session(command.pid)
@@ -145,11 +147,10 @@ class Launcher:
         data, ancillary, _, _ = self._control.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
         if not data:
             os._exit(0)
-        descriptors: list[int] = []
-        for _, _, content in ancillary:
-            descriptors += struct.unpack(f"{len(content) // 4}i", content)
-        if not descriptors:
+        if not ancillary:
             return
+        content = ancillary[0][2]
+        descriptors = struct.unpack(f"{len(content) // 4}i", content)
         connection = socket.socket(fileno=descriptors[0])
         connection.setblocking(False)
         received = bytearray()
@@ -172,7 +173,7 @@ class Launcher:
 
         self._watch(connection.fileno(), receive)
 
-    def _act(self, request: dict[str, Any], connection: socket.socket, files: list[int]) -> None:
+    def _act(self, request: dict[str, Any], connection: socket.socket, files: tuple[int, ...]) -> None:
         try:
             if request["do"] == "exec":
                 self._start(request, connection)
@@ -386,12 +387,13 @@ def _set_limits(limits: dict[str, int]) -> None:
 
 
 def main() -> None:
-    """Serve, and end the sandbox."""
+    """Serve, and end the sandbox at the end of its life."""
     order = json.loads(sys.argv[1])
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     _set_limits({**order["limits"], "RLIMIT_NPROC": order["pids"] + _SPARE_PROCESSES})
     os.umask(0o022)
     Launcher(order).serve()
+    os._exit(MAX_LIFE_CODE)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ class ProcessProvider(SandboxProvider):
             try:
                 with anyio.CancelScope(shield=True):  # cancelled half-way, the process would leak
                     process = await self._start(spec, theirs, errors)
-                sandbox = ProcessSandbox(name, spec, ours, self._tasks, self.options.call_timeout_s)
+                sandbox = ProcessSandbox(name, spec, ours, process, self._tasks, self.options.call_timeout_s)
                 async with _ended_on_error(process):
                     await sandbox.begin(self._archive(spec.image), self.options.create_timeout_s)
                     await to_thread.run_sync(self._note, process.pid, name, dict(labels))

@@ -15,7 +15,7 @@ from typing import IO, Any, Final
 import anyio
 import msgspec
 from anyio import to_thread
-from anyio.abc import TaskGroup, UNIXSocketStream
+from anyio.abc import Process, TaskGroup, UNIXSocketStream
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from envs.contract import ToolError
@@ -26,11 +26,15 @@ from envs.sandboxes.contract import (
     ExecResult,
     FailureKind,
     Sandbox,
+    SandboxEndedError,
     SandboxFailure,
     SandboxSpec,
 )
+from envs.sandboxes.launcher import MAX_LIFE_CODE
 
 _MAX_HEAD_BYTES: Final = 64 << 20
+_END_TIMEOUT_S: Final = 5.0
+_KILLED: Final = 137
 _KEPT_RESULTS: Final = 64
 USERS: Final = ("", "nobody", "65534")
 """As whom commands run, by the names that a spec may have for it."""
@@ -53,16 +57,24 @@ class ProcessSandbox(Sandbox):
         name: unique on this machine.
         spec: what it was made of.
         control: socket by which its process 1 gets requests.
+        process: its `bwrap`, which ends when all processes of the sandbox have ended.
         tasks: in which commands with an id run.
         call_timeout_s: of each request, in addition to a command's own deadline.
     """
 
     def __init__(
-        self, name: str, spec: SandboxSpec, control: socket.socket, tasks: TaskGroup, call_timeout_s: float
+        self,
+        name: str,
+        spec: SandboxSpec,
+        control: socket.socket,
+        process: Process,
+        tasks: TaskGroup,
+        call_timeout_s: float,
     ) -> None:
         self.name = name
         self.spec = spec
         self._control = control
+        self._process = process
         self._tasks = tasks
         self._call_timeout_s = call_timeout_s
         self.snapshots: dict[str, IO[bytes]] = {}
@@ -186,7 +198,8 @@ class ProcessSandbox(Sandbox):
         """Send a request to process 1, with a file that it may read or write; returns its answer and its content.
 
         Raises:
-            SandboxFailure: the sandbox has ended, or gives no answer.
+            SandboxFailure: the sandbox is gone, or gives no answer.
+            SandboxEndedError: it has ended by itself.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -194,25 +207,30 @@ class ProcessSandbox(Sandbox):
                 socket.send_fds(self._control, [b"r"], [theirs.fileno(), *([] if file is None else [file])])
         except OSError as error:
             ours.close()
-            raise self._lost() from error
+            raise await self._ending() from error
         stream = await UNIXSocketStream.from_socket(ours)
         with anyio.CancelScope() as scope:
             scope.deadline = anyio.current_time() + (self._call_timeout_s if timeout_s is None else timeout_s)
             try:
                 return await _answer(stream, request)
             except (anyio.EndOfStream, anyio.IncompleteRead, anyio.BrokenResourceError, ValueError) as error:
-                raise self._lost() from error
+                raise await self._ending() from error
             finally:
                 with anyio.CancelScope(shield=True):
                     await stream.aclose()
         raise SandboxFailure(FailureKind.UNREACHABLE, f"sandbox {self.name} on this machine gave no answer in time")
 
-    def _lost(self) -> SandboxFailure:
-        return SandboxFailure(
-            FailureKind.LOST,
-            f"sandbox {self.name} on this machine has ended: it was removed, was killed from outside, or had lived for "
-            f"{self.spec.max_life_s:g} s (`max_life_s`)",
-        )
+    async def _ending(self) -> Exception:
+        """Return why the sandbox answers no more: by itself, the policy's affair, or by a hand from outside."""
+        with anyio.move_on_after(_END_TIMEOUT_S):
+            await self._process.wait()
+        code = self._process.returncode
+        if code is None or code < 0 or code == _KILLED or self._control.fileno() < 0:
+            return SandboxFailure(
+                FailureKind.LOST, f"sandbox {self.name} on this machine is gone: it was removed, or killed from outside"
+            )
+        reason = f"it had lived for {self.spec.max_life_s:g} s" if code == MAX_LIFE_CODE else "its first process failed"
+        return SandboxEndedError(f"The sandbox has ended: {reason}.")
 
 
 async def _answer(stream: UNIXSocketStream, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:

@@ -5,10 +5,12 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import anyio
+import msgspec
 import psutil
 import pytest
 
@@ -17,7 +19,14 @@ from envs.sandboxes import bubblewrap, process
 from envs.sandboxes.conformance import run_case
 from envs.sandboxes.conformance_bench import CaseSkipped
 from envs.sandboxes.conformance_cases import CASES
-from envs.sandboxes.contract import FailureKind, Network, ProviderOptions, SandboxFailure, SandboxSpec
+from envs.sandboxes.contract import (
+    FailureKind,
+    Network,
+    ProviderOptions,
+    SandboxEndedError,
+    SandboxFailure,
+    SandboxSpec,
+)
 from envs.sandboxes.process import ProcessProvider
 from tests.cases.sandboxes import needs_sandbox  # noqa: F401  (a fixture)
 
@@ -282,7 +291,7 @@ async def test_another_worker_sees_a_sandbox_and_can_remove_it(provider, tmp_pat
         assert (listed.name, listed.begun) == ("penstock-seen", 7.0)
         assert await other.remove("penstock-seen") is True
         assert await other.list() == []
-    with pytest.raises(SandboxFailure, match="has ended") as raised:
+    with pytest.raises(SandboxFailure, match="is gone") as raised:
         await sh(made, "true")
     assert raised.value.kind == FailureKind.LOST
     assert await provider.remove("penstock-seen") is False
@@ -300,3 +309,24 @@ async def test_a_folder_of_another_user_is_refused(tmp_path):
 async def test_sandboxes_of_root_run_as_nobody_also_outside(provider, sandbox):
     (first,) = psutil.Process(provider._living[sandbox.name].process.pid).children()
     assert first.uids().real == bubblewrap.NOBODY
+
+
+async def test_a_sandbox_at_the_end_of_its_life_ended_by_itself_and_one_that_was_killed_is_lost(provider, sandbox):
+    short = await provider.create("penstock-short", msgspec.structs.replace(SPEC, max_life_s=1.0), {})
+    with pytest.raises(SandboxEndedError, match="had lived for 1 s"):
+        await sh(short, "sleep 5")
+    with pytest.raises(SandboxEndedError, match="had lived for 1 s"):
+        await short.read("/tmp/file", 10)
+    with pytest.raises(SandboxFailure, match="killed from outside") as raised:
+        await kill_during(provider, sandbox, "sleep 5")
+    assert raised.value.kind == FailureKind.LOST
+
+
+async def kill_during(provider, sandbox, script):
+    entry = await anyio.to_thread.run_sync(provider._registry.find, sandbox.name)
+    timer = threading.Timer(0.5, os.kill, (entry.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        await sh(sandbox, script)
+    finally:
+        await anyio.to_thread.run_sync(timer.join)
