@@ -252,7 +252,7 @@ def user_without_sandbox(interpreter: str) -> int | None:
     """
     if os.geteuid() != 0:
         return None
-    needed = [interpreter, os.path.realpath(interpreter), resource_limits.__file__]
+    needed = [interpreter, os.path.realpath(interpreter)]
     if interpreter == sys.executable:
         needed.append(sysconfig.get_path("stdlib"))
     for path in map(Path, needed):

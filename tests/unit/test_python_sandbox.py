@@ -29,6 +29,8 @@ def machine(request, monkeypatch):
     if request.param == "sandbox":
         request.getfixturevalue("needs_sandbox")
     else:
+        if not readable(INTERPRETER):
+            pytest.skip("no Python that the user nobody can read")
         monkeypatch.setattr(python_runner, "sandbox_problem", lambda: "bwrap: No permissions")
         monkeypatch.setattr(python_runner, "ENGINE_ACCESS", ())
     return request.param
