@@ -5,12 +5,12 @@ Penstock's own does, opens them itself::
 
     async with open_trainer_lease(connection, folder) as (trainer_lease, folder_lock):
         checkpoint = load(folder)                      # no other trainer can write there now
-        async with open_consumer(trainer_lease, folder_lock, ledger_path, checkpoint.resume_point) as consumer:
+        resume = checkpoint.resume_point
+        async with open_consumer(trainer_lease, folder_lock, stage, ledger_path, resume, check) as consumer:
             ...
 
-`record_untrained_ends` records in the ledger what an operator did with dead letters while no trainer runs. A trainer
-does that itself, at each step. Between two starts of a run nobody would, so if the server were lost then, dropped
-prompts would be trained.
+`write_unrecorded_outcomes` records in the ledger what an operator did with dead letters while no trainer runs; a
+trainer does that itself, at each step. If nobody did, and the server were then lost, dropped prompts would be trained.
 """
 
 import os

@@ -25,13 +25,13 @@ from stream.trainer.ledger_records import (
     LedgerRecord,
     Retried,
     apply_record,
-    decode_event,
     describe_first_error,
     digest_of,
     encode_outcome,
     encode_record,
     end_hash,
     find_rebuilt,
+    is_untrained,
     parse_contents,
     record_or_none,
 )
@@ -136,7 +136,7 @@ class Ledger:
             file.truncate(self.checkpointed_bytes + len(kept))
             os.fsync(file.fileno())
         if self._restored[1]:
-            for _, _, cut_part in self._cut_parts_by_token():
+            for _, _, cut_part in self._cut_parts():
                 cut_part.unlink()
 
     def _write_rebuilt(self, content: bytes) -> None:
@@ -165,14 +165,14 @@ class Ledger:
     @property
     def known_prompts(self) -> set[str]:
         """Every prompt with an outcome in the file, before it is cut, or in what was cut off and kept aside."""
-        cut_parts = [cut_part.read_bytes() for _, cut_part in self._cut_parts()]
+        cut_parts = [cut_part.read_bytes() for _, _, cut_part in self._cut_parts()]
         found = (record_or_none(text) for part in (self._tail, *cut_parts) for text in part.splitlines())
         return {record.prompt for record in found if record is not None} | self.outcomes.keys() | self.archived_prompts
 
     @property
     def file_bytes(self) -> int:
         """Length of the file before it is cut, or with what was cut off and kept aside, if that is longer."""
-        ends = [offset + cut_part.stat().st_size for offset, cut_part in self._cut_parts()]
+        ends = [offset + cut_part.stat().st_size for _, offset, cut_part in self._cut_parts()]
         return max(self.length + len(self._tail), *ends, 0)
 
     def is_abandoned(self, length: int, token: int) -> bool:
@@ -182,7 +182,7 @@ class Ledger:
             length: end of the part.
             token: fencing token of the trainer that wrote it.
         """
-        return any(offset < length and token < later for later, offset, _ in self._cut_parts_by_token())
+        return any(offset < length and token < later for later, offset, _ in self._cut_parts())
 
     def append(self, records: Sequence[LedgerRecord]) -> None:
         """Write records; they are durable only after `sync`. While the disk is full, this waits for room.
@@ -289,7 +289,7 @@ class Ledger:
         candidates = [(content, length)]
         candidates += [
             (content[:offset] + cut_part.read_bytes(), offset)
-            for offset, cut_part in self._cut_parts()
+            for _, offset, cut_part in self._cut_parts()
             if offset <= length
         ]
         for candidate, begin in candidates:
@@ -312,11 +312,7 @@ class Ledger:
         if not cut_part.exists():
             write_file_atomically(cut_part, self._tail)
 
-    def _cut_parts(self) -> list[tuple[int, Path]]:
-        """Return the parts that were cut off, each with the offset where it began; the latest first."""
-        return [(offset, cut_part) for _, offset, cut_part in self._cut_parts_by_token()]
-
-    def _cut_parts_by_token(self) -> list[tuple[int, int, Path]]:
+    def _cut_parts(self) -> list[tuple[int, int, Path]]:
         """Return the parts that were cut off: token of the trainer that cut, offset, file; the latest first."""
         found = []
         for cut_part in self.path.parent.glob(f"{self.path.name}.cut-*"):
@@ -334,13 +330,7 @@ class Ledger:
 
 def _untrained_lines(tail: bytes) -> bytes:
     """Return the intact lines of events, and of ends that were decided without the trainer."""
-    kept = []
-    for text in tail.splitlines(keepends=True):
-        record = record_or_none(text) if text.endswith(b"\n") else None
-        is_end = record is not None and record.hash == end_hash(record.prompt, record.outcome)
-        if is_end or (text.endswith(b"\n") and decode_event(text) is not None):
-            kept.append(text)
-    return b"".join(kept)
+    return b"".join(text for text in tail.splitlines(keepends=True) if is_untrained(text))
 
 
 def _without(lines: bytes, copies: bytes) -> bytes:

@@ -33,10 +33,10 @@ from stream.trainer.ledger_records import (
     LedgerRecord,
     Retried,
     Trained,
-    decode_event,
     digest_of,
     encode_record,
     end_hash,
+    is_untrained,
     parse_contents,
     record_or_none,
 )
@@ -142,7 +142,7 @@ class _Parts(Struct):
                     if versions.get(record.step, record.version) != record.version:
                         break  # of a step that was lost with its trainer: an older copy of the ledger
                     trained[record.prompt] = record
-            elif not _is_untrained(text):
+            elif not is_untrained(text):
                 break
             prefix.append(text)
             place += len(text)
@@ -150,7 +150,7 @@ class _Parts(Struct):
         names = {record.prompt for record in in_weights} | trained.keys()
         return cls(
             prefix=prefix,
-            rest=[text for text in content[place:].splitlines(keepends=True) if _is_untrained(text)],
+            rest=[text for text in content[place:].splitlines(keepends=True) if is_untrained(text)],
             trained=[record for record in in_weights if record.prompt not in trained],
             dropped={r.prompt: r for r in archived if isinstance(r.outcome, Dropped) and r.prompt not in names},
             is_damage_seen=place < resume.ledger_bytes,
@@ -161,11 +161,13 @@ class _Parts(Struct):
     def restore(self, resume: ResumePoint) -> RebuiltLedger | None:
         """Return the ledger with the very bytes of the checkpoint; None if the archive does not give them."""
         missing = [*self.trained, *(r for r in self.dropped.values() if r.step <= resume.step + 1)]
+        ended = self._ended_in_prefix()
+        missing = [record for record in missing if record.prompt not in ended]
         missing.sort(key=lambda record: record.step)  # a group is dropped before the step that it came too early for
         for order in (missing, sorted(missing, key=lambda record: (record.step, record.outcome == Trained()))):
             content, count = b"".join(self.prefix), 0
             for record in order:
-                if len(content) < resume.ledger_bytes and record.prompt not in self._ended_in_prefix():
+                if len(content) < resume.ledger_bytes:
                     content, count = content + encode_record(record) + b"\n", count + 1
             if len(content) == resume.ledger_bytes and digest_of(content) == resume.ledger_digest:
                 return RebuiltLedger(content + b"".join(self.rest), count, 0)
@@ -255,13 +257,3 @@ def _server_records(ends: _ServerEnds) -> Iterator[tuple[str, LedgerEntry]]:
     yield from ends.dead.items()
     yield from ((prompt, Dropped(OPERATOR)) for prompt in sorted(ends.dropped))
     yield from ((prompt, Retried()) for prompt in sorted(ends.open))
-
-
-def _is_untrained(text: bytes) -> bool:
-    """Whether a line is an event, or an end that was decided without the trainer; both are intact if they are read."""
-    if not text.endswith(b"\n"):
-        return False
-    record = record_or_none(text)
-    if record is None:
-        return decode_event(text) is not None
-    return record.hash == end_hash(record.prompt, record.outcome)

@@ -195,7 +195,7 @@ def decode_record(text: bytes) -> LedgerRecord:
 
 
 def record_or_none(text: bytes) -> LedgerRecord | None:
-    """Parse one line of the ledger; None if it is not a record."""
+    """Parse one line of the ledger; None if it is not a record: an event, or damaged."""
     try:
         return decode_record(text)
     except ValueError:
@@ -208,6 +208,16 @@ def decode_event(text: bytes) -> LedgerEvent | None:
         return _event_decoder.decode(text)
     except ValueError:
         return None
+
+
+def is_untrained(text: bytes) -> bool:
+    """Whether a line is an event, or an end that was decided without the trainer; both are intact if they are read."""
+    if not text.endswith(b"\n"):
+        return False
+    record = record_or_none(text)
+    if record is None:
+        return decode_event(text) is not None
+    return record.hash == end_hash(record.prompt, record.outcome)
 
 
 def read_events(path: Path) -> list[LedgerEvent]:
@@ -278,14 +288,7 @@ class LedgerTail:
         lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
         self._read += sum(map(len, lines))
         self._last = lines[-1] if lines else self._last
-        return [record for record in map(_decode_or_none, lines) if record is not None], is_cut
-
-
-def _decode_or_none(text: bytes) -> LedgerRecord | None:
-    try:
-        return decode_record(text)
-    except ValueError:  # an event, or damaged
-        return None
+        return [record for record in map(record_or_none, lines) if record is not None], is_cut
 
 
 class LedgerContents(Struct):

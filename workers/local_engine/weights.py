@@ -183,8 +183,6 @@ MODEL_CLASSES: Final = {
     "causal model": AutoModelForCausalLM,
     "sequence classifier": AutoModelForSequenceClassification,
 }
-_MAX_MISSING_LISTED: Final = 3
-"""Largest number of missing weights that an error message lists."""
 
 
 def load_model(folder: Path, kind: str, dtype: torch.dtype, **options: Any) -> Any:
@@ -218,9 +216,8 @@ def load_model(folder: Path, kind: str, dtype: torch.dtype, **options: Any) -> A
             "set model.path to another folder"
         ) from error
     if missing := sorted(loading_info["missing_keys"]):
-        listed = ", ".join(missing[:_MAX_MISSING_LISTED]) + " and more" * (len(missing) > _MAX_MISSING_LISTED)
         raise SettingsError(
-            f"{folder}: not a complete {kind}: its files lack the weights {listed}; "
+            f"{folder}: not a complete {kind}: its files lack the weights {_join(missing)}; "
             "copy it again, or set model.path to another folder"
         )
     return model.eval()

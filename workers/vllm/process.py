@@ -9,7 +9,6 @@ vLLM's output is copied to this process's stderr. If vLLM fails, the original er
 follow from it.
 """
 
-import ipaddress
 import os
 import re
 import signal
@@ -26,6 +25,7 @@ import structlog
 from anyio.abc import Process
 
 from stream.errors import EngineError, SettingsError
+from workers.engine_api.http_access import is_loopback
 from workers.engine_api.http_connections import free_port
 from workers.engine_api.http_server import server_url
 from workers.settings import Settings
@@ -130,7 +130,7 @@ async def serve_vllm(settings: Settings, *, host: str, port: int, ready: Callabl
         partial(build_command, settings, python, host, port, is_cpu_build=installed.is_cpu_build)
     )
     log.info("engine.started", vllm=installed.version, cpu=installed.is_cpu_build, command=" ".join(started))
-    if not _is_loopback(host):
+    if not is_loopback(host):
         log.warning("engine.exposed", host=host, why="everyone who can reach it can change its weights")
     env = build_environment(os.environ, threads=settings.run.threads, is_cpu_build=installed.is_cpu_build)
     async with _start_process(started, env, tail) as (process, watchdog), anyio.create_task_group() as tasks:
@@ -273,10 +273,3 @@ async def _wait_unreachable(url: str) -> None:
                 refused += 1
             except (aiohttp.ClientError, TimeoutError, OSError):
                 refused = 0
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
