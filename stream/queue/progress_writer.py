@@ -7,6 +7,7 @@ memory, or without an answer within a lease time, does not take is given up: the
 sampled again.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal
@@ -80,30 +81,36 @@ class ProgressWriter:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self._open = ProgressBatch()
+        self._soon, self._later = ProgressBatch(), ProgressBatch()
+        self._later_at = math.inf
+        """When `_later` is written, by the event loop's clock."""
         self._has_parts, self._urgent = anyio.Event(), anyio.Event()
         self._is_refused = False
 
     def put(self, lease: Lease, part: ProgressPart, *, is_urgent: bool = True) -> ProgressBatch:
-        """Save a part soon; wait for the batch that is returned if it matters when.
+        """Save a part; wait for the batch that is returned if it matters when.
 
         Args:
             lease: of the group.
             part: to save.
             is_urgent: it is not a finished completion whose turns are saved, which may wait for its group.
         """
-        self._open.parts[lease.id].append(part)
+        batch = self._soon if is_urgent else self._later
+        batch.parts[lease.id].append(part)
         self._has_parts.set()
         if is_urgent:
             self._urgent.set()
-        return self._open
+        elif self._later_at == math.inf:
+            self._later_at = anyio.current_time() + _COMPLETION_DELAY_S
+        return batch
 
     async def forget(self, lease: Lease) -> None:
         """Give up what waits for a group that is whole: its entry ends, and with it all that was saved.
 
         How its completions were restored is written before.
         """
-        batch, parts = self._open, self._open.parts.pop(lease.id, [])
+        self._later.parts.pop(lease.id, None)
+        batch, parts = self._soon, self._soon.parts.pop(lease.id, [])
         if counted := [part for part in parts if part.what == "resumed"]:
             batch.parts[lease.id] = counted
             await batch.wait()
@@ -112,12 +119,19 @@ class ProgressWriter:
         """Write until cancelled; run it in the worker's task group."""
         while True:
             await self._has_parts.wait()
-            with anyio.move_on_after(_COMPLETION_DELAY_S):
+            with anyio.move_on_after(self._later_at - anyio.current_time()):
                 await self._urgent.wait()
                 await anyio.sleep(_TURN_DELAY_S)
-            self._has_parts, self._urgent = anyio.Event(), anyio.Event()
-            batch, self._open = self._open, ProgressBatch()
-            batch.end(is_saved=await self._write(batch))
+            self._urgent = anyio.Event()
+            batches = [self._soon]
+            self._soon = ProgressBatch()
+            if anyio.current_time() >= self._later_at:
+                batches.append(self._later)
+                self._later, self._later_at = ProgressBatch(), math.inf
+            if self._later_at == math.inf:
+                self._has_parts = anyio.Event()
+            for batch in batches:  # in this order: a completion replaces turns that are saved
+                batch.end(is_saved=await self._write(batch))
 
     async def _write(self, batch: ProgressBatch) -> bool:
         is_saved = True
