@@ -23,7 +23,7 @@ from stream.queue.stage import Stage
 
 log = structlog.get_logger()
 
-_TURN_DELAY_S: Final = 0.005
+_TURN_DELAY_S: Final = 0.01
 _COMPLETION_DELAY_S: Final = 0.5
 _MAX_BYTES: Final = 1_000_000
 """Of one script, unless a single part is larger: it takes about a microsecond for each kilobyte."""
