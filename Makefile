@@ -101,7 +101,8 @@ test-compose: setup  ## The images and compose.yaml on a Docker engine; skipped 
 	$(BIN)/pytest -m compose -s tests/compose
 
 test-sandboxes: setup  ## Sandboxes on a Docker engine (tests/sandboxes/engine.sh starts one); skipped without one
-	$(BIN)/pytest -m "sandboxes and not full" -n 4 --dist worksteal -rs --durations 10 tests/sandboxes
+	$(BIN)/pytest -m "sandboxes and not full" -n 4 --dist worksteal -rs --durations 10 --ignore tests/sandboxes/test_engine_restart.py tests/sandboxes
+	$(BIN)/pytest -m "sandboxes and not full" -rs tests/sandboxes/test_engine_restart.py
 
 reference: setup  ## The pages of docs/ that are generated from the code
 	for page in settings records algorithms agents commands http log-events; do \

@@ -12,6 +12,7 @@ all dependencies (`tests/newest.py`) and of the agent programs (`tests/agents/ne
 """
 
 import argparse
+import atexit
 import json
 import os
 import re
@@ -63,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         again += f" --slice {number}/{count}"
         parts = [(["-m", "full", "--slice", f"{number}/{count}"], _REAL_PROCESSES)]
     print(f"to run the same again: {again}", flush=True)
+    if not options.slice:
+        _start_engine()
     began = datetime.now(UTC)
     codes, failed = [], []
     for part, variables in parts:
@@ -77,6 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _keep(record | {"codes": codes, "failed": failed})
     print(f"{len(failed)} failed in {seconds} s; to run the same again: {again}", flush=True)
     return max(codes)
+
+
+def _start_engine() -> None:
+    """Start an engine for the tests of sandboxes, until this process ends; they are skipped if that fails."""
+    script = ROOT / "tests" / "sandboxes" / "engine.sh"
+    if subprocess.run(["sh", script, "start"], check=False).returncode:
+        return
+    atexit.register(subprocess.run, ["sh", script, "stop"], check=False)
+    lines = subprocess.run(["sh", script, "env"], capture_output=True, text=True, check=True).stdout
+    if address := lines.strip().partition("DOCKER_HOST=")[2]:
+        os.environ["DOCKER_HOST"] = address
 
 
 def _in_random_order(seed: int) -> list[str]:
