@@ -199,6 +199,9 @@ class Sandbox(ABC):
         """Keep the files as they are, and return what a `SandboxSpec.image` of the same place can be.
 
         Processes are paused meanwhile. The snapshot has the sandbox's labels; `SandboxProvider.remove` takes its name.
+
+        Raises:
+            SandboxEndedError: the sandbox ended by what ran in it, and its files with it.
         """
 
     def run(
@@ -248,7 +251,7 @@ class ProviderOptions(Struct, frozen=True, kw_only=True):
     address: str = ""
     """For example `unix:///run/docker.sock`; empty: where the provider's own tools look."""
     runtime: str = ""
-    """For `docker`: runc, crun, runsc; empty: the engine's default."""
+    """For `docker`: runc, crun, runsc; for `kubernetes`: a RuntimeClass; empty: the place's default."""
     create_timeout_s: float = 120.0
     call_timeout_s: float = 30.0
     """Of every other request to the place, in addition to a command's own deadline."""

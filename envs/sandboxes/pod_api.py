@@ -130,7 +130,7 @@ class PodApi:
         if status != 200:
             raise self._refusal(status, body, "list networkpolicies")
         policies = msgspec.json.decode(body)["items"]
-        return any(_denies(policy.get("spec", {}), network) for policy in policies)
+        return any(denies_everything(policy.get("spec", {}), network) for policy in policies)
 
     async def create(self, name: str, body: dict[str, Any]) -> Pod:
         """Create a Pod, or return the one that has this name."""
@@ -363,7 +363,8 @@ async def _configure_as_kubectl(configuration: Configuration, context: str) -> s
     return str(loader.current_context["context"].get("namespace", ""))
 
 
-def _denies(policy: dict[str, Any], network: str) -> bool:
+def denies_everything(policy: dict[str, Any], network: str) -> bool:
+    """Return whether the spec of a NetworkPolicy denies everything to the Pods of a `NETWORK_LABEL`."""
     selector = policy.get("podSelector", {})
     labels = selector.get("matchLabels", {})
     selected = not selector.get("matchExpressions") and labels in ({}, {NETWORK_LABEL: network})

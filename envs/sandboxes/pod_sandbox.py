@@ -33,6 +33,7 @@ from envs.sandboxes.pod_snapshots import (
     as_arguments,
     find_changes,
     pack,
+    repack,
 )
 from envs.sandboxes.runner import STATE_FOLDER, FencedError, fence_command, parse_reply, run_command
 from stream.waiting import Backoff
@@ -103,6 +104,7 @@ class PodSandbox(Sandbox):
         self._baselines, self._snapshots = kept
         self._begun = ""
         """The time of the Pod's start by its node's clock, as `stat` prints the time of a file's last change."""
+        self._last_changes: list[ChangedFile] = []
 
     async def begin(self) -> None:
         """Wait for the runner, and refuse calls of smaller fences; list a new image's paths.
@@ -132,11 +134,10 @@ stat -c %z {STATE_FOLDER}/runner || exit 6
     async def fill(self, snapshot: Snapshot) -> None:
         """Put a snapshot's files into this Pod, once. What `tar` cannot restore, such as a device, is left out."""
         once = f"{_PATH}[ ! -e {STATE_FOLDER}/filled ] || exit 0\n"
-        for part in as_arguments(snapshot.deleted):
+        for part in as_arguments(one.path for one in snapshot.changes if one.kind == "deleted"):
             await self._checked(f'{once}eval "set -- $(head -c {len(part)})"; rm -rf -- "$@" || :', part)
-        for archive in snapshot.archives:
-            size = (await anyio.Path(archive).stat()).st_size
-            await self._checked(f"{once}head -c {size} | tar -xpf - -C / || :", archive)
+        size = (await anyio.Path(snapshot.archive).stat()).st_size
+        await self._checked(f"{once}head -c {size} | tar -xpf - -C / || :", snapshot.archive)
         await self._checked(f"mkdir -p {STATE_FOLDER}/filled")
 
     async def exec(
@@ -206,44 +207,53 @@ head -c {max_bytes + 1} <"$p\""""
                 await to_thread.run_sync(shutil.rmtree, folder, True)
 
     async def changed_files(self) -> list[ChangedFile]:
-        """Return where the files differ from the image's, by the Pod's own tools.
+        """Return where the files differ from the image's, or differed in the last snapshot.
 
-        A path is `modified` if the image had it, which is known if a Pod of this worker listed the image's paths;
-        else every one is.
+        The snapshot's are known by what is in its archive. Later ones are listed by the Pod's own tools, which the
+        policy may have replaced. A path is `modified` if the image had it, which is known if a Pod of this worker
+        listed the image's paths before anything ran in it; else every one is.
         """
-        return (await self._changes()).files
+        now = await to_thread.run_sync(self._files, await self._changes())
+        found = {one.path: one for one in (*now, *self._last_changes)}
+        return [found[path] for path in sorted(found)]
 
     async def snapshot(self) -> str:
         """Take the changed files into an archive of this worker. The Pod's processes are stopped meanwhile."""
         folder = await to_thread.run_sync(self._snapshots.folder)
         left = self.spec.disk_mb << 20
-        archives: list[Path] = []
+        parts: list[Path] = []
         await self._checked("kill -STOP -1 2>/dev/null; kill -CONT $$")
         try:
             changes = await self._changes()
-            for part in as_arguments(changes.carried):
-                archive = folder / f"{len(archives)}.tar"
+            for part in as_arguments(sorted(changes.newer)):
+                parts.append(folder / f"{len(parts)}.tar")
                 script = f'{_PATH}eval "set -- $(head -c {len(part)})"; tar -cf - --no-recursion -- "$@"'
-                left -= await self._download(script, part, archive, left)
-                archives.append(archive)
+                left -= await self._download(script, part, parts[-1], left)
         finally:
             with anyio.CancelScope(shield=True):
                 await self._checked("kill -CONT -1 2>/dev/null; :")
-        deleted = tuple(one.path for one in changes.files if one.kind == "deleted")
-        return self._snapshots.add(Snapshot(self.name, self._image, tuple(archives), deleted))
+        archive = folder / "all.tar"
+        held = await to_thread.run_sync(repack, parts, archive)
+        self._last_changes = await to_thread.run_sync(self._files, Changes(held, changes.deleted))
+        for one in parts:
+            await anyio.Path(one).unlink()
+        return self._snapshots.add(Snapshot(self.name, self._image, archive, tuple(self._last_changes)))
 
     async def _changes(self) -> Changes:
-        """List the files that changed since the Pod's start."""
+        """List the files that changed since the Pod's start, by the Pod's own tools."""
         script = f"""{_PATH}now=$(date +%s)
 since=$(( (now - $(date -d {shlex.quote(self._begun[:19])} +%s)) / 60 + 2 ))
 find / -xdev {_PRUNED} -o -cmin -$since -exec stat -c '%z|%F|%n' {{}} +
 echo
 {_LIST if self._image in self._baselines else ":"}"""
         _, output, _ = await self._shell(script, self._options.create_timeout_s, max_bytes=_MAX_LIST_BYTES)
-        return await to_thread.run_sync(self._judge, output)
+        return await to_thread.run_sync(self._read_changes, output)
 
-    def _judge(self, listing: bytes) -> Changes:
+    def _read_changes(self, listing: bytes) -> Changes:
         return find_changes(listing, self._begun, self._baselines.paths(self._image))
+
+    def _files(self, changes: Changes) -> list[ChangedFile]:
+        return changes.files(self._baselines.paths(self._image))
 
     @property
     def _fence_check(self) -> str:

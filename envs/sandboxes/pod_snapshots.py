@@ -1,13 +1,16 @@
 """What of a Pod's files differs from its image, and archives of it, as plain functions and records of this worker."""
 
 import io
+import posixpath
 import shlex
 import tarfile
 import tempfile
+import time
 import uuid
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -26,8 +29,9 @@ class Snapshot(Struct, frozen=True):
     owner: str
     """Name of the sandbox."""
     image: str
-    archives: tuple[Path, ...]
-    deleted: tuple[str, ...]
+    archive: Path
+    changes: tuple[ChangedFile, ...]
+    """What the archive holds, and what is gone."""
 
 
 class Snapshots:
@@ -63,8 +67,7 @@ class Snapshots:
     def drop(self, owner: str) -> None:
         """Remove the snapshots of a sandbox. Blocks."""
         for key in [key for key, one in self._by_id.items() if one.owner == owner]:
-            for archive in self._by_id.pop(key).archives:
-                archive.unlink(missing_ok=True)
+            self._by_id.pop(key).archive.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove all. Blocks."""
@@ -94,11 +97,24 @@ class Baselines:
 
 
 class Changes(Struct, frozen=True):
-    """Where a Pod differs from its image."""
+    """Where a Pod says that it differs from its image."""
 
-    files: list[ChangedFile]
-    carried: list[str]
-    """Paths that an archive has to hold: those of folders, too, for their owners and permissions."""
+    newer: dict[str, bool]
+    """Path -> whether it is a folder, of all that changed."""
+    deleted: list[str]
+
+    def files(self, image: set[str] | None) -> list[ChangedFile]:
+        """Return the changes, sorted; of an image's own folders none.
+
+        Args:
+            image: the paths that its image has; None: that is not known, so each is taken to be in it.
+        """
+        found = [
+            ChangedFile(path, "modified" if image is None or path in image else "added")
+            for path, is_folder in self.newer.items()
+            if not is_folder or (image is not None and path not in image)
+        ]
+        return sorted([*found, *(ChangedFile(path, "deleted") for path in self.deleted)], key=lambda one: one.path)
 
 
 def find_changes(listing: bytes, begun: str, image: set[str] | None) -> Changes:
@@ -107,20 +123,36 @@ def find_changes(listing: bytes, begun: str, image: set[str] | None) -> Changes:
     Args:
         listing: a line `TIME|KIND|PATH` for each path that may have changed, an empty line, and every path there is.
         begun: the time of the Pod's start, as in the lines.
-        image: the paths that its image has; None: that is not known, so each is taken to be in it.
+        image: the paths that its image has; None: that is not known.
     """
     changed, _, present = listing.partition(b"\n\n")
     fields = (line.split("|", 2) for line in lines(changed))
-    newer = {one[2]: one[1] for one in fields if len(one) == 3 and one[0] > begun and one[2] != "/"}
-    files = [
-        ChangedFile(path, "modified" if image is None or path in image else "added")
-        for path, kind in newer.items()
-        if kind != "directory" or (image is not None and path not in image)
-    ]
-    if image is not None:
-        gone = image - set(lines(present))
-        files += [ChangedFile(path, "deleted") for path in gone if str(Path(path).parent) not in gone]
-    return Changes(sorted(files, key=lambda one: one.path), sorted(newer))
+    newer = {one[2]: one[1] == "directory" for one in fields if len(one) == 3 and one[0] > begun and one[2] != "/"}
+    gone = image - set(lines(present)) if image is not None else set()
+    return Changes(newer, [path for path in gone if str(Path(path).parent) not in gone])
+
+
+def repack(parts: Iterable[Path], archive: Path) -> dict[str, bool]:
+    """Write one archive of what a Pod's own `tar` sent, and return what is in it: path -> whether it is a folder.
+
+    The archive is written anew, so it holds what was read here and nothing else: `tar` may be the policy's. Nothing
+    goes through a link, which would write elsewhere than its name says. Blocks.
+    """
+    held: dict[str, bool] = {}
+    links: set[str] = set()
+    with tarfile.open(archive, "w", format=tarfile.GNU_FORMAT) as target:
+        for part in parts:
+            with suppress(tarfile.TarError, EOFError), tarfile.open(part) as source:
+                for member in source:
+                    path = posixpath.normpath(f"/{member.name}")
+                    if links.intersection(map(str, Path(path).parents)) or ".." in member.name.split("/"):
+                        continue
+                    if member.issym():
+                        links.add(path)
+                    member.pax_headers = {}
+                    target.addfile(member, source.extractfile(member) if member.isreg() else None)
+                    held[path] = member.isdir()
+    return held
 
 
 def pack(archive: Path, files: Mapping[str, bytes | Path]) -> int:
@@ -131,7 +163,7 @@ def pack(archive: Path, files: Mapping[str, bytes | Path]) -> int:
                 tar.add(content, arcname=path.lstrip("/"))
                 continue
             entry = tarfile.TarInfo(path.lstrip("/"))
-            entry.size, entry.mode = len(content), 0o644
+            entry.size, entry.mode, entry.mtime = len(content), 0o644, int(time.time())
             tar.addfile(entry, io.BytesIO(content))
     return archive.stat().st_size
 
