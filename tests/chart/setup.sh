@@ -12,6 +12,11 @@ schemas=kubernetes-validate==1.37.0
 folder=${1:-$(cd "$(dirname "$0")/../.." && pwd)/.cache/chart}
 marker=$folder/ready-$helm-$schemas
 [ ! -e "$marker" ] || exit 0
+# Test processes want it at the same time: one fetches, the others wait.
+mkdir -p "$(dirname "$folder")"
+exec 9>"$folder.lock"
+flock 9
+[ ! -e "$marker" ] || exit 0
 rm -rf "$folder"
 mkdir -p "$folder/python"
 python=${PYTHON:-python3}

@@ -15,8 +15,10 @@ import redis as redis_client
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from envs.sandboxes.pod_api import denies_everything
 from stream.connection.run_connection import connect
 from tests.cases.aclfile import aclfile, url_of
+from tests.cases.kubernetes_api import ROLE
 from tests.cases.ports import free_port
 from tests.chart.rendered import CHART, EXAMPLES, KUBERNETES, ROOT, leaves
 from workers.settings.toml_file import load_settings
@@ -26,6 +28,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(200)]
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 RANKS = '[run]\nname = "other"\nfolder = "/runs/other"\n[model]\npath = "/m"\n[train]\nranks = 8\n'
+IN_PODS = RANKS + '[sandboxes]\nprovider = "kubernetes"\n'
 OTHER = {
     "run.settings": RANKS,
     "image.pullPolicy": "Always",
@@ -91,7 +94,7 @@ def test_manifests_are_valid_and_secure(chart, example):
         pods = [pod for manifest in manifests for pod in pods_of(manifest)]
         assert len(pods) >= 5
         for pod in pods:
-            check_security(pod)
+            check_security(pod, has_token="sandboxes" in example.name)
         roles = {pod["containers"][0]["name"] for pod in pods}
         assert roles | {"engine"} == {"feed", "rollout", "score", "dashboard", "train", "engine"}
         assert running_replicas(manifests) == (1 if suspend else pytest.approx(len(pods), abs=9))
@@ -117,9 +120,11 @@ def running_replicas(manifests):
     return count
 
 
-def check_security(pod):
+def check_security(pod, has_token):
     assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["automountServiceAccountToken"] is False
+    speaks = has_token and pod["containers"][0]["name"] == "rollout"
+    assert pod["automountServiceAccountToken"] is speaks
+    assert pod["serviceAccountName"] == ("my-run-rollout" if speaks else "my-run")
     for container in pod["containers"]:
         context = container["securityContext"]
         assert context["readOnlyRootFilesystem"] is True
@@ -177,6 +182,9 @@ def test_every_value_reaches_its_manifest(chart, path, value):
         ({"run": {"settings": '[run]\nfolder = "/runs/x"'}}, "run.name is empty"),
         ({"run": {"settings": '[run]\nname = "x"\nfolder = "runs/x"'}}, 'set it to "/runs/x"'),
         ({"train": {"nodes": 3}}, "does not divide"),
+        ({"run": {"settings": IN_PODS}}, "set the value sandboxes.enabled"),
+        ({"sandboxes": {"namespace": "Not_One"}}, "namespace"),
+        ({"sandboxes": {"enabled": True, "namespace": "default"}, "run": {"settings": IN_PODS}}, "the release's own"),
     ],
     ids=str,
 )
@@ -206,6 +214,42 @@ def test_vllm_has_the_flags_with_which_a_run_starts_it(chart, more, tmp_path):
     (pod,) = (pod for each in manifests if each["kind"] == "StatefulSet" for pod in pods_of(each))
     theirs = [part for word in pod["containers"][0]["command"][3:] for part in word.split("=", 1)]
     assert theirs == [part for word in ours for part in word.split("=", 1)]
+
+
+def allowed_verbs(manifests, namespace):
+    """Return (verb, resource) of what the account of rollout workers may do, all of it in one namespace."""
+    rules = []
+    for each in manifests:
+        assert each["kind"] not in ("ClusterRole", "ClusterRoleBinding")
+        if each["kind"] == "RoleBinding":
+            assert each["subjects"] == [{"kind": "ServiceAccount", "name": "my-run-rollout", "namespace": "rl"}]
+        if each["kind"] in ("Role", "RoleBinding"):
+            assert each["metadata"]["namespace"] == namespace
+            rules += each.get("rules", [])
+    return {(verb, resource) for rule in rules for verb in rule["verbs"] for resource in rule["resources"]}
+
+
+def test_a_rollout_workers_token_allows_what_its_provider_asks_for_and_nothing_else(chart):
+    allowed = allowed_verbs(chart.render(CHART / "ci" / "sandboxes-values.yaml"), "my-run-sandboxes")
+    assert allowed == ROLE | {("create", "pods/exec")}
+    assert not allowed_verbs(chart.render(CHART / "ci" / "vllm-values.yaml"), "")
+
+
+def test_the_policy_of_the_sandboxes_namespace_is_one_that_the_provider_accepts(chart):
+    manifests = chart.render(CHART / "ci" / "sandboxes-values.yaml")
+    policies = [each for each in manifests if each["metadata"].get("namespace") == "my-run-sandboxes"]
+    specs = [each["spec"] for each in policies if each["kind"] == "NetworkPolicy"]
+    assert [denies_everything(spec, "off") for spec in specs] == [True, False]
+    assert not any(denies_everything(spec, "open") for spec in specs)
+
+
+def test_sandboxes_can_be_in_a_namespace_that_is_there(chart):
+    values = {"sandboxes": {"namespace": "theirs"}}
+    manifests = chart.render(CHART / "ci" / "sandboxes-values.yaml", values)
+    assert "Namespace" not in {each["kind"] for each in manifests}
+    assert allowed_verbs(manifests, "theirs")
+    commands = [pod["containers"][0]["command"] for each in manifests for pod in pods_of(each)]
+    assert [command[1] for command in commands if '--set=sandboxes.address="theirs"' in command] == ["rollout"]
 
 
 def test_a_release_with_other_settings_makes_another_job(chart):

@@ -20,3 +20,8 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- define "penstock.claim" -}}
 {{ .Values.storage.existingClaim | default (printf "%s-run" .Release.Name) }}
 {{- end }}
+
+{{/* The namespace of sandboxes. */}}
+{{- define "penstock.sandboxes" -}}
+{{ .Values.sandboxes.namespace | default (printf "%s-sandboxes" .Release.Name) }}
+{{- end }}

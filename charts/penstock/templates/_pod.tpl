@@ -1,7 +1,8 @@
 {{/*
 The pod of a role. Arguments: root (the chart's context), role, values (of the role), image, command, port (a name, or "none"
 for a pod that serves none), portNumber; and optionally: redisKey (of the Secret), runFolder ("rw" or "ro"), restartPolicy, env,
-moreVolumes, moreMounts, lifecycle, readyPath, startupSeconds.
+moreVolumes, moreMounts, lifecycle, readyPath, startupSeconds,
+serviceAccount (whose token the pod has).
 */}}
 {{- define "penstock.pod" -}}
 {{- $root := .root -}}
@@ -18,8 +19,9 @@ metadata:
     {{- end }}
     {{- with $root.Values.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
 spec:
-  serviceAccountName: {{ $root.Release.Name }}
-  automountServiceAccountToken: false # no role speaks to Kubernetes
+  serviceAccountName: {{ .serviceAccount | default $root.Release.Name }}
+  # Only a rollout worker speaks to Kubernetes, and only to make sandboxes: templates/sandboxes.yaml.
+  automountServiceAccountToken: {{ not (empty .serviceAccount) }}
   enableServiceLinks: false
   # SIGTERM starts the drain: nothing more is claimed, leases are finished or given back. No preStop hook is needed.
   # The grace period is queue.shutdown_timeout_s of the settings, and 15 s to exit.

@@ -15,6 +15,12 @@ decides. It reaches the roles as it is written, since the order of its tables ma
 {{- if mod (int $settings.train.ranks) (int .Values.train.nodes) -}}
 {{- fail (printf "run.settings: train.ranks is %v, which train.nodes (%v) does not divide" $settings.train.ranks .Values.train.nodes) -}}
 {{- end -}}
+{{- if and (eq $settings.sandboxes.provider "kubernetes") (not .Values.sandboxes.enabled) -}}
+{{- fail "run.settings: sandboxes.provider is \"kubernetes\", for which rollout workers need an account; set the value sandboxes.enabled to true" -}}
+{{- end -}}
+{{- if and .Values.sandboxes.enabled (eq (include "penstock.sandboxes" .) .Release.Namespace) -}}
+{{- fail (printf "sandboxes.namespace is %q, the release's own: who may make Pods there can read its Secrets; name another one" .Release.Namespace) -}}
+{{- end -}}
 {{- $settings | toJson -}}
 {{- end }}
 
