@@ -122,8 +122,11 @@ class StepVerifier:
             SandboxFailure: the policy's sandbox, or three of the verifier's, were lost.
         """
         begun = time.perf_counter()
-        async with temporary_folder() as folder:
-            verification = await self._verify(step, agent, folder)
+        try:
+            async with temporary_folder() as folder:
+                verification = await self._verify(step, agent, folder)
+        except SandboxEndedError as error:  # and its files with it, where a place keeps none of what has ended
+            verification = Verification(reason=f"no files are left: {error}")
         if verification.rewards is None:
             verification.is_policys = await self._control_rewards(step)
         verification.seconds = time.perf_counter() - begun

@@ -227,6 +227,18 @@ async def test_a_sandbox_that_ended_by_itself_is_verified_all_the_same(provider,
         assert sandboxes.opened[-1][1].spec.joins_network_of == "", "there is no network to join"
 
 
+async def test_a_sandbox_whose_files_ended_with_it_is_the_policys_doing(provider, tmp_path, monkeypatch):
+    async def none_left(self):
+        raise SandboxEndedError("its memory was used up")
+
+    async with episode(provider, write_task(tmp_path / "task", WORK)) as (env, sandboxes):
+        await env.bash("touch done")
+        monkeypatch.setattr(type(sandboxes.open_now[0]), "snapshot", none_left)
+        reward = await env.get_reward()
+    assert (reward.value, env.verifications[0].is_policys) == (0.0, True)
+    assert "memory" in reward.detail
+
+
 SEPARATE = f"""artifacts = [{{ source = "/work/out", exclude = ["*.tmp"] }}]
 [verifier]
 environment_mode = "separate"
