@@ -28,13 +28,20 @@ class Stack:
         self.folder = folder
         self.environment = {**os.environ, "COMPOSE_PROJECT_NAME": PROJECT, "COMPOSE_PROGRESS": "plain"}
 
-    def compose(self, *words: str, timeout_s: float = 300, check: bool = True) -> str:
+    def compose(self, *words: str, timeout_s: float = 300, check: bool = True, stdin: str = "") -> str:
         """Return what `docker compose WORDS` printed."""
-        return self.run("docker", "compose", *words, timeout_s=timeout_s, check=check)
+        return self.run("docker", "compose", *words, timeout_s=timeout_s, check=check, stdin=stdin)
 
-    def run(self, *words: str, timeout_s: float = 300, check: bool = True) -> str:
+    def run(self, *words: str, timeout_s: float = 300, check: bool = True, stdin: str = "") -> str:
         result = subprocess.run(
-            words, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=timeout_s, check=False
+            words,
+            cwd=self.folder,
+            env=self.environment,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
         assert not check or result.returncode == 0, f"{' '.join(words)}:\n{result.stdout}{result.stderr}"
         return result.stdout
@@ -42,6 +49,13 @@ class Stack:
     def penstock(self, *words: str, check: bool = True) -> str:
         """Return what a command prints in a new container beside the run's."""
         return self.compose("run", "--rm", "--no-deps", "-T", "score", "penstock", *words, timeout_s=120, check=check)
+
+    def give_redis_its_folder(self) -> None:
+        """Where Debian's Redis stands in for the official image: its data folder belongs to root."""
+        if (image := self.environment.get(LOCAL_IMAGES[REDIS][0], REDIS)) != REDIS:
+            self.compose("create")
+            volume = f"{self.environment['COMPOSE_PROJECT_NAME']}_redis:/data"
+            self.run("docker", "run", "--rm", "--user=root", "-v", volume, image, "chown", "redis:", "/data")
 
     def queues(self) -> dict:
         return json.loads(self.penstock("queues", "/runs/demo", "--json"))

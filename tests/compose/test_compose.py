@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from tests.compose.conftest import LOCAL_IMAGES, PYTHON, REDIS, has_image
+from tests.compose.conftest import LOCAL_IMAGES, PYTHON, has_image
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
 
@@ -66,12 +66,7 @@ def test_the_light_image_has_no_torch_and_is_small(stack):
 
 
 def test_up_starts_the_demo_with_its_dashboard_and_nobody_is_root(stack):
-    if image_of(stack, REDIS) != REDIS:  # Debian's Redis: its data folder belongs to root
-        stack.compose("create")
-        volume = f"{stack.environment['COMPOSE_PROJECT_NAME']}_redis:/data"
-        stack.run(
-            "docker", "run", "--rm", "--user=root", "-v", volume, image_of(stack, REDIS), "chown", "redis:", "/data"
-        )
+    stack.give_redis_its_folder()
     stack.compose("up", "--wait", timeout_s=600)
     for service in (*LIGHT_ROLES, "train", "engine", "redis"):
         assert stack.compose("exec", "-T", service, "id", "-u").strip() != "0", service

@@ -15,9 +15,10 @@ class SandboxSettings(Section, frozen=True):
     """What makes them: `process` (bubblewrap on the worker's machine), `docker`, `kubernetes`, another name in the
     entry point group `penstock.sandboxes`, or a class as `MODULE:CLASS` or `FILE.py:CLASS`."""
     address: str = ""
-    """Where the provider is reached, for example `unix:///run/docker.sock`; empty: where its own tools look."""
+    """Where the provider is reached: `unix:///run/docker.sock`; for `kubernetes` `NAMESPACE` or `CONTEXT/NAMESPACE`;
+    empty: where its own tools look."""
     runtime: str = ""
-    """For `docker`: `runc`, `crun` or `runsc`; empty: the engine's default."""
+    """For `docker`: `runc`, `crun` or `runsc`; for `kubernetes`: a RuntimeClass; empty: the place's default."""
     create_timeout_s: Seconds = 120.0
     """Deadline for creating and starting one sandbox."""
     call_timeout_s: Seconds = 30.0
