@@ -274,7 +274,7 @@ async def reached(path: Path) -> AsyncIterator[PlaceProvider]:
     """Yield a provider, to look at the place and to set its faults."""
     from envs.sandboxes.contract import ProviderOptions
 
-    async with PlaceProvider(ProviderOptions(address=str(path), create_timeout_s=5, call_timeout_s=5)) as provider:
+    async with PlaceProvider(ProviderOptions(address=str(path), create_timeout_s=30, call_timeout_s=30)) as provider:
         yield provider
 
 

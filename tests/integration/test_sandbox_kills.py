@@ -29,6 +29,7 @@ WORKER = Path(__file__).parents[1] / "cases" / "sandbox_worker.py"
 LEASE_S, GRACE_S, CREATE_S = 2.0, 1.0, 3.0
 FAULTS = {"create_s": 0.15, "remove_s": 0.1, "lose_reply": 0.03, "refuse_removal": 0.1, "refuse_create": 0.01}
 SLOWEST_S = LEASE_S + 60
+WORKERS = 3
 
 
 class Fleet:
@@ -61,7 +62,7 @@ class Fleet:
                 "provider": "tests.cases.sandbox_place:PlaceProvider",
                 "address": str(path),
                 "create_timeout_s": CREATE_S,
-                "call_timeout_s": 2.0,
+                "call_timeout_s": 5.0,
                 "grace_s": GRACE_S,
                 "starts_at_once": 4,
             },
@@ -156,12 +157,11 @@ async def shoot(fleet: Fleet, kills: int, suspensions: int, chance: random.Rando
             pid = chance.choice(fleet.pids)
             if action == "kill":
                 await fleet.kill(pid, is_seen=chance.random() < 0.7)
-                await fleet.start()
             else:
                 os.kill(pid, signal.SIGSTOP)
-                await fleet.start()
-                tasks.start_soon(wake, fleet, pid, LEASE_S * (0.5 + chance.random()) + GRACE_S * chance.random())
                 fleet.pids.remove(pid)
+                tasks.start_soon(wake, fleet, pid, LEASE_S * (0.5 + chance.random()) + GRACE_S * chance.random())
+            await fleet.start(WORKERS - len(fleet.pids))
 
 
 async def wake(fleet: Fleet, pid: int, after_s: float) -> None:
@@ -185,7 +185,7 @@ async def run_with_kills(redis_url: str, run: str, folder: Path, kills: int, sus
     async with fleet_of(redis_url, run, folder) as fleet:
         await fleet.place.ask(do="faults", faults=FAULTS)
         await fleet.feed(20)
-        await fleet.start(3)
+        await fleet.start(WORKERS)
         await anyio.sleep(1.0)
         await shoot(fleet, kills, suspensions, chance)
         await fleet.place.ask(do="faults", faults={})
