@@ -23,5 +23,18 @@ for _, stage in ipairs({'prompts', 'groups', 'scored', 'eval:prompts', 'eval:gro
     end
   end
 end
+-- Its sandboxes are lost from now on; the reaper need not find that out first.
+local places = redis.call('HKEYS', key('sandbox_places'))
+for _, place in ipairs(places) do
+  local records = key('sandboxes:' .. place)
+  local flat = redis.call('HGETALL', records)
+  for i = 1, #flat, 2 do
+    local record = cjson.decode(flat[i + 1])
+    if string.find(record.owner, ARGV[1], 1, true) and not record.lost_ms then
+      record.lost_ms = now
+      redis.call('HSET', records, flat[i], cjson.encode(record))
+    end
+  end
+end
 wake()
 return released

@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 
 from stream.connection.keys import STAGES
 from stream.connection.run_connection import RunConnection
+from stream.operator.sandboxes import SandboxAccount
 from stream.operator.status import read_status
 from stream.queue.entry_scan import DeadEntry, StreamEntry, scan_dead_entries, scan_stage
 from stream.trainer.ledger_records import OPERATOR, Dead, Dropped, LedgerLine, encode_outcome
@@ -165,6 +166,8 @@ class AuditReport(Struct, kw_only=True):
     """Entries and dead letters that belong to no prompt of this run, and dead letters of duplicates."""
     turns: TurnCounts = field(default_factory=TurnCounts)
     """What became of the sampled turns."""
+    sandboxes: SandboxAccount | None = None
+    """None if the server was not read."""
     notes: list[str] = field(default_factory=list)
     """What the audit could not read, and other remarks."""
 

@@ -4,12 +4,14 @@ A worker that is killed leaves the records of its sandboxes behind, and the reap
 name. So nothing leaks that was not created without a record, and `penstock audit` can add up: begun = ended + live.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from stream.connection.run_connection import RunConnection
+from stream.connection.run_identity import read_server_identity
 from stream.errors import LeaseLostError
 from stream.queue.lease import Lease
 from stream.queue.stage import Stage
@@ -70,6 +72,15 @@ class SandboxCounts(Struct, frozen=True, kw_only=True):
     stray: int = 0
     adopted: int = 0
     """How often a worker went on with the sandbox of another."""
+
+    @classmethod
+    def parse(cls, counts: Mapping[str, int | str]) -> "SandboxCounts":
+        """Return the counts that the server has by these names."""
+        return cls(
+            begun=int(counts.get("begun", 0)),
+            adopted=int(counts.get("adopted", 0)),
+            **{how: int(counts.get(f"ended:{how}", 0)) for how in ("stopped", "reaped", "stray")},
+        )
 
     @property
     def ended(self) -> int:
@@ -176,8 +187,9 @@ async def read_sandboxes(connection: RunConnection, place: str) -> dict[str, San
 
 async def read_sandbox_counts(connection: RunConnection) -> SandboxCounts:
     """Return how many sandboxes have begun and ended."""
-    counts = await connection.read_hash("sandbox_counts")
-    return SandboxCounts(
-        **{name: int(counts.get(name, 0)) for name in ("begun", "adopted")},
-        **{how: int(counts.get(f"ended:{how}", 0)) for how in ("stopped", "reaped", "stray")},
-    )
+    return SandboxCounts.parse(await connection.read_hash("sandbox_counts"))
+
+
+async def sandbox_run_id(connection: RunConnection) -> str:
+    """Return the id of the run in the labels of its sandboxes."""
+    return (await read_server_identity(connection)).id or connection.run

@@ -8,6 +8,7 @@ their sandboxes have no record and no reaper: removal is in a `finally`, as in m
 import json
 import os
 import random
+import secrets
 import signal
 import socket
 import sys
@@ -68,7 +69,7 @@ class Boxed:
 async def work(options: dict[str, Any]) -> None:
     """Work until the run has finished."""
     random.seed(os.getpid())
-    consumer = f"rollout-{socket.gethostname()}-{os.getpid()}-x"
+    consumer = f"rollout-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     settings = SandboxSettings(**options["sandboxes"])
     lease_s = float(options["lease_s"])
     async with (

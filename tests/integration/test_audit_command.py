@@ -29,7 +29,7 @@ TRAINED = Trained()
 TERMS = RetryPolicy(data_attempts=1)
 KEYS = {
     "run", "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "foreign_entries",
-    "turns", "notes",
+    "turns", "sandboxes", "notes",
 }  # fmt: skip
 
 

@@ -81,7 +81,8 @@ class Fleet:
         for _ in range(count):
             self._parent.stdin.write("start\n")
             self._parent.stdin.flush()
-            self.pids.append(int(await anyio.to_thread.run_sync(self._parent.stdout.readline)))
+            self.pids.append(pid := int(await anyio.to_thread.run_sync(self._parent.stdout.readline)))
+            self.dead.pop(pid, None)  # a busy machine uses its numbers again within minutes
 
     async def feed(self, count: int) -> None:
         await Pipe(self.connection).feed(*(f"p{self._fed + n}" for n in range(count)))

@@ -33,6 +33,7 @@ penstock.add_section(
     look.show,
     look.queues,
     operate.engines,
+    operate.sandboxes,
     look.groups,
     look.logs,
     look.audit,

@@ -105,6 +105,78 @@ def engines(target: str | None, as_json: bool) -> None:
     list_engines(open_run(target), as_json=as_json)
 
 
+@click.command(short_help="List or remove sandboxes, of a run or of a place.")
+@options.run
+@options.redis
+@options.json
+@click.option("--reap", is_flag=True, help="Remove what no lease owns any more; with --place, what is listed.")
+@click.option("--place", default="", metavar="PROVIDER", help="As `sandboxes.provider`: what the place itself lists.")
+@click.option("--address", default="", help="As `sandboxes.address`, for --place.")
+@click.option("--all-runs", is_flag=True, help="With --place: of all runs, also of those whose server is gone.")
+@click.option(
+    "older_than_s", "--older-than", default=0.0, metavar="SECONDS", help="With --place: begun before this time."
+)
+def sandboxes(
+    target: str | None,
+    redis: str,
+    as_json: bool,
+    reap: bool,
+    place: str,
+    address: str,
+    all_runs: bool,
+    older_than_s: float,
+) -> None:
+    """List a run's sandboxes: prompt, completion, purpose, age, and the lease that owns each.
+
+    RUN is its folder, settings file or name; default: the only running run under runs/. --reap does one round of the
+    reaper, for a run whose workers are gone.
+
+    --place PROVIDER --all-runs asks the place itself and needs no Redis: it finds what a lost machine has left.
+    """
+    log_errors_only("sandboxes")
+    if bool(place) != all_runs:
+        raise click.UsageError("--place and --all-runs go together: a place is asked for the sandboxes of all runs")
+    if place:
+        _sandboxes_of_place(place, address, older_than_s, is_removing=reap, as_json=as_json)
+        return
+    from workers.terminal.sandboxes import show_sandboxes
+
+    run = _open(target, redis)
+    if reap:
+        _reap(run)
+    show_sandboxes(run, as_json=as_json)
+
+
+def _sandboxes_of_place(provider: str, address: str, older_than_s: float, *, is_removing: bool, as_json: bool) -> None:
+    """List the sandboxes of all runs in a place, and remove them if that is asked for."""
+    import anyio
+
+    from workers.runs.sandboxes import PlacedSandbox, list_place, remove_listed
+    from workers.settings import SandboxSettings
+    from workers.terminal.sandboxes import show_place
+
+    async def ask() -> tuple[list[PlacedSandbox], dict[str, str] | None]:
+        settings = SandboxSettings(provider=provider, address=address)
+        listed = await list_place(settings, older_than_s)
+        return listed, await remove_listed(settings, [each.name for each in listed]) if is_removing else None
+
+    show_place(*anyio.run(ask), as_json=as_json)
+
+
+def _reap(run: "Run") -> None:
+    """Remove what no lease of a run owns."""
+    from workers.rollout.sandbox_reaper import reap_once
+    from workers.runs.find import refuse_other_run
+
+    settings, _ = run.files("reaping the sandboxes")
+
+    async def reap(connection: "RunConnection") -> None:
+        await refuse_other_run(run, connection)
+        await reap_once(settings, connection, operator_name())
+
+    run.call(reap)
+
+
 _CONFIRMATIONS = {
     "pause": "is paused: groups in progress are finished, scored and trained; `penstock resume` continues the run",
     "resume": "continues",

@@ -40,6 +40,7 @@ from workers.dashboard.run_pages import (
     runs_page,
     settings_page,
 )
+from workers.dashboard.sandboxes_page import render_sandboxes, sandboxes_page
 from workers.dashboard.templating import describe_exception, error_page, load_templates, log_page_failure
 from workers.dashboard.timeline_page import timeline_page
 from workers.dashboard.workers_page import (
@@ -84,6 +85,7 @@ _PAGES: Final[dict[str, Page]] = {
     f"{_RUN}/evaluations": evaluations_page,
     f"{_RUN}/in-flight": in_flight_page,
     f"{_RUN}/workers": workers_page,
+    f"{_RUN}/sandboxes": sandboxes_page,
     f"{_RUN}/engines": engines_fragment,
     f"{_RUN}/timeline": timeline_page,
     f"{_RUN}/dead": dead_letters_page,
@@ -99,6 +101,7 @@ _PARTS: Final[dict[str, RenderPart]] = {
     "steps": render_steps,
     "in_flight": render_in_flight,
     "workers": render_workers,
+    "sandboxes": render_sandboxes,
 }
 
 

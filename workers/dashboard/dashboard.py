@@ -31,6 +31,7 @@ NAVIGATION: Final = (
     ("/evaluations", "Evaluations"),
     ("/timeline", "Timeline"),
     ("/workers", "Workers and engines"),
+    ("/sandboxes", "Sandboxes"),
     ("/dead", "Dead letters"),
     ("/logs", "Logs"),
     ("/settings", "Settings"),

@@ -21,7 +21,6 @@ from anyio.abc import TaskGroup
 from anyio.from_thread import BlockingPortal
 
 from envs.factory import EnvironmentFactory
-from envs.references import resolve
 from envs.sandboxes.contract import (
     BEGUN_LABEL,
     RUN_LABEL,
@@ -32,18 +31,16 @@ from envs.sandboxes.contract import (
     SandboxSpec,
 )
 from stream.connection.run_connection import RunConnection
-from stream.connection.run_identity import read_server_identity
-from stream.errors import PenstockError, SettingsError
+from stream.errors import PenstockError
 from stream.queue.lease import Lease
-from stream.queue.sandboxes import SandboxPlace, SandboxRecord
+from stream.queue.sandboxes import SandboxPlace, SandboxRecord, sandbox_run_id
 from stream.queue.stage import Stage
 from workers.role import prometheus
+from workers.runs.sandboxes import load_provider
 from workers.settings.sandboxes import SandboxSettings
 
 log = structlog.get_logger()
 
-PROVIDERS: Final = "penstock.sandboxes"
-"""Group of the entry points of providers."""
 NAME_PREFIX: Final = "penstock"
 MAX_REMOVALS: Final = 6
 """Removals at the same time: they take an engine as long as creations."""
@@ -110,7 +107,7 @@ class SandboxHost:
         async with made as provider, BlockingPortal() as portal:
             run_id, place = "check", None
             if connection is not None:
-                run_id = (await read_server_identity(connection)).id or connection.run
+                run_id = await sandbox_run_id(connection)
                 place = SandboxPlace(connection, await provider.place(), settings.provider)
             failure: BaseException | None = None
             async with anyio.create_task_group() as tasks:
@@ -201,21 +198,6 @@ class SandboxHost:
                 await self.place.leave_to_reaper(name)
         except PenstockError as error:
             log.warning("sandbox.removal_failed", sandbox=name, why=str(error))
-
-
-def load_provider(settings: SandboxSettings) -> SandboxProvider:
-    """Return the provider that the settings name, not yet entered. Imports it, which may block.
-
-    Raises:
-        SettingsError: it is no provider, or cannot be imported.
-    """
-    try:
-        found = resolve(settings.provider, PROVIDERS).target
-    except PenstockError as error:
-        raise SettingsError(f"sandboxes.provider = {settings.provider!r}: {error}") from error
-    if not isinstance(found, type) or not issubclass(found, SandboxProvider):
-        raise SettingsError(f"sandboxes.provider = {settings.provider!r} is no class of providers")
-    return found(settings.options)
 
 
 @asynccontextmanager

@@ -21,10 +21,12 @@ import anyio
 import structlog
 
 from envs.sandboxes.contract import SandboxFailure
+from stream.connection.run_connection import RunConnection
 from stream.errors import PenstockError
 from stream.queue.sandboxes import DueSandboxes, SandboxEnd, SandboxPlace, SandboxRecord, read_sandbox_places
 from workers.role import prometheus
 from workers.rollout.sandbox_host import SandboxHost
+from workers.settings import Settings
 
 log = structlog.get_logger()
 
@@ -32,8 +34,6 @@ _INTERVAL_S: Final = 5.0
 """Time between two rounds while there are records; a third of the lease time, if that is shorter."""
 _SWEEP_S: Final = 60.0
 """Time between two listings of the place."""
-_MAX_SPARE_S: Final = 30.0
-"""Time after its deadline in which a creation may still succeed; at most as long as that deadline."""
 _MAX_FINISH_S: Final = 60.0
 """How long the end of a run waits for the last sandboxes, besides a creation's deadline."""
 
@@ -54,8 +54,6 @@ class SandboxReaper:
         self._lease_s = lease_s
         self._interval_s = min(_INTERVAL_S, lease_s / 3)
         self._swept_at = time.monotonic()
-        create_s = self._settings.create_timeout_s
-        self._created_within_s = create_s + min(_MAX_SPARE_S, create_s)
 
     async def run(self) -> None:
         """Look until cancelled."""
@@ -67,7 +65,7 @@ class SandboxReaper:
 
     async def finish(self) -> None:
         """Look until the place of a run that has finished has no record; at most until creations must have ended."""
-        limit_s = self._created_within_s + _MAX_FINISH_S
+        limit_s = self._settings.created_within_s + _MAX_FINISH_S
         with anyio.move_on_after(limit_s) as scope:
             while True:
                 found = await self._try_round()
@@ -108,7 +106,7 @@ class SandboxReaper:
         strays = [
             each.name
             for each in listed
-            if each.name not in records and now_ms / 1000 > each.begun + self._created_within_s
+            if each.name not in records and now_ms / 1000 > each.begun + self._settings.created_within_s
         ]
         removed = 0
         for name in dict.fromkeys(strays):  # a snapshot has the name of its sandbox
@@ -140,7 +138,7 @@ class SandboxReaper:
         try:
             async with self._host.removals:
                 was_there = await self._provider.remove(name)
-            created_by_ms = record.begun_ms + 1000 * self._created_within_s
+            created_by_ms = record.begun_ms + 1000 * self._settings.created_within_s
             if was_there or not self._provider.survives_worker or now_ms >= created_by_ms:
                 await self._end(self._place, name, "reaped")
                 log.info("sandbox.reaped", sandbox=name, owner=record.owner, was_there=was_there)
@@ -165,3 +163,28 @@ class SandboxReaper:
         if is_counted:
             prometheus.sandboxes_ended.labels(how).inc()
         return is_counted
+
+
+async def reap_once(settings: Settings, connection: RunConnection, worker: str) -> int:
+    """Remove now what no lease owns in the place of a run's settings. Returns the number of records left there.
+
+    Args:
+        settings: of the run.
+        connection: to it.
+        worker: name of the caller.
+
+    Raises:
+        PenstockError: the place cannot be reached, or a worker of the run looks after it.
+    """
+    async with SandboxHost.open(settings.sandboxes, connection) as host:
+        if host.place is None:
+            raise AssertionError("a host of a run has records")
+        reaper = SandboxReaper(host, host.place, worker, settings.queue.lease_s)
+        found = await reaper.round()
+        if not found.is_active:
+            raise PenstockError(
+                f"a rollout worker of the run looks after {host.place.place}: it removes what is lost "
+                f"{settings.sandboxes.grace_s:g} s after its lease; nothing was changed"
+            )
+        await reaper.sweep(found.now_ms)
+        return len(await host.place.records())

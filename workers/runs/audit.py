@@ -13,6 +13,7 @@ from stream.operator.audit import AuditInput, AuditReport, RunScan, audit, scan_
 from stream.trainer.ledger_records import read_ledger
 from workers.datasets.mix import DatasetMix, are_known, open_dataset_mix, open_recorded_mix, recorded_lengths
 from workers.datasets.prompts import PromptIndex
+from workers.runs.sandboxes import audit_sandboxes
 from workers.runs.summary import latest_progress
 from workers.settings import Settings
 
@@ -72,8 +73,9 @@ async def audit_until_stable(audit_once: Callable[[], Awaitable[AuditReport]]) -
     return report
 
 
-def _problem_prompts(report: AuditReport) -> tuple[set[str], set[str]]:
-    return {each.prompt for each in report.lost}, {each.prompt for each in report.twice}
+def _problem_prompts(report: AuditReport) -> tuple[set[str], ...]:
+    sandboxes = set(report.sandboxes.findings) if report.sandboxes else set()
+    return {each.prompt for each in report.lost}, {each.prompt for each in report.twice}, sandboxes
 
 
 async def audit_on_server(settings: Settings, folder: Path, connection: RunConnection) -> AuditReport:
@@ -92,7 +94,10 @@ async def audit_on_server(settings: Settings, folder: Path, connection: RunConne
             raise
         except PenstockError as error:  # the server has no data of this run
             return await anyio.to_thread.run_sync(audit_without_server, files, str(error))
-        return await anyio.to_thread.run_sync(_audit_with_server, files, scan)
+        report = await anyio.to_thread.run_sync(_audit_with_server, files, scan)
+        report.sandboxes = await audit_sandboxes(settings.sandboxes, connection)
+        report.clean = report.clean and not report.sandboxes.findings
+        return report
 
     return await audit_until_stable(audit_once)
 

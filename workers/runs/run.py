@@ -18,6 +18,7 @@ from workers.settings.toml_file import load_settings
 if TYPE_CHECKING:  # a command that reads one status does not load a Redis client, nor what reads archives
     from stream.connection.run_connection import RunConnection
     from stream.operator.audit import AuditReport
+    from stream.operator.sandboxes import SandboxScan
     from workers.runs.engines import EngineReport
     from workers.runs.export import ExportReport, Format
     from workers.runs.groups import ArchivedRunGroups, CompletionView, RunGroup
@@ -143,9 +144,8 @@ class Run:
                 from stream.private_server import private_server  # only here: most runs that are looked at run
 
                 folder = self.file("redis").parent
-                fsync = await anyio.to_thread.run_sync(
-                    lambda: self.settings.queue.fsync if self.settings else "everysec"
-                )
+                settings = await anyio.to_thread.run_sync(lambda: self.settings)
+                fsync = settings.queue.fsync if settings else "everysec"
                 await anyio.to_thread.run_sync(stack.enter_context, lock_folder(folder))
                 url = await stack.enter_async_context(private_server(folder / "redis", fsync=fsync))
             reconnect_s = _RECONNECT_S if start_server else _LOOK_S
@@ -187,9 +187,8 @@ class Run:
         try:
             return self.call(partial(read_status, with_in_flight=True))
         except ServerError as error:
-            if problems := disk_problems(self.folder, None):
-                raise ServerError("; ".join([*map(str, problems), str(error)])) from error
-            raise
+            problems = disk_problems(self.folder, None)
+            raise ServerError("; ".join([*map(str, problems), str(error)])) from error
 
     def status(self) -> "QueueReport":
         """Return where the run's prompts are, and what limits it."""
@@ -322,6 +321,12 @@ class Run:
         except ServerError as error:
             return audit_without_server(RunFiles.open(settings, folder), str(error))
 
+    def sandboxes(self) -> "SandboxScan":
+        """Return the run's sandboxes that are not known to be gone, and how many began and ended, by its server."""
+        from stream.operator.sandboxes import scan_sandboxes
+
+        return self.call(scan_sandboxes)
+
     def engines(self) -> "list[EngineReport]":
         """Return the engines of the run, and whether each answers this machine."""
         from workers.runs.engines import read_engine_reports
@@ -362,18 +367,13 @@ class Run:
     def _search(
         self, wanted: "CompletionFilter", offer: "Callable[[RunGroup], bool]", has_match: Callable[[], bool]
     ) -> "tuple[ArchivedRunGroups, list[str]]":
-        """Offer groups as long as `offer` wants more: those without an outcome, then archived ones, the newest first.
-
-        Returns:
-            The archive, and notes about what could not be read.
-        """
+        """Offer groups while `offer` wants more, first those without an outcome. Returns archive and notes."""
         from workers.runs.groups import ArchivedRunGroups, RunGroup, unfinished_views
 
         settings, folder = self.files("looking at groups")
         archived = ArchivedRunGroups(folder)
         notes = ["archive.keep = 'none' keeps no group"] if settings.archive.keep == "none" else []
-        is_running, may_be_unfinished = bool(self.url), wanted.steps is None
-        wants_more = True
+        is_running, may_be_unfinished, wants_more = bool(self.url), wanted.steps is None, True
 
         async def offer_unfinished(connection: "RunConnection") -> None:
             from stream.operator.unfinished_groups import unfinished_groups

@@ -6,6 +6,8 @@ from envs.sandboxes.contract import Network, ProviderOptions, SandboxSpec
 from workers.settings.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Section
 
 _NETWORKS = tuple(Network)
+_MAX_SPARE_S = 30.0
+"""Time after its deadline in which a creation may still succeed; at most as long as that deadline."""
 
 
 class SandboxSettings(Section, frozen=True):
@@ -42,6 +44,11 @@ class SandboxSettings(Section, frozen=True):
     def starts(self) -> int:
         """Sandboxes that one worker starts at the same time."""
         return self.starts_at_once or len(os.sched_getaffinity(0))
+
+    @property
+    def created_within_s(self) -> float:
+        """Time within which a creation succeeds or never does, though its worker or its connection be gone."""
+        return self.create_timeout_s + min(_MAX_SPARE_S, self.create_timeout_s)
 
     @property
     def options(self) -> ProviderOptions:

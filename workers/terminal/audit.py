@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from stream.operator.audit import AuditReport, TurnCounts
-from stream.wording import format_counts
+from stream.operator.sandboxes import SandboxAccount
+from stream.wording import format_counts, quantity
 from workers.runs.run import Run
 from workers.terminal.output import print_json
 
@@ -35,6 +36,8 @@ def _print_report(run: str, report: AuditReport, show_all: bool) -> None:
     console.print(_table(report))
     if report.turns.sampled:
         console.print(_turns(report.turns), soft_wrap=True)
+    if report.sandboxes is not None and report.sandboxes.begun:
+        _print_sandboxes(console, report.sandboxes)
     for title, found in (("lost", report.lost), ("counted twice", report.twice)):
         shown = found if show_all else found[:_MAX_FINDINGS_SHOWN]
         for each in shown:
@@ -48,6 +51,15 @@ def _print_report(run: str, report: AuditReport, show_all: bool) -> None:
     console.print(verdict(report), style="green" if report.clean else "red", soft_wrap=True)
 
 
+def _print_sandboxes(console: Console, account: SandboxAccount) -> None:
+    adopted = f" (adopted {account.adopted:,} times)" if account.adopted else ""
+    console.print(f"{account}{adopted}", soft_wrap=True)
+    for finding in account.findings:
+        console.print(f"sandboxes: {finding}", style="red", soft_wrap=True)
+    for note in account.notes:
+        console.print(f"note: {note}", style="yellow", soft_wrap=True)
+
+
 def verdict(report: AuditReport) -> str:
     """Return the result of the audit as one line."""
     if report.clean:
@@ -55,7 +67,9 @@ def verdict(report: AuditReport) -> str:
     turns = report.turns
     missing = turns.sampled - turns.kept - turns.again - turns.unfinished
     of_turns = f"; {missing:,} sampled turns are unaccounted for" if missing else ""
-    return f"not clean: {len(report.lost):,} lost, {len(report.twice):,} counted twice{of_turns}"
+    findings = len(report.sandboxes.findings) if report.sandboxes else 0
+    of_sandboxes = f"; {quantity(findings, 'finding')} about sandboxes" if findings else ""
+    return f"not clean: {len(report.lost):,} lost, {len(report.twice):,} counted twice{of_turns}{of_sandboxes}"
 
 
 def _turns(turns: TurnCounts) -> str:
