@@ -26,6 +26,8 @@ end
 -- Its sandboxes are lost from now on; the reaper need not find that out first.
 local places = redis.call('HKEYS', key('sandbox_places'))
 for _, place in ipairs(places) do
+  local reaper = key('sandbox_reaper:' .. place)
+  if string.find(redis.call('GET', reaper) or '', ARGV[1], 1, true) then redis.call('DEL', reaper) end
   local records = key('sandboxes:' .. place)
   local flat = redis.call('HGETALL', records)
   for i = 1, #flat, 2 do

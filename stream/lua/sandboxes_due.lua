@@ -21,7 +21,7 @@ local function lost_at(record)
   return record.lost_ms or math.max(expires, record.begun_ms)
 end
 
-local due = {1, wake_id(), #flat / 2, now}
+local due = {}
 for i = 1, #flat, 2 do
   local record = cjson.decode(flat[i + 1])
   if not record.is_due then
@@ -34,6 +34,15 @@ for i = 1, #flat, 2 do
       redis.call('HSET', records, flat[i], flat[i + 1])
     end
   end
-  if record.is_due and #due < 4 + tonumber(ARGV[6]) then due[#due + 1] = {flat[i], flat[i + 1]} end
+  if record.is_due then due[#due + 1] = {flat[i], record} end
 end
-return due
+-- Those first that were tried least: what cannot be removed yet must not hold up the others.
+table.sort(due, function(a, b) return (a[2].tries or 0) < (b[2].tries or 0) end)
+local answer = {1, wake_id(), #flat / 2, now}
+for i = 1, math.min(#due, tonumber(ARGV[6])) do
+  local name, record = due[i][1], due[i][2]
+  record.tries = (record.tries or 0) + 1
+  answer[#answer + 1] = {name, cjson.encode(record)}
+  redis.call('HSET', records, name, cjson.encode(record))
+end
+return answer

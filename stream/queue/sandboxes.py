@@ -46,6 +46,8 @@ class SandboxRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Since when no lease owns it; None: one does, or nobody has looked yet."""
     is_due: bool = False
     """It is to be removed, and cannot be adopted."""
+    tries: int = 0
+    """How often a reaper has tried to remove it."""
 
 
 class DueSandboxes(Struct, frozen=True, kw_only=True):

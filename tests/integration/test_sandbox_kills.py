@@ -154,7 +154,7 @@ async def shoot(fleet: Fleet, kills: int, suspensions: int, chance: random.Rando
     async with anyio.create_task_group() as tasks:
         for action in actions:
             await fleet.feed(8)
-            await anyio.sleep(chance.expovariate(5.0))
+            await anyio.sleep(chance.expovariate(3.0))
             pid = chance.choice(fleet.pids)
             if action == "kill":
                 await fleet.kill(pid, is_seen=chance.random() < 0.7)

@@ -188,6 +188,28 @@ async def test_one_worker_reaps_a_place_until_it_stops_looking(pipe, place):
     assert not (await place.find_due("one", 0, 30, 0.05)).is_active
 
 
+async def test_what_cannot_be_removed_does_not_hold_up_the_others(pipe, place, monkeypatch):
+    monkeypatch.setattr("stream.queue.sandboxes.MAX_DUE", 2)
+    await pipe.feed("a")
+    worker, lease = await claimed(pipe)
+    for number in range(6):
+        await begin(place, worker, lease, f"s-{number}")
+        await place.leave_to_reaper(f"s-{number}")
+    seen = [await due(place) for _ in range(3)]
+    assert set().union(*seen) == {f"s-{number}" for number in range(6)}
+    assert {record.tries for record in (await place.records()).values()} == {1}
+
+
+async def test_the_place_of_a_dead_reaper_is_free_at_once(pipe, place):
+    assert (await place.find_due("w-host-77-x", 0, 30, 60)).is_active
+    await pipe.feed("a")
+    worker, lease = await claimed(pipe)
+    await begin(place, worker, lease)
+    assert not (await place.find_due("other", 0, 30, 60)).is_active
+    await release_worker(pipe.connection, "host", 77, 5, "was killed")
+    assert (await place.find_due("other", 0, 30, 60)).is_active
+
+
 async def test_a_stray_counts_as_begun_and_ended(pipe, place):
     await place.end("stray", "stray")
     await pipe.feed("a")
