@@ -30,8 +30,11 @@ class TaskCheck(Struct, kw_only=True):
     nop: list[float | None] = []
     """Rewards of an episode without a call."""
     seconds: float = 0.0
-    """Median time of a run with its verification."""
+    """Median time of a run, from the start of its sandbox to its reward."""
     cut_network: bool = False
+    """It asks for a network that its sandboxes did not have."""
+    tampered: list[str] = []
+    """System files that the solution changed."""
 
 
 def read_checks(folder: Path) -> dict[str, TaskCheck]:

@@ -165,9 +165,9 @@ class TaskEpisode:
         return ""
 
     async def _write_folder(self, folder: Path, target: str) -> Collection[str]:
-        """Write a folder of the task into the policy's sandbox, as the user of the step; return its files' names."""
+        """Write a folder of the task into the policy's sandbox, as root; return its files' names."""
         selected = await to_thread.run_sync(selected_files, self.task.folder, folder)
         files: dict[str, bytes | Path] = {f"{target.rstrip('/')}/{name}": file for name, file in selected.items()}
         if files:
-            await self.agent.write(files, user=self.step.user)
+            await self.agent.write(files, user=ROOT)
         return selected.keys()

@@ -96,11 +96,11 @@ class Task(Struct, frozen=True, kw_only=True):
     """What describes the task and is not read: `task`, `metadata`, `source`."""
     unknown_keys: tuple[str, ...] = ()
 
-    @property
-    def cut_network(self) -> bool:
-        """Whether the policy or a verifier expects a network that no sandbox has by default."""
+    def is_cut(self, most: Network) -> bool:
+        """Return whether the policy or a verifier asks for more network than sandboxes have."""
         reaches = [reach for step in self.steps for reach in (step.reach, step.verifier.reach)]
-        return any(reach.network is not Network.OFF for reach in reaches)
+        networks = list(Network)
+        return any(networks.index(reach.network) > networks.index(most) for reach in reaches)
 
     def digest(self) -> str:
         """Return a hash of all files of the task: their paths, contents and permission to be executed."""

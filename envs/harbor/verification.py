@@ -54,6 +54,8 @@ log = structlog.get_logger()
 
 ATTEMPTS: Final = 3
 """Sandboxes of a verifier that are made, if they are lost."""
+_NOT_STARTED: Final = (FailureKind.CREATE, FailureKind.IMAGE)
+"""A sandbox of the policy's files does not start, for example because they have no shell."""
 _OUTPUT_CHARACTERS: Final = 4000
 _CLEAR: Final = 'rm -rf "$@" && mkdir -p "$@" && chmod 777 "$1"'
 
@@ -150,24 +152,24 @@ class StepVerifier:
         try:
             return await self._attempts(step, open_sandbox, changes)
         except SandboxFailure as error:
-            if error.kind is not FailureKind.CREATE:
+            if not _never_ran(error):
                 raise
             return await self._unless_files_are_broken(step, open_sandbox, changes)
 
     async def _unless_files_are_broken(
         self, step: TaskStep, open_sandbox: OpenSandbox, changes: list[ChangedFile]
     ) -> Verification:
-        """Try once more, after a sandbox of the untouched image has started: else what the policy left starts none.
+        """Try again, after a sandbox of the untouched image has run a command: else what the policy left starts none.
 
         Raises:
             SandboxFailure: the untouched image does not start either, or it is not the start that fails.
         """
-        async with self._open(self._task.environment, self._image, step.verifier, "control", ""):
-            pass
+        async with self._open(self._task.environment, self._image, step.verifier, "control", "") as untouched:
+            await untouched.exec(["true"], timeout_s=SETUP_TIMEOUT_S, user=ROOT, cwd="/")
         try:
             return await self._attempts(step, open_sandbox, changes)
         except SandboxFailure as error:
-            if error.kind is not FailureKind.CREATE:
+            if not _never_ran(error):
                 raise
             return Verification(reason=f"no sandbox starts from the policy's files: {error}")
 
@@ -219,7 +221,12 @@ class StepVerifier:
         """
         folders = [VERIFIER_LOGS, SOLUTION] if step.verifier.has_tests else [VERIFIER_LOGS, TESTS, SOLUTION]
         command = ["sh", "-c", _CLEAR, "sh", *folders]
-        cleared = await sandbox.exec(command, timeout_s=SETUP_TIMEOUT_S, user=ROOT, cwd="/")
+        try:
+            cleared = await sandbox.exec(command, timeout_s=SETUP_TIMEOUT_S, user=ROOT, cwd="/")
+        except SandboxFailure as error:
+            if error.kind is not FailureKind.LOST:
+                raise
+            raise _NeverRanError(error.kind, str(error)) from error
         if cleared.code:
             raise NoRewardError(f"{' '.join(folders)} could not be emptied: {last_lines(cleared.stderr)}")
         if await reward_exists(sandbox):
@@ -305,6 +312,15 @@ class StepVerifier:
         except _CollectError as error:
             return Verification(reason=str(error))
         return await self._attempts(step, open_sandbox, [])
+
+
+class _NeverRanError(SandboxFailure):
+    """A sandbox was lost before it had run one command."""
+
+
+def _never_ran(error: SandboxFailure) -> bool:
+    """Return whether a sandbox did not come as far as a command, which can be due to the files that it is made of."""
+    return isinstance(error, _NeverRanError) or error.kind in _NOT_STARTED
 
 
 class _CollectError(Exception):

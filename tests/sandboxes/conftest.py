@@ -2,8 +2,11 @@
 
 import os
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import anyio
 import pytest
@@ -11,6 +14,8 @@ import pytest
 from envs.sandboxes.contract import BEGUN_LABEL, RUN_LABEL, ProviderOptions, SandboxFailure, SandboxSpec
 from envs.sandboxes.docker import DockerProvider
 from tests.cases.engines import IMAGE, busybox, import_image, problem
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +68,11 @@ def sh() -> Callable:
         return await sandbox.exec(["sh", "-c", script], **({"timeout_s": 20.0} | options))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tasks_images(engine_address) -> None:
+    """Make the images of examples/harbor."""
+    script = ROOT / "examples" / "harbor" / "make_images.py"
+    environment = os.environ | {"DOCKER_HOST": engine_address}
+    subprocess.run([sys.executable, str(script)], check=True, env=environment, stdout=subprocess.DEVNULL)

@@ -205,6 +205,16 @@ async def test_files_from_which_no_sandbox_starts_are_the_policys_doing(provider
     assert "no sandbox starts" in reward.detail
 
 
+async def test_a_sandbox_that_is_lost_before_its_first_command_is_the_policys_doing_if_others_run(provider, tmp_path):
+    def on_exec(sandbox, words):
+        if "snapshot" in sandbox.spec.image:
+            provider.lost.add(sandbox.name)
+
+    provider.on_exec = on_exec
+    reward, env = await reward_after(provider, write_task(tmp_path / "task", WORK), "true")
+    assert (reward.value, env.verifications[0].is_policys) == (0.0, True)
+
+
 async def test_a_place_that_starts_nothing_leaves_it_unmeasured(provider, tmp_path):
     def refuse(spec):
         raise SandboxFailure(FailureKind.CREATE, "no space left")

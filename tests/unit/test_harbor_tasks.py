@@ -121,7 +121,7 @@ def test_older_keys_mean_the_newer_ones(tmp_path):
     settings = '[environment]\ndocker_image="b"\nmemory = "2G"\nstorage = "512M"\nallow_internet = false'
     task = read_task(write_task(tmp_path, settings))
     assert (task.environment.memory_mb, task.environment.disk_mb) == (2048, 512)
-    assert not task.cut_network
+    assert not task.is_cut(Network.OFF)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,8 @@ def test_older_keys_mean_the_newer_ones(tmp_path):
 def test_each_phase_has_its_own_network_or_its_environments(tmp_path, settings, agent, verifier):
     (step,) = read_task(write_task(tmp_path, settings)).steps
     assert (step.reach.network, step.verifier.reach.network) == (agent, verifier)
+    assert read_task(tmp_path).is_cut(Network.OFF) is (Network.OFF, Network.OFF) != (agent, verifier)
+    assert not read_task(tmp_path).is_cut(Network.OPEN)
     assert step.verifier.reach.hosts == (("pypi.org",) if verifier is Network.ALLOWLIST else ())
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ class OrderedTurns(click.Command):
 
 @click.command(cls=OrderedTurns, short_help="Try an environment, a reward function, or a settings file.")
 @click.argument("ref", metavar="REF|FILE")
+@click.argument("tasks", metavar="[TASKS]", required=False, type=click.Path(exists=True, path_type=Path))
 @click.option("fields", "--field", multiple=True, metavar="k=v", help="A column of the row; may be repeated.")
 @click.option(
     "arguments", "--args", multiple=True, metavar="k=v", help="An argument as in the settings; may be repeated."
@@ -34,11 +36,14 @@ class OrderedTurns(click.Command):
 )
 @click.option("--say", multiple=True, metavar="TEXT", help="A turn without a call; played in order with --call.")
 @click.option("--env", "environment", default="", metavar="REF", help="For a reward function that reads environments.")
+@click.option("--sample", default=0, type=click.IntRange(0), metavar="N", help="With TASKS: so many of them; 0: all.")
+@click.option("--again", is_flag=True, help="With TASKS: also those that have not changed since they were tried.")
 @options.overrides
 @click.option("--report", "path", type=click.Path(path_type=Path), metavar="PATH", help="Also write it as JSON.")
 @options.json
 def check(
     ref: str,
+    tasks: Path | None,
     fields: tuple[str, ...],
     arguments: tuple[str, ...],
     overrides: tuple[str, ...],
@@ -53,6 +58,9 @@ def check(
 
     A settings FILE (.toml) is tested as `penstock run` tests it before it starts an engine: model, chat template, data,
     environments, reward functions, lengths, disk, memory, Redis. All faults are reported at once.
+
+    `penstock check harbor TASKS` runs the solution of each task in a folder, and an episode without a call, three
+    times, in sandboxes: `--set sandboxes.provider=docker`.
     """
     import msgspec
 
@@ -64,6 +72,8 @@ def check(
     from workers.runs.export import encode_json
 
     configure_logging("check", level="warning")
+    if tasks is not None:
+        _check_tasks(ref, tasks, overrides, path, as_json=as_json, sample=chosen["sample"], again=chosen["again"])
     given = {"--call": map(options.parse_call, chosen["call"]), "--say": iter(chosen["say"])}
     with redirect_stdout(sys.stderr) if as_json else nullcontext():  # user code may print
         report = run_check(
@@ -82,6 +92,30 @@ def check(
         click.echo(encoded)
     else:
         print_report(report)
+    exit_process(ExitCode.SUCCESS if report.ok else ExitCode.FAILURE)
+
+
+def _check_tasks(
+    ref: str, tasks: Path, overrides: tuple[str, ...], path: Path | None, *, as_json: bool, sample: int, again: bool
+) -> None:
+    """Try the tasks in a folder, print the report, and exit."""
+    import anyio
+    import msgspec
+
+    from stream.durable import write_file_atomically
+    from workers.check.harbor import check_tasks, report_lines
+    from workers.role.exit_codes import ExitCode
+    from workers.settings.toml_file import settings_for_model
+
+    if ref != "harbor":
+        raise click.UsageError("TASKS is a folder of tasks for REF harbor")
+    settings = settings_for_model(Path("no-model"), overrides).sandboxes
+    progress = partial(click.echo, err=True)
+    report = anyio.run(partial(check_tasks, tasks, settings, sample=sample, again=again, progress=progress))
+    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    if path is not None:
+        write_file_atomically(path, encoded)
+    click.echo(encoded if as_json else "\n".join(report_lines(report)))
     exit_process(ExitCode.SUCCESS if report.ok else ExitCode.FAILURE)
 
 

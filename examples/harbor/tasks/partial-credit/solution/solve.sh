@@ -1,0 +1,4 @@
+#!/bin/sh
+echo 1 >one
+echo 2 >two
+echo 3 >three

@@ -1,0 +1,2 @@
+#!/bin/sh
+wc -l <unique.txt >count.txt

@@ -1,0 +1,2 @@
+#!/bin/sh
+sort fruits.txt >sorted.txt

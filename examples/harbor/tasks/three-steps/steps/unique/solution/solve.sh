@@ -1,0 +1,2 @@
+#!/bin/sh
+sort -u fruits.txt >unique.txt
