@@ -140,8 +140,14 @@ class Harbor:
                 f"{path}: {len(tasks)} tasks can be played, and none was found sound: run `penstock check harbor "
                 f"{path}`, or set args.allow_unchecked = true"
             )
+        base = folder.resolve()
         return [
-            {"prompt": task.steps[0].instruction, "task": str(task.folder), "name": task.name, **task.columns}
+            {
+                "prompt": task.steps[0].instruction,
+                "task": (folder / task.folder.relative_to(base)).as_posix(),
+                "name": task.name,
+                **task.columns,
+            }
             for task in sound
         ]
 

@@ -93,7 +93,7 @@ class Task(Struct, frozen=True, kw_only=True):
     """The last step's reward is the task's; else the mean is."""
     solution_env: dict[str, str] = {}
     columns: dict[str, Any] = {}
-    """What describes the task and is not read: `task`, `metadata`, `source`."""
+    """What describes the task and is not read: `package` (the table `task`), `metadata`, `source`."""
     unknown_keys: tuple[str, ...] = ()
 
     def is_cut(self, most: Network) -> bool:

@@ -98,7 +98,7 @@ class _TaskReader:
             steps=steps,
             is_final=table.multi_step_reward_strategy == "final",
             solution_env=table.solution.env,
-            columns={"task": table.task, "metadata": table.metadata, "source": table.source or ""},
+            columns={"package": table.task, "metadata": table.metadata, "source": table.source or ""},
             unknown_keys=self._file.unknown_keys,
         )
 

@@ -107,6 +107,8 @@ class FolderSandbox(Sandbox):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.aclose()
         self.check()
+        if hook := self.provider.after_exec:
+            hook(self, tuple(command))
         code = process.returncode if ended == "exited" else 137
         return ExecResult(
             code=code or 0,
@@ -173,6 +175,7 @@ class FolderProvider(SandboxProvider):
         ended: names of sandboxes that ended by themselves.
         on_create: called with the spec of each new sandbox; may raise.
         on_exec: called before each command.
+        after_exec: called after each command.
     """
 
     has_images = True
@@ -188,6 +191,7 @@ class FolderProvider(SandboxProvider):
         self.snapshots: list[str] = []
         self.on_create: Any = None
         self.on_exec: Any = None
+        self.after_exec: Any = None
 
     def make_image(self, name: str, files: Mapping[str, str] = MappingProxyType({})) -> str:
         """Make an image with the host's programs."""

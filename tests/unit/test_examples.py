@@ -27,7 +27,6 @@ def test_every_example_has_prompts_an_environment_and_a_reward(file, monkeypatch
     if settings.data.path:
         rows = [json.loads(line) for line in Path(settings.data.path).read_text().splitlines()]
         assert all(row[settings.data.prompt] for row in rows)
-    assert settings.data.path or settings.data.rows
     if file in AGENTS:
         return
     for named in settings.environments.values():
@@ -35,5 +34,6 @@ def test_every_example_has_prompts_an_environment_and_a_reward(file, monkeypatch
         has_turns = factory.tools or factory.responds or factory.runs_own_loop
         assert has_turns or settings.rollout.max_turns == 1
         assert factory.has_reward
+        assert settings.data.path or settings.data.rows or factory.has_rows
     for reward in settings.rewards:
         assert RewardFunction.load(reward.ref, reward.weight, reward.run_in, reward.name, reward.args).name

@@ -99,6 +99,16 @@ async def test_what_the_policy_left_at_the_rewards_place_is_gone(provider, tmp_p
     assert (await reward_after(provider, write_task(tmp_path / "task", WORK), attack))[0] == 0.0
 
 
+async def test_a_reward_that_could_not_be_removed_is_not_the_verifiers(provider, tmp_path):
+    def leave_reward(sandbox, words):
+        if "/logs/verifier" in words and "snapshot" in sandbox.spec.image:
+            (sandbox.root / "logs/verifier/reward.json").write_text("1")
+
+    provider.after_exec = leave_reward
+    reward, _ = await reward_after(provider, write_task(tmp_path / "task", WORK), "true")
+    assert (reward.value, "there before the tests" in reward.detail) == (0.0, True)
+
+
 async def test_changed_system_files_are_shown_and_worst_if_the_settings_say_so(provider, tmp_path):
     task = write_task(tmp_path / "task", WORK)
     commands = ("echo changed > /etc/tool.conf; echo lib > /etc/ld.so.preload; echo new > /etc/new.conf", "touch done")
@@ -438,7 +448,7 @@ def test_rows_are_the_tasks_that_were_found_sound(tmp_path):
     write_task(tmp_path / "c", "[environment]\ngpus = 1")
     rows = Harbor(str(tmp_path), allow_unchecked=True).rows()
     assert [(row["name"], row["prompt"]) for row in rows] == [(n, "Make the file /work/done.\n") for n in ("a", "b")]
-    assert rows[1]["metadata"] == {"level": "easy"}
+    assert (rows[1]["task"], rows[1]["metadata"]) == (str(tmp_path / "b"), {"level": "easy"})
     with pytest.raises(DataError, match="penstock check harbor"):
         Harbor(str(tmp_path)).rows()
     with pytest.raises(DataError, match=r"args\.eval_path"):

@@ -52,7 +52,7 @@ class HarborReport(Struct, kw_only=True):
     """Keys that the format does not have, which are not read, with the number of tasks that have them."""
     tried: int = 0
     """Tasks that were run now; the others have not changed since."""
-    left_out: int = 0
+    not_sampled: int = 0
     """Tasks that are not in the sample."""
 
     @property
@@ -103,7 +103,7 @@ async def check_tasks(
             tasks.append(read)
     report.unknown_keys = dict(Counter(key for task in tasks for key in task.unknown_keys).most_common())
     chosen = tasks[:: max(1, len(tasks) // sample)][:sample] if sample else tasks
-    report.left_out = len(tasks) - len(chosen)
+    report.not_sampled = len(tasks) - len(chosen)
     known = await to_thread.run_sync(read_checks, folder)
     base, limiter = await to_thread.run_sync(folder.resolve), anyio.CapacityLimiter(settings.starts)
     async with SandboxHost.open(settings) as host, anyio.create_task_group() as group:
@@ -211,8 +211,8 @@ def report_lines(report: HarborReport) -> Iterator[str]:
         yield f"  keys that the format does not have, not read: {keys}"
     if cut := sum(task.cut_network for task in report.tasks.values()):
         yield f"  network cut: {cut}; they ask for more than sandboxes.network allows, and were tried without"
-    if report.left_out:
-        yield f"  not in the sample: {report.left_out}"
+    if report.not_sampled:
+        yield f"  not in the sample: {report.not_sampled}"
 
 
 def _line(path: str, task: TaskCheck) -> str:

@@ -36,7 +36,7 @@ class OrderedTurns(click.Command):
 )
 @click.option("--say", multiple=True, metavar="TEXT", help="A turn without a call; played in order with --call.")
 @click.option("--env", "environment", default="", metavar="REF", help="For a reward function that reads environments.")
-@click.option("--sample", default=0, type=click.IntRange(0), metavar="N", help="With TASKS: so many of them; 0: all.")
+@click.option("--sample", default=0, type=click.IntRange(0), metavar="N", help="With TASKS: only N of them; 0: all.")
 @click.option("--again", is_flag=True, help="With TASKS: also those that have not changed since they were tried.")
 @options.overrides
 @click.option("--report", "path", type=click.Path(path_type=Path), metavar="PATH", help="Also write it as JSON.")
@@ -116,7 +116,7 @@ def _check_tasks(
     if path is not None:
         write_file_atomically(path, encoded)
     click.echo(encoded if as_json else "\n".join(report_lines(report)))
-    exit_process(ExitCode.SUCCESS if report.ok else ExitCode.FAILURE)
+    sys.exit(ExitCode.SUCCESS if report.ok else ExitCode.FAILURE)
 
 
 @click.command()
