@@ -63,7 +63,7 @@ class FolderSandbox(Sandbox):
             raise SandboxEndedError("the sandbox ended")
         self.commands.append(tuple(command))
         if hook := self.provider.on_exec:
-            hook(self, tuple(command))
+            await to_thread.run_sync(hook, self, tuple(command))
         variables = {"PATH": "/usr/local/bin:/usr/bin:/bin", **self.spec.env, **env}
         uid = user or self.spec.user or "0"
         line = [
@@ -108,7 +108,7 @@ class FolderSandbox(Sandbox):
                 await process.aclose()
         self.check()
         if hook := self.provider.after_exec:
-            hook(self, tuple(command))
+            await to_thread.run_sync(hook, self, tuple(command))
         code = process.returncode if ended == "exited" else 137
         return ExecResult(
             code=code or 0,
