@@ -111,9 +111,9 @@ class _TaskReader:
             context: folder that may hold a Dockerfile.
         """
         self._refuse(table, key)
-        for name in ("docker-compose.yaml", "docker-compose.yml"):
-            if (context / name).exists():
-                raise TaskError("docker-compose.yaml", str(context / name), "several containers are not supported")
+        compose = context / "docker-compose.yaml"  # by this name alone, as in Harbor
+        if compose.exists():
+            raise TaskError(compose.name, str(compose), "several containers are not supported")
         if not table.docker_image and not (context / "Dockerfile").is_file():
             raise self._file.error(f"{key}.docker_image", f"it is not set, and {context} has no Dockerfile")
         return TaskEnvironment(
