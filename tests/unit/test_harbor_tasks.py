@@ -136,7 +136,7 @@ def test_older_keys_mean_the_newer_ones(tmp_path):
 def test_each_phase_has_its_own_network_or_its_environments(tmp_path, settings, agent, verifier):
     (step,) = read_task(write_task(tmp_path, settings)).steps
     assert (step.reach.network, step.verifier.reach.network) == (agent, verifier)
-    assert read_task(tmp_path).is_cut(Network.OFF) is (Network.OFF, Network.OFF) != (agent, verifier)
+    assert read_task(tmp_path).is_cut(Network.OFF) == ((agent, verifier) != (Network.OFF, Network.OFF))
     assert not read_task(tmp_path).is_cut(Network.OPEN)
     assert step.verifier.reach.hosts == (("pypi.org",) if verifier is Network.ALLOWLIST else ())
 
