@@ -57,7 +57,9 @@ ATTEMPTS: Final = 3
 _NOT_STARTED: Final = (FailureKind.CREATE, FailureKind.IMAGE)
 """A sandbox of the policy's files does not start, for example because they have no shell."""
 _OUTPUT_CHARACTERS: Final = 4000
-_CLEAR: Final = 'rm -rf "$@" && mkdir -p "$@" && chmod 777 "$1"'
+_CLEAR: Final = """owner=$1; shift; rm -rf "$@" && mkdir -p "$@" || exit
+if [ "$owner" ]; then chown "$owner" "$1"; else chmod 777 "$1"; fi"""
+"""The verifier's user alone can write its folder, if the task names one; else everyone can, as in Harbor."""
 
 Purpose = Literal["verifier", "control"]
 OpenSandbox = Callable[[], AbstractAsyncContextManager[Sandbox]]
@@ -220,7 +222,7 @@ class StepVerifier:
             NoRewardError: a reward is there already, or the folders cannot be emptied: what the policy did.
         """
         folders = [VERIFIER_LOGS, SOLUTION] if step.verifier.has_tests else [VERIFIER_LOGS, TESTS, SOLUTION]
-        command = ["sh", "-c", _CLEAR, "sh", *folders]
+        command = ["sh", "-c", _CLEAR, "sh", step.verifier.user, *folders]
         try:
             cleared = await sandbox.exec(command, timeout_s=SETUP_TIMEOUT_S, user=ROOT, cwd="/")
         except SandboxFailure as error:

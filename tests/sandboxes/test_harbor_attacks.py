@@ -155,3 +155,13 @@ async def test_a_service_that_the_policy_started_answers_its_verifier(place, tas
     folder = write_task(tmp_path / "task", SETTINGS.format(image="busybox"), **{"tests/test.sh": test})
     assert (await attacked(place, folder, "echo hi >index.html; httpd -p 8080 -h /work"))[0] == 1.0
     assert (await attacked(place, folder, "true"))[0] == 0.0
+
+
+@pytest.mark.full
+async def test_code_that_the_tests_run_as_another_user_cannot_write_the_reward(place, tasks_images, tmp_path):
+    test = "#!/bin/sh\nas_nobody() { su -s /bin/sh nobody -c 'sh /work/program'; }\nas_nobody\n"
+    test += "as_nobody | grep -q 42 && r=1\necho ${r:-0} >/logs/verifier/reward.txt\n"
+    settings = SETTINGS.format(image="busybox").replace("[verifier]", '[verifier]\nuser = "root"')
+    folder = write_task(tmp_path / "task", settings, **{"tests/test.sh": test})
+    assert (await attacked(place, folder, "echo 'echo 1 >/logs/verifier/reward.json' >program"))[0] == 0.0
+    assert (await attacked(place, folder, "echo 'echo 42' >program"))[0] == 1.0

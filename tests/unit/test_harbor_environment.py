@@ -376,10 +376,12 @@ async def test_a_healthcheck_that_fails_is_no_fault_of_the_policy(provider, tmp_
 
 
 async def test_users_of_policy_and_verifier_are_the_tasks(provider, tmp_path):
-    settings = f"[agent]\nuser = 1000\n[verifier]\nuser = 1001\n{WORK}"
-    test = "#!/bin/sh\nid -u > /logs/verifier/reward.txt\n"
-    reward, _ = await reward_after(provider, write_task(tmp_path / "task", settings, **{"tests/test.sh": test}))
-    assert reward == 1001.0
+    settings = f"[agent]\nuser = 1000\n[verifier]\nuser = 0\n{WORK}"
+    test = "#!/bin/sh\n[ $(stat -c %a /logs/verifier) = 755 ] && id -u > /logs/verifier/reward.txt\n"
+    task = write_task(tmp_path / "task", settings, **{"tests/test.sh": test})
+    async with episode(provider, task) as (env, _):
+        assert await env.bash("id -u") == "1000"
+        assert await env.get_reward() == 0.0
 
 
 async def test_secrets_reach_the_verifier_alone_and_are_not_recorded(provider, tmp_path, monkeypatch):
