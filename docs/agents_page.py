@@ -126,8 +126,8 @@ apart: base URL `http://HOST:PORT` (OpenAI's clients: with `/v1`), and the key a
 | `GET /v1/models` | the policy, with `context_length` (also as `max_model_len`, `max_input_tokens`) |
 
 All three stream if they are asked to. `make test-agents` lets the four programs, LangGraph and the OpenAI Agents SDK
-do a task in their sandbox, with a scripted model. Three of the programs also compact, and start three sub-agents at
-once. A training with them and a real model has not been tried.
+do a task in their sandbox, with a scripted model. Three of the programs also compact, start three sub-agents at once,
+and lose an answer on its way. A training with them and a real model has not been tried.
 
 - **Reasoning** is a part of its own in Responses and Messages, and comes back as it was. In chat completions it stays
   in the content; clients that take it out and send `reasoning_content` (LiteLLM) continue their row. A program that
