@@ -22,7 +22,9 @@ import pytest
 from stream.connection.run_connection import RunConnection, connect
 from stream.operator.control import release_worker
 from stream.queue.sandboxes import SandboxPlace, read_sandbox_counts
+from stream.validity import Measured, RolloutReason
 from tests.cases.sandbox_place import PlaceProvider, reached, serve_place
+from tests.cases.sandbox_worker import GROUP_SIZE
 from tests.conftest import Pipe
 
 WORKER = Path(__file__).parents[1] / "cases" / "sandbox_worker.py"
@@ -208,6 +210,71 @@ async def test_kills_and_suspensions_leave_nothing(redis_url, run_name, tmp_path
 @pytest.mark.timeout(3600)
 async def test_a_thousand_kills_leave_nothing(redis_url, run_name, tmp_path):
     await run_with_kills(redis_url, run_name, tmp_path, kills=1000, suspensions=50)
+
+
+async def run_with_kills_of_the_server(make_server, run: str, folder: Path, kills: int) -> None:
+    server = make_server("--appendonly", "yes").start()
+    async with fleet_of(server.url, run, folder) as fleet:
+        await fleet.place.ask(do="faults", faults=FAULTS)
+        await fleet.start(WORKERS)
+        for _ in range(kills):
+            await fleet.feed(60)
+            await anyio.sleep(1.5)
+            await anyio.to_thread.run_sync(server.kill)
+            await anyio.sleep(0.5)
+            await anyio.to_thread.run_sync(server.start)
+        await fleet.place.ask(do="faults", faults={})
+        await anyio.sleep(2 * CREATE_S + 1)  # a sandbox without a record is not stray before
+        await fleet.drain()
+        begun, stopped, reaped, stray = await account(fleet)
+        print(f"{kills} kills of the server: begun {begun:,} = {stopped:,} + {reaped:,} + stray {stray:,}")
+
+
+async def test_a_killed_server_leaves_nothing(make_server, run_name, tmp_path):
+    await run_with_kills_of_the_server(make_server, run_name, tmp_path, kills=1)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+async def test_ten_kills_of_the_server_leave_nothing(make_server, run_name, tmp_path):
+    await run_with_kills_of_the_server(make_server, run_name, tmp_path, kills=10)
+
+
+async def remove_by_hand(redis_url: str, run: str, folder: Path, episodes: int, removals: int) -> None:
+    chance = random.Random(removals)
+    async with fleet_of(redis_url, run, folder) as fleet:
+        await fleet.feed(episodes // GROUP_SIZE)
+        await fleet.start(WORKERS)
+        removed = 0
+        with anyio.fail_after(600):
+            while removed < removals:
+                listed = await fleet.place.list()
+                removed += bool(listed) and await fleet.place.remove(chance.choice(listed).name)
+                await anyio.sleep(chance.expovariate(20.0))
+            while await fleet.connection.redis.xlen(fleet.connection.key("prompts")):
+                await anyio.sleep(0.2)
+        await fleet.drain()
+        leases = (await Pipe(fleet.connection).stage("groups").claim(episodes)).leases
+        completions = [completion for lease in leases for completion in lease.group().completions]
+        await account(fleet)
+    invalid = [each for each in completions if each.failure is not None]
+    rewards = [part.reward for each in completions if each.failure is None for part in each.parts]
+    print(f"{removed} of the sandboxes of {len(completions):,} episodes removed: {len(invalid)} invalid")
+    assert len(completions) == episodes
+    assert {each.failure.reason for each in invalid} == {RolloutReason.SANDBOX}, {each.failure.detail for each in invalid}
+    assert {each.failure.cause.exception.split(":")[1].strip() for each in invalid} == {"lost"}
+    assert rewards == [Measured(1.0)] * (episodes - len(invalid))
+    assert len(invalid) > removals / 2
+
+
+async def test_a_sandbox_removed_by_hand_is_an_invalid_completion(redis_url, run_name, tmp_path):
+    await remove_by_hand(redis_url, run_name, tmp_path, episodes=100, removals=20)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+async def test_two_hundred_removed_by_hand_are_no_zeros(redis_url, run_name, tmp_path):
+    await remove_by_hand(redis_url, run_name, tmp_path, episodes=1000, removals=200)
 
 
 @pytest.mark.parametrize("kills", [6])

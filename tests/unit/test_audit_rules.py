@@ -174,7 +174,7 @@ def test_the_report_has_these_keys():
     report = msgspec.to_builtins(audit(facts()))
     assert list(report) == [
         "fed", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean", "unsaved", "foreign_entries",
-        "turns", "notes",
+        "turns", "sandboxes", "notes",
     ]  # fmt: skip
 
 

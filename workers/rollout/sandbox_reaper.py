@@ -72,8 +72,8 @@ class SandboxReaper:
                 if found is not None and not found.total:
                     break
                 await anyio.sleep(min(1.0, self._interval_s))
-            if not self._provider.survives_worker:
-                await self._forget_elsewhere()
+            if found.is_active:
+                await self._try_sweep(found.now_ms)
         if scope.cancelled_caught:
             log.warning("sandboxes.left", place=self._place.place, waited_s=limit_s)
 
@@ -123,6 +123,12 @@ class SandboxReaper:
         except PenstockError as error:
             log.warning("sandboxes.unreachable", place=self._place.place, why=str(error))
             return None
+
+    async def _try_sweep(self, now_ms: int) -> None:
+        try:
+            await self.sweep(now_ms)
+        except PenstockError as error:
+            log.warning("sandboxes.unreachable", place=self._place.place, why=str(error))
 
     async def _sleep(self, wake_id: str) -> None:
         """Sleep until something has changed in the run, or it is time to list the place."""
