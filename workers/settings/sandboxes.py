@@ -39,6 +39,9 @@ class SandboxSettings(Section, frozen=True):
     """Memory that a sandbox may ask for, in MiB."""
     max_disk_mb: PositiveInt = 20480
     """Disk space that a sandbox may ask for, in MiB."""
+    image_cache_gb: PositiveFloat = 50.0
+    """For `docker`: images built from tasks' folders beyond this size are removed before another is built, the longest
+    unused first."""
 
     @property
     def starts(self) -> int:
@@ -58,6 +61,7 @@ class SandboxSettings(Section, frozen=True):
             runtime=self.runtime,
             create_timeout_s=self.create_timeout_s,
             call_timeout_s=self.call_timeout_s,
+            image_cache_gb=self.image_cache_gb,
         )
 
     def refusal(self, spec: SandboxSpec) -> str:
