@@ -106,6 +106,7 @@ async def check_tasks(
     report.not_sampled = len(tasks) - len(chosen)
     known = await to_thread.run_sync(read_checks, folder)
     base, limiter = await to_thread.run_sync(folder.resolve), anyio.CapacityLimiter(settings.starts)
+    writing = anyio.Lock()
     async with SandboxHost.open(settings) as host, anyio.create_task_group() as group:
 
         async def check(task: Task) -> None:
@@ -117,7 +118,8 @@ async def check_tasks(
             async with limiter:
                 report.tasks[path] = known[path] = await check_task(task, host, digest)
             report.tried += 1
-            await to_thread.run_sync(write_checks, folder, known)
+            async with writing:  # a result each: a check that is interrupted loses none
+                await to_thread.run_sync(write_checks, folder, known)
             progress(_line(path, known[path]))
 
         for task in chosen:
