@@ -7,9 +7,10 @@ import anyio
 import pytest
 import structlog
 
+from stream.operator.audit import read_turn_counts
 from stream.queue.progress_writer import ProgressWriter
 from stream.queue.stage import Stage
-from stream.records import Completion, Prompt
+from stream.records import Completion, Group, Prompt
 from tests.cases.progress import save, turn_part
 from tests.unit.test_agent_roles import Sequence
 from tests.unit.test_episode import make_chat
@@ -20,7 +21,7 @@ from workers.rollout.episode import EpisodeContext
 from workers.rollout.episode_clock import EpisodeClock
 from workers.rollout.resume import EpisodeJournal
 from workers.rollout.tool_formats import TOOL_FORMATS
-from workers.rollout.turn_journal import TurnJournal
+from workers.rollout.turn_journal import RecordedTurn, TurnJournal
 from workers.settings import RolloutSettings
 
 
@@ -144,3 +145,33 @@ async def test_a_turn_without_the_lease_is_not_saved(pipe, worker):
     await save(worker, lease, turn_part("0/a/0"))
     assert lease.lost
     assert await stage.load_progress(again) == ([], {})
+
+
+async def test_a_group_that_ends_at_once_counts_how_it_was_restored(pipe, worker):
+    lease = await claimed(worker)
+    await save(worker, lease, turn_part("0/0"))
+    stage, again = await taken_over(pipe, lease, "second")
+    async with journal_of(stage, again) as journal:
+        completion = Completion(index=0)
+        journal.save_restoration(0, "never", ["0/0"])
+        journal.save_completion(completion, ["0/0"], is_urgent=False)
+        await journal.close()
+        await stage.complete(again, "groups", Group(prompt=Prompt(id="a", messages=[]), completions=[completion]))
+    turns = await read_turn_counts(pipe.connection)
+    assert (turns.sampled, turns.kept, turns.again, turns.resumed) == (1, 0, 1, {"never": 1})
+
+
+async def test_a_completion_waits_for_its_group_and_a_turn_does_not(pipe, worker):
+    lease = await claimed(worker)
+    turns, partials = (pipe.connection.key(f"prompts:{what}:{lease.id}") for what in ("turns", "partials"))
+    async with journal_of(worker, lease) as journal:
+        journal.save_completion(Completion(index=1, turns=1), [], is_urgent=False)
+        assert await journal.save_turn("0/0", RecordedTurn(1)).wait()
+        assert await pipe.connection.redis.exists(turns, partials) == 1
+        with anyio.fail_after(10):
+            while not await pipe.connection.redis.exists(partials):
+                await anyio.sleep(0.02)
+        journal.save_completion(Completion(index=2, turns=1), [], is_urgent=False)
+        await journal.close()
+        assert await journal.save_turn("0/1", RecordedTurn(1)).wait()
+    assert await pipe.connection.redis.hkeys(partials) == [b"1"]
