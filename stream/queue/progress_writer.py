@@ -1,8 +1,8 @@
 """Saves the progress of unfinished groups, for the attempt that follows if this worker dies.
 
-Whatever waits is written together, in one round trip, since one costs a worker as much as saving many turns. So turns
-wait for others for some milliseconds, and finished completions for their group to end, when they need not be saved. An
-episode that must not go on before its turn is saved waits for its batch; nothing else waits. What a server without
+Whatever waits is written together, in one round trip, since one costs a worker as much as saving many turns. So at
+most a hundred are made in a second, and finished completions wait for their group to end, when they need not be saved.
+An episode that must not go on before its turn is saved waits for its batch; nothing else waits. What a server without
 memory, or without an answer within a lease time, does not take is given up: the group goes on, and after a kill more is
 sampled again.
 """
@@ -23,7 +23,8 @@ from stream.queue.stage import Stage
 
 log = structlog.get_logger()
 
-_TURN_DELAY_S: Final = 0.01
+_INTERVAL_S: Final = 0.01
+"""At least, between the beginnings of two round trips."""
 _COMPLETION_DELAY_S: Final = 0.5
 _MAX_BYTES: Final = 1_000_000
 """Of one script, unless a single part is larger: it takes about a microsecond for each kilobyte."""
@@ -117,11 +118,13 @@ class ProgressWriter:
 
     async def run(self) -> None:
         """Write until cancelled; run it in the worker's task group."""
+        began = -math.inf
         while True:
             await self._has_parts.wait()
             with anyio.move_on_after(self._later_at - anyio.current_time()):
                 await self._urgent.wait()
-                await anyio.sleep(_TURN_DELAY_S)
+                await anyio.sleep_until(began + _INTERVAL_S)
+            began = anyio.current_time()
             self._urgent = anyio.Event()
             batches = [self._soon]
             self._soon = ProgressBatch()
