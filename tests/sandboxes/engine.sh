@@ -36,10 +36,11 @@ start() {
   done
   [ "$(id -u)" = 0 ] || no_engine "starting an engine needs root"
   command -v dockerd >/dev/null || no_engine "dockerd is not installed (Debian: apt-get install docker.io iptables)"
-  ! pgrep -x dockerd >/dev/null || no_engine "another dockerd runs, and does not answer: stop it, or set DOCKER_HOST"
+  ! ps -C dockerd -o stat= | grep -qv Z || no_engine "another dockerd runs, and does not answer: stop it, or set DOCKER_HOST"
   mkdir -p "$folder/data" "$folder/state"
   # Containers may not ask for more files and processes than this machine allows itself.
-  files=$(ulimit -n) processes=$(ulimit -u)
+  files=$(awk '/^Max open files/ {print $5}' /proc/self/limits)
+  processes=$(awk '/^Max processes/ {print $4}' /proc/self/limits)
   [ "$files" != unlimited ] || files=1048576
   [ "$processes" != unlimited ] || processes=30000
   limits='"nofile":{"Name":"nofile","Soft":'$files',"Hard":'$files'},"nproc":{"Name":"nproc","Soft":'$processes',"Hard":'$processes'}'
@@ -73,7 +74,8 @@ stop)
   ;;
 kill) # as in a crash: its containers go on without it
   end KILL
-  rm -f "$folder/docker.pid"
+  # containerd dies with dockerd; where nobody collects it, its pid still looks alive, and the next dockerd waits for it.
+  rm -f "$folder/docker.pid" "$folder/state/containerd/containerd.pid"
   ;;
 env) ! alive || echo "export DOCKER_HOST=$socket" ;;
 *) no_engine "usage: engine.sh start|stop|kill|env" ;;

@@ -34,7 +34,7 @@ def pid() -> int:
     return int((FOLDER / "docker.pid").read_text())
 
 
-@pytest.mark.parametrize("word", ["kill", "stop"])
+@pytest.mark.parametrize("word", ["kill", pytest.param("stop", marks=pytest.mark.full)])
 async def test_a_sandbox_whose_engine_was_restarted_is_lost_and_can_be_removed(word, place, sh):
     sandbox = await place.create()
     failures = []
@@ -72,6 +72,7 @@ async def test_an_engine_that_is_suspended_for_a_while_costs_time_and_no_effect(
     assert await sandbox.read("/tmp/effects", 100) == b"effect\n"
 
 
+@pytest.mark.full
 async def test_an_engine_that_is_away_is_unreachable_after_the_deadline(place, sh, engine_address):
     created = await place.create()
     async with DockerProvider(ProviderOptions(address=engine_address, call_timeout_s=2.0)) as provider:
