@@ -71,6 +71,7 @@ start) start ;;
 stop)
   end TERM
   ip link delete docker0 2>/dev/null || true
+  umount "$folder/data" "$folder/state/netns/default" 2>/dev/null || true # what a killed engine leaves
   ;;
 kill) # as in a crash: its containers go on without it
   end KILL
