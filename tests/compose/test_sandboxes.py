@@ -82,6 +82,7 @@ def boxes(stack, tmp_path):
     yield stack
     stack.compose("down", timeout_s=120, check=False)
     stack.environment = before
+    docker("image", "rm", IMAGE)
 
 
 def sandboxes():
