@@ -17,6 +17,7 @@ from msgspec import Raw, Struct
 from envs.call import describe_error
 from envs.factory import EnvironmentFactory
 from envs.references import class_key
+from envs.sandboxes.contract import EpisodeSandboxes, Sandbox
 from envs.snapshot.object_state import (
     BUILTIN_READERS,
     CONTENTS,
@@ -149,6 +150,8 @@ def _omission_reason(cls: type, environment_class: type) -> str:
     """Return why objects of a class are omitted; empty for data classes and the user's own classes."""
     name, base = f"{cls.__module__}.{cls.__qualname__}", builtin_base(cls)
     user_packages = {c.__module__.partition(".")[0] for c in environment_class.__mro__} - sys.stdlib_module_names
+    if Sandbox in cls.__mro__ or EpisodeSandboxes in cls.__mro__:  # it refers to the worker's connections
+        return "a sandbox ends with its episode"
     if has_hidden_state(cls, base or object):
         return f"a {name} is not made of Python attributes"
     marks = ("__dataclass_fields__", "__struct_fields__", "__attrs_attrs__", "__pydantic_fields__")

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from envs.sandboxes.contract import FailureKind, SandboxFailure, SandboxSpec
+from envs.snapshot import omitted_attributes, thaw
 from stream.queue.sandboxes import read_sandbox_counts
 from stream.records import Prompt
 from stream.validity import Measured, RolloutReason, Unmeasured
@@ -106,6 +107,14 @@ async def test_an_episode_has_a_sandbox_until_it_ends(pipe, socket, place):
     counts = await place.ask(do="counts")
     assert (counts["created"], counts["removed"]) == (1, 1)
     assert (await read_sandbox_counts(pipe.connection)).stopped == 1
+
+
+async def test_a_snapshot_has_no_sandbox_and_nothing_of_the_worker(pipe, socket):
+    async with leased(pipe, socket) as (host, owner):
+        (completion,) = await played(host, owner, [call("note", '{"text": "a"}'), "done"])
+    omitted = omitted_attributes(thaw(completion.snapshot, factory_of(Boxed)))
+    assert omitted == dict.fromkeys(("sandbox", "sandboxes"), "a sandbox ends with its episode")
+    assert len(completion.snapshot) < 500
 
 
 async def test_a_synchronous_tool_runs_commands(pipe, socket):
