@@ -21,7 +21,7 @@ import pytest
 import yaml
 from aiohttp import WSMsgType, web
 
-from tests.cases.engines import busybox
+from tests.cases.docker_engine import busybox
 
 TOKEN = "a-token-of-the-cluster"
 NAMESPACE = "sandboxes"

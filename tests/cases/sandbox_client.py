@@ -10,7 +10,7 @@ import anyio
 
 from envs.sandboxes.contract import BEGUN_LABEL, RUN_LABEL, ProviderOptions, SandboxSpec
 from envs.sandboxes.docker import DockerProvider
-from tests.cases.engines import IMAGE
+from tests.cases.docker_engine import IMAGE
 
 
 async def main(name: str, run_id: str, call_id: str, script: str) -> None:

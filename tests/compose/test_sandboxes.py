@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases.engines import busybox
+from tests.cases.docker_engine import busybox
 from tests.compose.conftest import docker
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1200)]

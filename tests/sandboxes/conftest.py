@@ -13,7 +13,7 @@ import pytest
 
 from envs.sandboxes.contract import BEGUN_LABEL, RUN_LABEL, ProviderOptions, SandboxFailure, SandboxSpec
 from envs.sandboxes.docker import DockerProvider
-from tests.cases.engines import IMAGE, busybox, import_image, problem
+from tests.cases.docker_engine import IMAGE, busybox, import_image, problem
 
 ROOT = Path(__file__).parents[2]
 

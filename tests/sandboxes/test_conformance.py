@@ -4,7 +4,7 @@ import pytest
 
 from envs.sandboxes.conformance_bench import Bench, CaseSkipped
 from envs.sandboxes.conformance_cases import CASES
-from tests.cases.engines import IMAGE
+from tests.cases.docker_engine import IMAGE
 
 pytestmark = [pytest.mark.sandboxes, pytest.mark.timeout(120)]
 

@@ -15,7 +15,7 @@ from envs.sandboxes.contract import (
 )
 from envs.sandboxes.docker import DockerProvider
 from envs.sandboxes.images import BUILD_LABEL
-from tests.cases.engines import IMAGE
+from tests.cases.docker_engine import IMAGE
 
 pytestmark = [pytest.mark.sandboxes, pytest.mark.timeout(120)]
 

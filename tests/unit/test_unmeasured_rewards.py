@@ -130,6 +130,8 @@ FAILURES = {
     "the reset failed": RolloutReason.ENV_RESET,
     "a tool's world failed": RolloutReason.ENV_STEP,
     "the environment hung": RolloutReason.ENV_TIMEOUT,
+    "the sandbox was lost": RolloutReason.SANDBOX,
+    "a call with effects is not made twice": RolloutReason.EFFECTS,
 }
 
 
