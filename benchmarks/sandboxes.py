@@ -96,7 +96,7 @@ async def together(calls):
 
 
 def own_processes():
-    """Return this process's descendants, and those of the shims of containers."""
+    """Return all processes that descend from this one or from a container's shim."""
     found = set(psutil.Process().children(recursive=True))
     for process in psutil.process_iter(["name"]):
         if process.info["name"].startswith("containerd-shim"):

@@ -64,7 +64,7 @@ class EnvironmentFactory:
         self.states_timeouts: bool = contract.states_timeouts(sample)
         """Its class states deadlines, in `timeouts_s` or `episode_timeout_s`."""
         self.is_replayable: bool = contract.is_replayable(sample)
-        """The same seed and the same calls have the same results, so a worker can repeat those of one that died."""
+        """The same seed and the same calls have the same results, so a worker can repeat the calls of a dead worker."""
         self.has_effects: bool = contract.has_effects(sample)
         """Its calls change something outside, so that none may be made twice."""
         self.has_rows: bool = contract.offers_rows(sample)

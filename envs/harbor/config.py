@@ -221,7 +221,7 @@ def _line_of(text: str, wanted: list[str | int]) -> int:
 
 
 def _unknown_keys(values: dict[str, Any], kind: type[Struct], place: str = "") -> list[str]:
-    """Return the keys that a table has and its type does not, with those of the tables in it."""
+    """Return the keys of a table, and of the tables in it, that its type does not have."""
     hints = get_type_hints(kind)
     unknown: list[str] = []
     for key, value in values.items():

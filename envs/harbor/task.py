@@ -143,7 +143,7 @@ def selected_files(task: Path, folder: Path) -> dict[str, Path]:
 
 
 def _is_ignored(path: Path, rules: dict[Path, Any], suffix: str = "") -> bool:
-    """Return whether rules exclude a path: those of the deepest folder that says something about it."""
+    """Return whether rules exclude a path; the deepest folder with a rule for it decides."""
     for folder in sorted((each for each in rules if path.is_relative_to(each)), reverse=True):
         match = rules[folder].check_file(path.relative_to(folder).as_posix() + suffix)
         if match.include is not None:

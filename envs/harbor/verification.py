@@ -339,5 +339,5 @@ async def _is_running(sandbox: Sandbox) -> bool:
 
 
 def _test_files(task: Path, step: TaskStep) -> dict[str, bytes | Path]:
-    """Return the tests of a step by their paths in a sandbox; a step's own replace those of all."""
+    """Return the tests of a step by their paths in a sandbox; a step's own tests replace the task's."""
     return {f"{TESTS}/{name}": file for folder in step.tests for name, file in selected_files(task, folder).items()}
